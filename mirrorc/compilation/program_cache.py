@@ -109,7 +109,6 @@ class Specialization:
         return sizes
 
     def fits(self, shards: Shards) -> bool:
-        """Tests for shards of sizes within a program's symbolic sizes."""
         return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
@@ -122,7 +121,6 @@ class Specialization:
         return [of_graphs[shard or 0] for shard in self.shard_of_replica]  # absent replicas read none
 
     def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> Any:
-        """The result of a finished training step: its loss, with the outputs if they are kept."""
         if self.outputs is None:
             return loss
         try:
@@ -137,7 +135,6 @@ class Specialization:
             ) from error
 
     def evaluated(self, call: Call, shards: Shards, *, wants_outputs: bool) -> Any:
-        """The result of a finished evaluation; without a loss, the outputs alone."""
         assert self.outputs is not None, "an evaluation gathers what it gives"
         try:
             gathered = self.executor.outputs.take(shards.num_examples)
@@ -151,7 +148,7 @@ class Specialization:
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
-        """The differences from the values at capture: names of plain values, and other reasons in words."""
+        """Names of changed plain values, and other reasons in words."""
         self.training_call.plain = self.plain
         if not self.guards.hold():
             return [], self.guards.broken()
@@ -219,7 +216,6 @@ class Specializations:
         return None
 
     def changed_numbers(self, structure: Structure, plain: Mapping[str, Any]) -> list[str]:
-        """The expressions of changed numbers that programs of this structure took as constants."""
         changed: list[str] = []
         for key, entries in self._by_key.items():
             for cached in entries if key[0] == structure else ():

@@ -99,10 +99,7 @@ class StepCompiler:
     ) -> Specialization:
         """Compiles for a call. On failure the model's tensors return to their former devices.
 
-        Args:
-            new_parts: the news of this call, for the progress line.
-            symbolic: the symbolic dimensions of the arguments.
-            on_sizes: a remark on changing sizes that are numbers; may be empty.
+        ``new_parts`` are the news of this call, for the progress line. ``on_sizes`` is a remark on changing sizes.
 
         Raises:
             SizesGivenUp: these cannot be symbolic.

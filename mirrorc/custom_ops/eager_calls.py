@@ -92,7 +92,7 @@ _lock = threading.Lock()
 
 
 def register_call(call: OpaqueRuns) -> int:
-    """Holds a weak reference; returns the lowest free number."""
+    """Returns the lowest free number."""
     with _lock:
         number = next(number for number in itertools.count() if number not in _calls)
         _calls[number] = call
@@ -215,15 +215,13 @@ run_forward = torch.ops.mirrorc.run_forward.default
 `OpaqueRuns.forward`.
 
 The results: the loss, a scalar; a token, an int64 on the CPU; new values of the buffers at ``written``; contiguous
-outputs.
-``output_sizes`` is in the form of `sizes_of`. A seed is given if random numbers are drawn.
-It is a function of its arguments, so Python's side effects in it must not last.
+outputs. ``output_sizes`` is in the form of `sizes_of`. Python's side effects in it must not last.
 """
 
 take_gradient = torch.ops.mirrorc.take_gradient.default
 """``take_gradient(call, token, tangent, parameter, place)`` is `OpaqueRuns.gradient` for the parameter at ``place``.
 
-``token`` comes from `run_forward`. ``tangent``, the gradient of the loss, is the same for all gradients of a token.
+``tangent``, the gradient of the loss, is the same for all gradients of a token.
 Each gradient may be taken once, in any order, also while backward makes the others.
 """
 

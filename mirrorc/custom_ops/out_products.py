@@ -69,5 +69,4 @@ add_rows_into = torch.ops.mirrorc.add_rows_into.default
 
 It equals ``out += embedding_dense_backward(rows, indices, m, padding_idx, False)`` bit for bit, as rows of an index are
 summed first.
-Other rows of ``out`` stay untouched.
 """

@@ -159,10 +159,8 @@ recurrent = torch.ops.mirrorc.recurrent.default
 
 Args:
     values: the input [time, batch, features].
-    kind: the name of torch's function, such as ``"lstm"``.
-    states, parameters: the first states and the layer's parameters, as that function takes them.
+    kind: the name of torch's function, such as ``"lstm"``; it takes ``states`` and ``parameters``.
     lengths: of the sequences, int64 [batch]; None if all are as long as the time.
-    has_biases, num_layers, bidirectional: of the layer.
     products: the dtype in which autocast multiplies; None if all is of one dtype.
     is_recorded: a backward may follow.
 
@@ -171,11 +169,7 @@ Returns:
     recorded a token for `recurrent_backward`, an int64 on the CPU. Autograd's record lives as long as the token.
 """
 recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
-"""The gradients of some of the inputs of `recurrent`: its values, states and parameters, in one list.
+"""Gradients of the inputs of `recurrent` at ``places`` among its values, states and parameters.
 
-Args:
-    gradients: of its results, without the token.
-    inputs: these inputs, for their shapes.
-    token: of the forward. A backward may run several times.
-    places: the inputs whose gradients are made.
+``gradients`` are those of its results, without the token. A backward may run several times.
 """

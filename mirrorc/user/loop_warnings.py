@@ -63,7 +63,6 @@ class GradientHabits:
             )
 
     def _first_of_others(self, ids: Collection[int]) -> str | None:
-        """The name of the first of these parameters that has an accumulated gradient of another step."""
         names = (other.pending.first_of(ids) for other in list(_watching) if other is not self)
         return next((name for name in names if name is not None), None)
 
@@ -105,7 +104,6 @@ class GradientHabits:
         return self.has_trained
 
     def warn_of_clipping(self, function: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Called when a clipping function gets parameters without gradients."""
         if any(id(parameter) in self._parameters and parameter.requires_grad for parameter in parameters):
             self._warn(
                 "clipping",

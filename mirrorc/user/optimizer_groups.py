@@ -49,7 +49,6 @@ class OptimizerGroups:
         )
 
     def numbers_as(self, other: OptimizerGroups) -> bool:
-        """Tests for the same optimizers in the same order, with the same numbers of groups."""
         are_same = len(self.optimizers) == len(other.optimizers) and all(map(is_, self.optimizers, other.optimizers))
         return are_same and len(self) == len(other) and self._numbered == other._numbered
 
@@ -66,7 +65,6 @@ class OptimizerGroups:
 
     @property
     def hyperparameters(self) -> Iterator[dict[str, Any]]:
-        """The optimizers' groups, in the optimizers' order."""
         return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def are_elementwise(self) -> tuple[bool, ...]:
@@ -91,7 +89,7 @@ class OptimizerGroups:
         return (*each, self.are_elementwise())
 
     def check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Refuses optimizers that update parameters of another model, or one parameter twice."""
+        """Refuses optimizers over another model, or over one parameter twice."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         held_by: dict[int, int] = {}
         for which, optimizer in enumerate(self.optimizers):

@@ -36,7 +36,7 @@ _KNOWN = {*(entry for entries in _REQUIRED.values() for entry in entries), *(ent
 
 
 def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The required entries in the state of a parameter of an element-wise optimizer, unless that state is empty."""
+    """Required unless the state is empty."""
     switched = [entry for switch, entry in _SWITCHES if kind is not torch.optim.SGD and group.get(switch)]
     return (*_REQUIRED[kind], *switched)
 
@@ -83,7 +83,7 @@ def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests for an optimizer that may run on whole buckets: exactly a known class, with an unhooked, original step."""
+    """It may run on whole buckets: exactly a known class, with an unhooked, original step."""
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)

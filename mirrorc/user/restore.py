@@ -118,7 +118,7 @@ class _SavedValue:
 
 
 def can_keep_value(tensor: torch.Tensor) -> bool:
-    """Tests for a tensor of numbers in memory, which can be copied, compared and written."""
+    """A tensor of numbers in memory can be copied, compared and written."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_inference())
@@ -130,13 +130,12 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def content_of(container: Any) -> Any:
-    """The objects in a container, for `is_same`."""
     kind = _base_of(container)
     return dict(kind.items(container)) if issubclass(kind, dict) else list(kind.__iter__(container))
 
 
 def is_same(container: Any, content: Any) -> bool:
-    """Compares the objects in a container by identity."""
+    """Compares by identity."""
     if isinstance(container, dict):
         return is_same(list(container), list(content)) and is_same(list(container.values()), list(content.values()))
     return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))

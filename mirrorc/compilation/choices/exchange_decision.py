@@ -21,9 +21,8 @@ class Figures:
     Attributes:
         rows: this worker's rows of the factors of each candidate.
         machine: the facts that determine the bits of a product, by name.
-        seconds_per_byte: of the link; 0 if not measured.
-        seconds_per_multiplication: of the processor; 0 if not measured.
-        loaded: the choice of an earlier run, see `ExchangeChoice.load`; that of worker 0 counts.
+        seconds_per_byte, seconds_per_multiplication: of the link and the processor; 0 if not measured.
+        loaded: the choice of an earlier run; that of worker 0 counts.
     """
 
     rows: Mapping[str, int]

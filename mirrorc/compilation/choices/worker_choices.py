@@ -40,7 +40,7 @@ class WorkerChoices:
                 choice.settle()
 
     def apply_to(self, program: Program) -> bool:
-        """Tests for a program compiled by the present decisions; one compiled before the first call may not be."""
+        """A program compiled before the first call may differ from the present decisions."""
         return all(choice.applies_to(program) for choice in self._choices)
 
     def put_into(self, program: Program) -> Program:

@@ -76,7 +76,7 @@ def _assert_is_computed(graph: fx.Graph, like: fx.Node, info: fx.Node, name: str
 
 @contextlib.contextmanager
 def no_states_of_gpus() -> Iterator[None]:
-    """Keeps AOTAutograd from making unused fake tensors for GPU generator states, 2% of a small compilation."""
+    """Spares fake tensors for GPU generator states, 2% of a small compilation."""
     from torch._decomp.decompositions_for_rng import PhiloxState
     from torch._functorch import config
 

@@ -28,7 +28,6 @@ class GlooGroup:
 
     One thread at a time launches collectives, in the same order on all workers.
     Each returns a work; its ``wait()`` blocks, deaf to signals, until success, failure or timeout.
-    The interfaces are those of ``GLOO_SOCKET_IFNAME``, or else the one towards the store.
 
     Args:
         store: the workers' meeting point, with keys for this group alone.
@@ -53,7 +52,7 @@ class GlooGroup:
         _groups.add(self)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sums a dense tensor over all workers, in place, with the same bits everywhere."""
+        """Sums a dense tensor over all workers, in place; all get the same bits."""
         return self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
     def all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor], *, is_patient: bool = False) -> Any:
@@ -66,7 +65,7 @@ class GlooGroup:
         return self._group.allgather([list(into)], [tensor], options)
 
     def all_gather_whole(self, tensor: torch.Tensor, into: torch.Tensor) -> Any:
-        """Copies every worker's 1-D tensor, of equal lengths, into ``into``, in the order of ranks."""
+        """Copies every worker's 1-D tensor, of equal lengths, into one tensor by rank."""
         return self._group._allgather_base(_as_bytes(into), _as_bytes(tensor))
 
     def all_to_all(self, parts: torch.Tensor, into: torch.Tensor) -> Any:

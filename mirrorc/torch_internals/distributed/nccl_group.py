@@ -45,7 +45,7 @@ class NcclGroup:
         self.all_reduce(torch.zeros(1, device=device)).wait()  # connects
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sums a dense GPU tensor over all workers, in place, with the same bits everywhere."""
+        """Sums a dense GPU tensor over all workers, in place; all get the same bits."""
         work = self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
         with torch.cuda.stream(self._ends):
             work.wait()  # the stream waits, not the host
@@ -78,8 +78,6 @@ class NcclGroup:
 
 
 class _Work:
-    """Torch's work keeps the operand alive."""
-
     def __init__(self, group: NcclGroup, work: Any, end: Any) -> None:
         self._group, self._work, self._end = group, work, end
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
-    """A graph module that writes its Python code only for a call or a read of the code."""
+    """Writes its Python code only for a call or a read of the code."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, class_name=class_name)
@@ -19,7 +19,6 @@ def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_n
 
 @contextlib.contextmanager
 def lazy_graph_modules() -> Iterator[None]:
-    """Makes torch's tracers use lazy graph modules."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with _use_lazy_graph_module(True):

@@ -32,7 +32,6 @@ def is_operator(target: Any) -> bool:
 
 
 def with_overload(target: Any) -> Any:
-    """The default overload of an operator without one; otherwise the argument."""
     return target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
 
 
@@ -45,12 +44,12 @@ def writes_argument(target: Any) -> bool:
 
 
 def bare_name(target: Any) -> str:
-    """An operator's name without namespace, overload and in-place suffix: ``add`` for ``aten.add_.Tensor``."""
+    """Without namespace, overload and in-place suffix: ``add`` for ``aten.add_.Tensor``."""
     return str(target._schema.name.split("::")[-1].strip("_"))
 
 
 def is_composite(target: Any) -> bool:
-    """Tests for an operator without a kernel, composed of others on every device."""
+    """An operator without a kernel, composed of others on every device."""
     return bool(target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
@@ -65,7 +64,6 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def scale_each(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies each tensor by a 0-d one, in place."""
     if targets:
         torch._foreach_mul_(targets, factor)
 
@@ -82,7 +80,7 @@ def norms_of_each(
 
 @contextlib.contextmanager
 def recorded_by_autograd() -> Iterator[None]:
-    """Enables autograd within a kernel, for which the dispatcher has disabled it."""
+    """The dispatcher disables autograd within a kernel."""
     keys = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):

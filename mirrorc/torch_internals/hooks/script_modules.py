@@ -71,7 +71,6 @@ class ScriptCopy:
         self.unload()
 
     def load(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Copies the original's attributes, and sets replacements of its parameters and buffers."""
         self._loaded = []
         for name, source, copy in self._attributes():
             value = getattr(source, name)
@@ -86,7 +85,7 @@ class ScriptCopy:
             _native(copy).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
 
     def changed(self) -> str | None:
-        """An attribute, no parameter or buffer, that changed since `load`; None if there is none."""
+        """An attribute, no parameter or buffer, that changed since `load`."""
         return next((name for name, copy, _, shown in self._loaded if _shown(getattr(copy, name)) != shown), None)
 
     def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:

@@ -28,7 +28,7 @@ def is_structured_trace_on() -> bool:
 
 
 def trace_artifact(name: str, text: str) -> None:
-    """Adds a text to torch's structured trace, which tlparse shows as a file."""
+    """Adds a text to torch's structured trace, for tlparse."""
     from torch._logging._internal import trace_structured
 
     metadata = {"name": name, "encoding": "string"}
@@ -56,7 +56,7 @@ class UncountedHook:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests for hooks on ``step`` of this optimizer or of all optimizers, except mirrorc's."""
+    """Counts hooks of this optimizer and of all optimizers, except mirrorc's."""
     for hooks in (of_all._global_optimizer_pre_hooks, of_all._global_optimizer_post_hooks):
         if _counts_any(hooks):
             return True
@@ -90,7 +90,6 @@ _WITH_FUSED_KERNELS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, tor
 
 
 def takes_divisor(kind: type[torch.optim.Optimizer]) -> bool:
-    """Tests for fused kernels that divide gradients, see `dividing_gradients`."""
     return kind in _WITH_FUSED_KERNELS
 
 
@@ -134,13 +133,13 @@ def _is_from_torch(function: Any) -> bool:
 
 
 def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:
-    """A module's dicts of forward and backward hooks, not copies."""
+    """The dicts themselves, not copies."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, name) for name in names]
 
 
 def global_hook_tables() -> list[Mapping[Any, Any]]:
-    """Torch's dicts of hooks for all modules, not copies."""
+    """The dicts themselves, not copies."""
     from torch.nn.modules import module
 
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -156,7 +155,7 @@ _ROUNDED = tuple((backend, of) for backend in ("cuda", "mkldnn") for of in ("mat
 
 
 def torch_modes() -> tuple[Any, ...]:
-    """Torch's settings that determine a captured graph or its compiled code."""
+    """The settings that determine a captured graph or its compiled code."""
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
@@ -176,7 +175,7 @@ def _function_modes() -> tuple[Any, ...]:
 
 
 def is_plain_thread() -> bool:
-    """Tests that operators behave as in a new thread: neither autocast nor an intercepting mode is active."""
+    """Neither autocast nor an intercepting mode is active."""
     return (
         not torch.is_autocast_enabled("cpu")
         and not torch._C._len_torch_function_stack()
@@ -185,7 +184,7 @@ def is_plain_thread() -> bool:
 
 
 def dispatch_modes() -> list[str]:
-    """Classes of this thread's active `TorchDispatchMode` objects, such as a FLOP counter."""
+    """Classes of this thread's active `TorchDispatchMode` objects."""
     if not torch._C._len_torch_dispatch_stack():
         return []
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -202,10 +201,9 @@ def without_dispatch_modes() -> Iterator[None]:
 
 
 def has_hooks_on_saved_tensors() -> bool:
-    """Tests for hooks on this thread's saved tensors, as within ``torch.autograd.graph.save_on_cpu()``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tests that a tensor's elements fill its memory without gaps or overlaps, in any order."""
+    """The elements fill the memory without gaps or overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -12,8 +12,6 @@ import torch
 
 
 class _NoKernel:
-    """A compiled kernel that computes nothing."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """The CPU's call."""
 
@@ -61,7 +59,7 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """The number of tensors and other storage objects with this memory, without the argument itself."""
+    """Counts tensors and storage objects, without the argument itself."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
@@ -101,7 +99,7 @@ def peak_allocation(action: Callable[[], object], older: Sequence[torch.Tensor])
 
 @contextlib.contextmanager
 def watched_operators(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
-    """Calls ``note(operator, args, result)`` after every torch operator of this thread, also on fake tensors."""
+    """Calls ``note(operator, args, result)`` after every operator of this thread."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):

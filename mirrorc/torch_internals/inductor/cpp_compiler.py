@@ -62,7 +62,7 @@ def forget_instructions() -> None:
 
 @functools.cache
 def _let_waits_be_put_off() -> None:
-    """Each module of Inductor ends with a wait that replaces its futures by kernels; this makes the wait optional."""
+    """Each module of Inductor ends with a wait that replaces its futures by kernels."""
     from torch._inductor.async_compile import AsyncCompile
 
     wait_now = AsyncCompile.wait

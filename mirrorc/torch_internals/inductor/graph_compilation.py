@@ -39,12 +39,12 @@ _EXPANDED_LATE = (
 
 
 def pools_maxima(target: Any) -> bool:
-    """Tests for the pooling operator of Inductor's decompositions, which returns places in windows."""
+    """The pooling operator of Inductor's decompositions, which returns places in windows."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_with_offsets"
 
 
 def tells_places_of_maxima(target: Any) -> bool:
-    """Tests for the operator that maps 8-bit places of `pools_maxima` to 64-bit places in the input."""
+    """The operator that maps 8-bit places of `pools_maxima` to 64-bit places in the input."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
 
 

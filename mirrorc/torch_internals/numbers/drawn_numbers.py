@@ -18,7 +18,6 @@ from mirrorc.torch_internals.numbers.number_trace import NumberTrace
 
 
 def torch_random() -> float:
-    """A number between 0 and 1 from torch's CPU generator."""
     return torch.rand(()).item()
 
 
@@ -37,8 +36,6 @@ def is_drawn(name: str) -> bool:
 
 
 class Generators:
-    """The state of the default generators of Python, numpy and torch."""
-
     def __init__(self) -> None:
         self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
@@ -86,14 +83,14 @@ class DrawnNumbers:
         before.put_back()
 
     def stack_of(self, names: Collection[str]) -> Sequence[traceback.FrameSummary]:
-        """The frames of the first draw that the expressions read, outermost first."""
+        """Outermost first."""
         places = [int(name[len(_BEGINNING) : -1]) for name in names if is_drawn(name)]
         return self._stacks[min(places)] if places else ()
 
 
 @contextlib.contextmanager
 def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]:
-    """In Dynamo's traces of this thread, single draws of Python or numpy are inputs; generators are restored."""
+    """In Dynamo's traces of this thread, single draws are inputs; generators are restored."""
     from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
     from torch._dynamo.variables import misc, user_defined
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable

@@ -43,7 +43,7 @@ class NumbersGivenUp(Exception):
 
 
 def is_ordinary(value: Any) -> bool:
-    """Tests for a number that can be an input: not a bool, nan, infinite or very large."""
+    """A number that can be an input: not a bool, nan, infinite or very large."""
     if type(value) is float:
         return -_LARGEST_FLOAT < value < _LARGEST_FLOAT
     return type(value) is int and -_LARGEST < value < _LARGEST
@@ -119,7 +119,7 @@ class HostNumbers:
         return [number.sources[0] for number in self.numbers if number.function is None]
 
     def read(self, scope: dict[str, Any]) -> bool:
-        """Reads the numbers again; returns False if their guards fail."""
+        """Reads the numbers again; False if their guards fail."""
         values: list[Any] = []
         for kind, _, function, args in self.numbers:
             try:
@@ -136,7 +136,6 @@ class HostNumbers:
         return True
 
     def text(self, index: int, words: Callable[[str], str] = str, *, is_operand: bool = False) -> str:
-        """Python's computation of a number, with sources named by ``words``."""
         _, sources, function, args = self.numbers[index]
         if function is None:
             return words(sources[0])

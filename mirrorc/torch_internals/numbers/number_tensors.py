@@ -146,7 +146,6 @@ class _Call:
             self.node.update_arg(place, self._operand(self.node.args[place], example))
 
     def _takes(self, dtype: torch.dtype) -> bool:
-        """Tests that a scalar tensor gives the same bits as a number."""
         if self.name == "pow":  # integers have special rules for number exponents
             return dtype in _WIDE
         if self.name in _COMPARISONS:  # a number beyond the dtype's range is an error

@@ -61,7 +61,6 @@ class NumberTrace:
         return threading.get_ident() == self._thread
 
     def take(self, tx: Any, source: Any, value: Number) -> Any:
-        """Dynamo's variable for a number as a graph input."""
         from torch._dynamo.variables.builder import GraphArg
         from torch._dynamo.variables.tensor import SymNodeVariable
 
@@ -127,7 +126,7 @@ class NumberTrace:
         return symbol, make(symbol, hint=value, source=source)
 
     def names_at(self, nodes: Collection[fx.Node]) -> list[str]:
-        """The expressions of the numbers at some nodes; all expressions if a node is no number."""
+        """All expressions if a node is no number."""
         if not all(node in self.index_of for node in nodes):
             return self.inputs.sources
         numbers = (self.inputs.numbers[self.index_of[node]] for node in nodes)
@@ -147,7 +146,7 @@ class NumberTrace:
 
 @contextlib.contextmanager
 def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
-    """In Dynamo's traces of this thread, ordinary numbers at these expressions are graph inputs."""
+    """In Dynamo's traces of this thread, ordinary numbers at these expressions are inputs."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables.builder import VariableBuilder, install_guard
     from torch._dynamo.variables.tensor import SymNodeVariable

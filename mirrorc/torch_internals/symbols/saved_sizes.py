@@ -29,7 +29,7 @@ class SizeSymbol:
 
 
 def symbols_of_environment(environment: Any) -> tuple[SizeSymbol, ...]:
-    """An environment's symbols for sizes of at least 2, in order; none without an environment."""
+    """The symbols for sizes of at least 2, in order."""
     if environment is None:
         return ()
     values = getattr(environment, "backed_var_to_val", None)

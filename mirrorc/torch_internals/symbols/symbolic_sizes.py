@@ -22,11 +22,11 @@ _PLAIN = (fx.Node, int, float, bool, str, type(None))  # most arguments of nodes
 
 
 class SizesGivenUp(Exception):
-    """Sizes cannot be symbols in a graph; the text gives the reason."""
+    """The text gives the reason why sizes cannot be symbols."""
 
 
 def mark_symbolic(tensor: torch.Tensor, dims: Sequence[int]) -> None:
-    """Requests symbols for dimensions of an argument, unless the trace needs their numbers."""
+    """The trace may need their numbers all the same."""
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
@@ -63,7 +63,6 @@ def is_symbolic(value: Any) -> bool:
 
 
 def has_symbols(value: Any) -> bool:
-    """Tests for a symbolic number, or a tensor with symbolic sizes or strides."""
     if isinstance(value, torch.Tensor):
         return any(map(is_symbolic, (*value.shape, *value.stride(), value.storage_offset())))
     return is_symbolic(value)
@@ -112,7 +111,6 @@ def sizes_now(tensor: torch.Tensor) -> torch.Size:
 
 
 def with_sizes_now(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor with its sizes at capture; itself without symbols."""
     if not has_symbols(tensor):
         return tensor
     shape, strides = (tuple(map(size_now, sizes)) for sizes in (tensor.shape, tensor.stride()))
@@ -137,7 +135,6 @@ def storage_bytes_now(tensor: torch.Tensor) -> int:
 
 
 def symbols_in(value: Any) -> frozenset[Any]:
-    """The symbols in a number, or in the sizes and strides of tensors."""
     if isinstance(value, list | tuple):
         return frozenset().union(*map(symbols_in, value)) if value else frozenset()
     if isinstance(value, torch.Tensor):
@@ -148,7 +145,6 @@ def symbols_in(value: Any) -> frozenset[Any]:
 
 
 def raw_symbols(value: Any) -> list[Any]:
-    """Symbolic numbers in a node's arguments."""
     if isinstance(value, _NUMBERS):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -269,7 +265,7 @@ def _tuple(sizes: Sequence[Size]) -> str:
 
 
 def knowledge_of(tensor: Any) -> tuple[Any, tuple[int, int]]:
-    """The environment of a fake tensor's symbols, and a version of its guards and facts."""
+    """The environment of a fake tensor's symbols, and a version of its guards."""
     environment = tensor.fake_mode.shape_env
     return environment, (len(environment.guards), len(environment.replacements))
 
@@ -298,7 +294,7 @@ def symbols_by_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def numbered_by(number: Callable[[], int] | None) -> Iterator[None]:
-    """Sets the numbers in the names of new symbols; None counts them."""
+    """None counts the symbols."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def next_id(self: Any, source_name: str) -> int:

@@ -83,7 +83,6 @@ class DynamoGuards:
 
     @property
     def draws(self) -> Sequence[Any]:
-        """Random draws of Python and numpy in each step, in order."""
         return self.drawn.calls if self.drawn is not None else ()
 
     def use_draws(self) -> Callable[[], None]:
@@ -124,7 +123,6 @@ class DynamoGuards:
         return source_words(name, self._scope).name
 
     def broken(self) -> str:
-        """The change that breaks a guard, in the user's words."""
         if not self._methods.hold():
             return self._methods.broken()
         if self._environment not in (None, os.environ):
@@ -139,7 +137,7 @@ class DynamoGuards:
 
 
 def scope_of_guards(module: nn.Module) -> dict[str, Any]:
-    """The namespace of guards on a call of a module: locals ``L``, globals ``G`` and Dynamo's functions."""
+    """Locals ``L``, globals ``G`` and Dynamo's functions."""
     from torch._dynamo.guards import _get_closure_vars
 
     return {**_get_closure_vars(), "L": {"self": module}, "G": traced_globals(module)}
@@ -158,7 +156,7 @@ def _has_zero(value: Any) -> bool:
 
 
 def traced_globals(module: nn.Module) -> dict[str, Any]:
-    """The globals of the traced function; Dynamo adds names to them."""
+    """Dynamo adds names to them."""
     from torch._dynamo.convert_frame import get_traced_fn
 
     names: dict[str, Any] = get_traced_fn(module)[0].__globals__
@@ -167,7 +165,6 @@ def traced_globals(module: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def captured_output() -> Iterator[list[Any]]:
-    """Keeps the output of Dynamo's export, which guards are built from."""
     from torch._dynamo import functional_export
 
     capture: Callable[..., Any] = functional_export.fullgraph_capture
@@ -269,4 +266,4 @@ def _is_needed(name: str, kind: str) -> bool:
 
 
 class GuardsChange(Exception):
-    """A value that the trace read changed before the trace was over; the text names it."""
+    """A value changed before its trace was over; the text names it."""

@@ -18,8 +18,6 @@ _OF_MODEL = ("L['self'].model.", "L['self']._modules['model']")  # the beginning
 
 
 class OutsideTensor(NamedTuple):
-    """A graph's tensor that is neither an argument nor the module's."""
-
     node: fx.Node
     tensor: torch.Tensor
 
@@ -60,7 +58,6 @@ def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> l
 
 
 def module_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, str]:
-    """Placeholders of the module's tensors, with their first names."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     inputs = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
@@ -112,7 +109,7 @@ def outside_variables(
 
 
 def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Registers detached views as buffers, which joint export can write; returns their names."""
+    """Registers detached views as buffers, which joint export can write."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     holder = nn.Module()

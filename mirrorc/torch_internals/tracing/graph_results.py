@@ -12,14 +12,13 @@ from torch import fx
 
 
 class StandIns:
-    """Tensors that stand for the values of a graph's output; only weak references remain after `give`."""
+    """Tensors for the values of a graph's output; only weak references remain after `give`."""
 
     def __init__(self, values: Sequence[object]) -> None:
         self._tensors = [torch.empty(0, device="meta") for _ in values]
         self._known = [(weakref.ref(tensor), node) for tensor, node in zip(self._tensors, values, strict=True)]
 
     def give(self) -> tuple[torch.Tensor, ...]:
-        """Hands over the tensors; this object drops them."""
         tensors, self._tensors = tuple(self._tensors), []
         return tensors
 
@@ -28,7 +27,6 @@ class StandIns:
         return next(nodes, None)
 
     def any_held_beyond(self, met: Collection[int]) -> bool:
-        """Tests for live stand-ins other than those with the ids ``met``."""
         if self._held() - set(met):
             gc.collect()  # takes a second with many objects: only for reference cycles
         return bool(self._held() - set(met))
@@ -53,7 +51,6 @@ def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor
 
 
 def give_values(traced: fx.GraphModule, values: Sequence[fx.Node]) -> None:
-    """Has the graph return a tuple of values in place of the user's objects."""
     codegen: Any = traced.graph._codegen
     module: Any = traced
     traced.graph.output_node().args = (tuple(values),)

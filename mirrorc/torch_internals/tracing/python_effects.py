@@ -65,14 +65,13 @@ class PythonWrite:
 
     @property
     def is_read_by_changing(self) -> bool:
-        """Tests for a generator of random numbers or an iterator, whose read is a change."""
+        """A generator or an iterator, whose read is a change."""
         return (
             self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
         )
 
     @property
     def can_be_applied(self) -> bool:
-        """Tests that all changes are known."""
         attributes = {part[1:] for part in self.parts if part.startswith(".")}
         if attributes != set(self.values) or (attributes and not hasattr(self.owner, "__dict__")):
             return False
@@ -80,7 +79,6 @@ class PythonWrite:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Makes the change for a while."""
         before = dict(self.owner.__dict__) if self.values else {}
         held: Any = None
         if self.items is not MISSING:
@@ -143,7 +141,6 @@ class PythonEffects:
 
 
 def reported_functions() -> set[Callable[..., Any]]:
-    """Functions that a trace may call without a graph break."""
     return {builtins.print, warnings.warn, *(getattr(logging, name) for name in _METHODS)}
 
 

@@ -15,7 +15,7 @@ import torch
 
 @contextlib.contextmanager
 def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Frames of draws in traces of this thread, outermost first; the state of ``random`` is restored."""
+    """Frames of draws in traces of this thread; the state of ``random`` is restored."""
     from torch._dynamo.variables import misc, user_defined
     from torch._guards import TracingContext
 

@@ -52,7 +52,6 @@ def source_words(expression: str, scope: Mapping[str, Any]) -> SourceWords:
 
 
 def in_users_words(guard: str, scope: Mapping[str, Any]) -> str:
-    """The condition of a printed guard in the user's names, and the line that reads it."""
     condition, _, comment = guard.partition("  # ")
     condition = re.sub(r"^\d+/\d+: |, type=<.*$", "", condition.strip())
     gone = re.fullmatch(r"\w+Error on (.*)", condition)  # the expression no longer evaluates
@@ -145,7 +144,6 @@ class _Reader(ast.NodeTransformer):
         return self._member(node.value, node.attr)
 
     def _variable(self, node: ast.Subscript) -> str | None:
-        """The parameter of a function's default or of a partial's argument."""
         match node:
             case ast.Subscript(ast.Attribute(function, "__defaults__"), ast.Constant(int(index))):
                 code, defaults = (

@@ -41,7 +41,6 @@ def made_container(output: Any, variable: Any) -> MadeContainer:
 
 
 def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[ChangedContainer]:
-    """Containers that were changed in the attempt with these side effects."""
     changed = []
     recorded = getattr(effects, "mutation_user_stacks", {})
     of_this_attempt = [container for container in made if container.output.side_effects is effects]

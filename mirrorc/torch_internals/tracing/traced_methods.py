@@ -80,7 +80,7 @@ class TracedMethods:
         return not self._others or all(method.is_same() for method in self._others)
 
     def broken(self) -> str:
-        """The change in a few words; empty if there is none."""
+        """Empty if nothing has changed."""
         for method in (*(_Method(*entry) for entry in self._plain), *self._others):
             if not method.is_same():
                 return f"{method.owner.__name__}.{method.name} was replaced"

@@ -150,7 +150,6 @@ def _dynamos_options() -> dict[str, Any]:
 
 
 def guards_of(traced: fx.GraphModule) -> DynamoGuards:
-    """Guards on Python reads in forward, besides its arguments."""
     guards: DynamoGuards = traced.meta["mirrorc_guards"]
     return guards
 
@@ -161,7 +160,7 @@ def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
 
 
 def leaf_of_placeholder(node: fx.Node) -> int | None:
-    """The index of a placeholder's tensor argument in ``*leaves``; None for a variable."""
+    """An index in ``*leaves``; None for a variable."""
     match = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
     return int(match[1]) if match else None
 
@@ -178,7 +177,6 @@ def export_joint_graph(
     decompositions: Mapping[Any, Callable[..., Any]],
     outputs: Sequence[str] = (),
 ) -> JointGraph:
-    """The functional forward-and-backward graph of a result of `trace_full_graph`."""
     joint, (loss, *others) = _exported(stack, traced, leaves, decompositions)
     joint.loss, joint.outputs = loss, dict(zip(outputs, others, strict=True))
     return joint
@@ -191,7 +189,6 @@ def export_forward_graph(
     decompositions: Mapping[Any, Callable[..., Any]],
     outputs: Sequence[str],
 ) -> JointGraph:
-    """The functional graph of a result of `trace_full_graph`, without gradients."""
     with torch.no_grad():
         joint, nodes = _exported(stack, traced, leaves, decompositions)
     joint.outputs = dict(zip(outputs, nodes, strict=True))
@@ -265,14 +262,13 @@ def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
 
 
 def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Frames of the code in which the tracer failed, outermost first; none if it failed after tracing."""
+    """Outermost first; none if it failed after tracing."""
     frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
     cause = error.__cause__ or error.__context__
     return list(frames) if frames or cause is None else traced_frames(cause)
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The user's frames among `traced_frames`."""
     return [frame for frame in traced_frames(error) if is_users_file(frame.filename)]
 
 
@@ -286,7 +282,6 @@ def failing_node(error: BaseException) -> fx.Node | None:
 
 
 def is_users_file(path: str) -> bool:
-    """Tests that a source file is neither torch's nor Python's nor mirrorc's."""
     if path.startswith((torch.__path__[0], *_mirrorcs_folders(), "<")):
         return False
     return not path.startswith(_STANDARD_LIBRARY) or "site-packages" in path

@@ -17,7 +17,7 @@ MISSING = object()
 
 
 def content_of(variable: Any) -> Any:
-    """The inner variable of a dict or list subclass, such as a defaultdict; otherwise the variable itself."""
+    """The inner variable of a dict or list subclass; otherwise the variable itself."""
     inner = (getattr(variable, name, None) for name in ("_base_vt", "_dict_vt", "_list_vt"))
     return next((content for content in inner if content is not None), variable)
 
@@ -49,7 +49,6 @@ def attribute_of(real: Any, key: str) -> Any:
 
 
 def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
-    """Tests that a tracer's variable stands for the existing object."""
     if real is MISSING or variable is None:
         return False
     if hasattr(variable, "is_realized"):
@@ -98,20 +97,20 @@ _OPERATORS_IN_PLACE = (
 
 
 def source_name(variable: Any) -> str:
-    """The expression that reads a variable's object; empty for a new object."""
+    """Empty for a new object."""
     source = getattr(variable, "source", None)
     return str(source.name) if source is not None else ""
 
 
 def evaluated(name: str, scope: Mapping[str, Any]) -> Any:
-    """The value of an expression; `MISSING` if it fails."""
+    """`MISSING` if it fails."""
     with contextlib.suppress(Exception):
         return eval(name, dict(scope)) if name else MISSING
     return MISSING
 
 
 def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
-    """The Python value of a tracer's variable, with an empty stand-in for a new tensor; `MISSING` if unknown."""
+    """An empty stand-in for a new tensor; `MISSING` if unknown."""
     if hasattr(variable, "is_realized"):
         if not variable.is_realized():
             return variable.peek_value()
@@ -132,7 +131,7 @@ def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
-    """The items of a plain container's variable: a list, or a dict for a kind of dict; `MISSING` if unknown."""
+    """A list, or a dict for a kind of dict; `MISSING` if unknown."""
     items = getattr(variable, "items", None)
     if isinstance(items, list) and isinstance(real, list | tuple | deque):
         held = [stand_in(item, scope) for item in items]
