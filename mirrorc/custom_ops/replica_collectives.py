@@ -28,7 +28,7 @@ def gathering(rows_of_all: RowsOfAll) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def nobody_answers(error: Exception) -> Iterator[None]:
+def refused_collectives(error: Exception) -> Iterator[None]:
     """Has plain PyTorch code of one replica raise ``error`` if it asks the others."""
     token = _error.set(error)
     try:

@@ -17,7 +17,7 @@ from mirrorc.capture.call.call_arguments import Call, flatten_call
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.dynamo.sync_batch_norm import synchronizes
 from mirrorc.capture.model.refused_models import check_model
-from mirrorc.custom_ops.replica_collectives import nobody_answers
+from mirrorc.custom_ops.replica_collectives import refused_collectives
 from mirrorc.errors import MirrorcError
 from mirrorc.loss_check.evaluation import Evaluated, Evaluation
 from mirrorc.loss_check.reasons import reasons_for
@@ -128,7 +128,7 @@ def check_loss(
     shards = Shards(tuple(present), tuple(size for size in split.num_examples if size))
     evaluation = Evaluation(model, loss_fn, call)
     whole = evaluation.run(_joined(call))
-    with nobody_answers(MirrorcError(_ASKS)) if len(shards.tensors) > 1 else contextlib.nullcontext():
+    with refused_collectives(MirrorcError(_ASKS)) if len(shards.tensors) > 1 else contextlib.nullcontext():
         parts = [evaluation.run(leaves) for leaves in shards.tensors]
     weights = {
         "mean": [n / sum(shards.num_examples) for n in shards.num_examples],

@@ -27,7 +27,7 @@ from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
-from mirrorc.custom_ops.replica_collectives import nobody_answers
+from mirrorc.custom_ops.replica_collectives import refused_collectives
 from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.errors import CaptureError, ExecutionError
 
@@ -159,7 +159,10 @@ class OpaqueCall:
         originals = (*self.parameters.values(), *self.buffers.values())
         tensors = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
         copy.load(tensors, transient, plain=self._plain)
-        modes, refuses = self._modes.entered(trains=self._call.trains), nobody_answers(_not_joined(self._model_name))
+        modes, refuses = (
+            self._modes.entered(trains=self._call.trains),
+            refused_collectives(_not_joined(self._model_name)),
+        )
         alone = copy.alone() if is_first else contextlib.nullcontext()
         with modes, self._drawing(run, "forward"), refuses, alone, noted_marks() as marked:
             result = copy.run(*run.leaves)
@@ -177,7 +180,7 @@ class OpaqueCall:
 
     def _run_backward(self, run: Run, tangent: torch.Tensor) -> None:
         trainable = [parameter for parameter in run.parameters if parameter.requires_grad]
-        with torch.enable_grad(), self._drawing(run, "backward"), nobody_answers(_not_joined(self._model_name)):
+        with torch.enable_grad(), self._drawing(run, "backward"), refused_collectives(_not_joined(self._model_name)):
             run.loss.backward(tangent.reshape(run.loss.shape), inputs=trainable)
         del run.loss
         self.release(run)

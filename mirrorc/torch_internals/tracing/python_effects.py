@@ -154,14 +154,22 @@ def observed_effects(
         names: the globals of the traced function.
         makes_arguments: the call's function that makes containers of its arguments; they are watched.
     """
+    effects, scope = PythonEffects(), {"L": {"self": module}, "G": names}
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in (*_write_observers(effects, scope, makes_arguments), *_call_observers(effects)):
+            stack.enter_context(patch.object(owner, name, function))
+        yield effects
+
+
+def _write_observers(
+    effects: PythonEffects, scope: Mapping[str, Any], makes_arguments: Callable[..., Any] | None
+) -> list[tuple[Any, str, Any]]:
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables.functions import UserFunctionVariable
-    from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
 
-    effects, thread, scope = PythonEffects(), threading.get_ident(), {"L": {"self": module}, "G": names}
-    clear, call, log = SideEffects.clear, IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
+    thread, made = threading.get_ident(), list[MadeContainer]()
+    clear, prune = SideEffects.clear, SideEffects.prune_dead_object_new
     enter = UserFunctionVariable.call_function
-    prune, made = SideEffects.prune_dead_object_new, list[MadeContainer]()
 
     def observed_clear(self: Any) -> None:
         if threading.get_ident() == thread:
@@ -172,6 +180,26 @@ def observed_effects(
         if threading.get_ident() == thread:
             effects.changed_arguments = changed_containers(made, self)
         prune(self, tx)  # it forgets the attributes of new objects
+
+    def observed_enter(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        is_logger = threading.get_ident() == thread and self.fn is logging.getLogger
+        result = (_logger([*args, *kwargs.values()]) if is_logger else None) or enter(self, tx, args, kwargs)
+        if threading.get_ident() == thread and makes_arguments is not None and self.fn is makes_arguments:
+            made.append(made_container(tx.output, result))
+        return result
+
+    return [
+        (SideEffects, "clear", observed_clear),
+        (SideEffects, "prune_dead_object_new", observed_prune),
+        (UserFunctionVariable, "call_function", observed_enter),
+    ]
+
+
+def _call_observers(effects: PythonEffects) -> list[tuple[Any, str, Any]]:
+    from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
+
+    thread = threading.get_ident()
+    call, log = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
 
     def observed_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() == thread and self.value in reported_functions():
@@ -187,24 +215,10 @@ def observed_effects(
             effects.calls.append(_run(f"logger.{name}", getattr(self.value, name), args, kwargs, repeats))
         return log(self, tx, name, args, kwargs)
 
-    def observed_enter(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        is_logger = threading.get_ident() == thread and self.fn is logging.getLogger
-        result = (_logger([*args, *kwargs.values()]) if is_logger else None) or enter(self, tx, args, kwargs)
-        if threading.get_ident() == thread and makes_arguments is not None and self.fn is makes_arguments:
-            made.append(made_container(tx.output, result))
-        return result
-
-    patches: list[tuple[Any, str, Any]] = [
-        (SideEffects, "clear", observed_clear),
-        (SideEffects, "prune_dead_object_new", observed_prune),
+    return [
         (IgnoredFunctionVariable, "call_function", observed_call),
         (LoggingLoggerVariable, "call_method", observed_log),
-        (UserFunctionVariable, "call_function", observed_enter),
     ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, function in patches:
-            stack.enter_context(patch.object(owner, name, function))
-        yield effects
 
 
 def _logger(args: Sequence[Any]) -> Any:

@@ -108,7 +108,9 @@ def asked_for_class(kind: type) -> Iterator[None]:
                     return vars(base)[name]
         return looked_up(self, name)
 
-    methods = {"python_type": class_of, **({"lookup_class_mro_attr": look_up} if looked_up is not None else {})}
+    methods: dict[str, Any] = {"python_type": class_of}
+    if looked_up is not None:
+        methods["lookup_class_mro_attr"] = look_up
     with patch.multiple(UserDefinedObjectVariable, **methods):
         yield
 

@@ -87,45 +87,57 @@ def trace_full_graph(
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     names, drawn = traced_globals(module), None
+    with _without_new_graphs(names):
+        try:
+            with (
+                config.patch(_dynamos_options()),
+                metrics_if_heard(),
+                lazy_graph_modules(),
+                warnings.catch_warnings(),
+                captured_output() as outputs,
+                guarded_results() if guards_results else contextlib.nullcontext(),
+                observed_effects(module, names, makes_arguments) as effects,
+                observed_draws() as draws,
+                observed_cached_draws() as cached_draws,
+                traced_numbers(numbers) as trace,
+                taken_draws(module, trace) if takes_draws else contextlib.nullcontext() as drawn,
+                symbols_by_number() if any(map(is_marked, leaves)) else contextlib.nullcontext(),
+            ):
+                warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # in our own words
+                warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and what cannot be traced
+                traced = dynamo_graph_capture_for_export(module)(*leaves)
+            inputs = take_numbers_as_tensors(traced, trace)
+            _prepare_for_export(traced)
+            traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module, inputs, drawn)
+            effects.draws, effects.cached_draws = draws, cached_draws
+            traced.meta["mirrorc_effects"] = effects
+            return traced
+        except NumbersGivenUp as error:
+            scope = scope_of_guards(module)
+            error.words = sorted(source_words(name, scope).name for name in error.names)
+            error.stack = drawn.stack_of(error.names) if drawn is not None else ()
+            raise
+
+
+@contextlib.contextmanager
+def _without_new_graphs(names: dict[str, Any]) -> Iterator[None]:
+    """Dynamo's graph among a function's globals would keep the model alive forever."""
     before = set(names)
     try:
-        with (
-            config.patch(_dynamos_options()),
-            metrics_if_heard(),
-            lazy_graph_modules(),
-            warnings.catch_warnings(),
-            captured_output() as outputs,
-            guarded_results() if guards_results else contextlib.nullcontext(),
-            observed_effects(module, names, makes_arguments) as effects,
-            observed_draws() as draws,
-            observed_cached_draws() as cached_draws,
-            traced_numbers(numbers) as trace,
-            taken_draws(module, trace) if takes_draws else contextlib.nullcontext() as drawn,
-            symbols_by_number() if any(map(is_marked, leaves)) else contextlib.nullcontext(),
-        ):
-            warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # in our own words
-            warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and what cannot be traced
-            traced = dynamo_graph_capture_for_export(module)(*leaves)
-        if torch.__version__ < "2.12":
-            _add_builtins(traced)
-        inputs = take_numbers_as_tensors(traced, trace)
-        read_variables_from_module(traced)
-        for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):
-            if len(node.args) == 1:  # AOTAutograd drops an assert without a text
-                node.args = (node.args[0], "assertion error")
-        traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module, inputs, drawn)
-        effects.draws, effects.cached_draws = draws, cached_draws
-        traced.meta["mirrorc_effects"] = effects
-        return traced
-    except NumbersGivenUp as error:
-        scope = scope_of_guards(module)
-        error.words = sorted(source_words(name, scope).name for name in error.names)
-        error.stack = drawn.stack_of(error.names) if drawn is not None else ()
-        raise
+        yield
     finally:
-        for name in set(names) - before:  # Dynamo's graph there would keep the model alive forever
+        for name in set(names) - before:
             if name.startswith("__compiled_fn"):
                 del names[name]
+
+
+def _prepare_for_export(traced: fx.GraphModule) -> None:
+    if torch.__version__ < "2.12":
+        _add_builtins(traced)
+    read_variables_from_module(traced)
+    for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):
+        if len(node.args) == 1:  # AOTAutograd drops an assert without a text
+            node.args = (node.args[0], "assertion error")
 
 
 def _add_builtins(traced: fx.GraphModule) -> None:
