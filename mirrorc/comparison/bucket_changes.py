@@ -26,7 +26,6 @@ class BucketPairs:
 
     @property
     def pairs(self) -> list[tuple[PrintedBucket, PrintedBucket]]:
-        """Old and new, in the order of the old table."""
         return [(self.old[i], self.new[j]) for i, j in sorted(self.new_of.items())]
 
     @property
@@ -95,7 +94,6 @@ def _plan_changes(pairs: BucketPairs) -> Iterator[str]:
 
 
 def _splits(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) -> dict[int, list[int]]:
-    """For each old bucket, the new buckets with gradients of this old bucket only."""
     split: dict[int, list[int]] = defaultdict(list)
     for j in pairs.added:
         sources = [i for i, target in moves if target == j]
@@ -105,7 +103,6 @@ def _splits(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) 
 
 
 def _merges(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) -> dict[int, list[int]]:
-    """For each new bucket, the old buckets whose gradients all moved into it."""
     merged: dict[int, list[int]] = defaultdict(list)
     for i in pairs.gone:
         goals = [j for source, j in moves if source == i]

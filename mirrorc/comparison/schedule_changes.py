@@ -29,7 +29,6 @@ class Event:
 
     @property
     def subject(self) -> str:
-        """Its bucket, region or gradient."""
         return self.key[1]
 
 
@@ -128,7 +127,6 @@ def _launch_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _wait_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Those of collectives in both programs."""
     waits, launches = ([{event.key[1:] for event in part.of(kind)} for part in (old, new)] for kind in (WAIT, "launch"))
     for state, alone in (("new", waits[1] - waits[0]), ("gone", waits[0] - waits[1])):
         buckets = [key[0] for key in sorted(alone & launches[0] & launches[1])]
@@ -148,7 +146,6 @@ def _order_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterat
 
 
 def _reordered(old: Schedule, new: Schedule, kind: str) -> tuple[list[Key], list[Key]]:
-    """Between their first and last difference."""
     keys = [[event.key for event in schedule.of(kind)] for schedule in (old, new)]
     both = set(keys[0]) & set(keys[1])
     was, now = ([key for key in part if key in both] for part in keys)
@@ -165,7 +162,6 @@ def _named(key: Key) -> str:
 
 
 def _of_buckets(names: Sequence[str]) -> str:
-    """``bucket 0``, ``buckets 0 and 1``, ``bucket 0 and the optimizer's own step``."""
     buckets = [name for name in names if name != _WHOLE]
     return " and ".join(
         [*([numbered("bucket", buckets)] if buckets else []), *([f"the {_WHOLE}"] if _WHOLE in names else [])]
@@ -214,7 +210,6 @@ def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> 
 
 
 def _places(schedule: Schedule, kind: str, anchors: Iterable[str]) -> dict[Key, int]:
-    """For each event, the number of anchors before it."""
     passed, places = 0, {}
     for event in schedule.events:
         passed += event.key[0] in anchors

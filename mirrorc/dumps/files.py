@@ -46,7 +46,6 @@ class DumpFiles(Instrument):
         self._write_index()
 
     def _note(self, name: str, error: Exception, is_written: bool) -> None:
-        """Adds the failure to the pass's row, or adds a row for it."""
         row = self._rows.pop() if is_written else (self._stem(name), "", "", "", "", "")
         reason = str(error).partition("\n\n")[0]  # what follows shows the program
         remarks = "<br>".join(filter(None, [row[4], _cell(reason)]))
@@ -57,7 +56,6 @@ class DumpFiles(Instrument):
         return f"{len(self._rows):02d}-{_NOT_IN_NAMES.sub('_', name)}"
 
     def _save(self, name: str, program: Program) -> tuple[str, str]:
-        """The name of the saved file, and the reason if the program cannot be saved."""
         try:
             is_saved = [sink.save(name, program) for sink in self.sinks]
         except Exception as error:  # noqa: BLE001 - a broken program may raise anything; the verifier reports it

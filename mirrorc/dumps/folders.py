@@ -50,7 +50,7 @@ class DumpFolder:
 
 
 class _Directory:
-    """It stays open as long as this process runs, and its locks end with the process."""
+    """A directory that stays open as long as this process runs; its locks end with the process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

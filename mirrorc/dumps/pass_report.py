@@ -38,7 +38,6 @@ class PassReport:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The texts of the pass's remarks."""
         known = Counter(self.before.remarks if self.before is not None else ())
         return tuple(remark.text for remark in (Counter(self.after.remarks) - known).elements())
 
@@ -100,7 +99,6 @@ class PassReport:
 
     @cached_property
     def _changed_regions(self) -> list[tuple[str, str, str]]:
-        """Name, old text and new text."""
         if self.before is None or not self.before.regions:
             return []
         changed = []

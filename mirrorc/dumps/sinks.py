@@ -36,8 +36,6 @@ class FolderSink(Sink):
 
 
 class TraceSink(Sink):
-    """Artifacts of torch's structured trace."""
-
     _numbers = itertools.count()
 
     def __init__(self) -> None:

@@ -176,7 +176,7 @@ class Bucket:
 
     @property
     def updates_by_shares(self) -> bool:
-        """An update that is not element-wise needs the whole sum."""
+        """Tests for updates by shares. One that is not element-wise needs the whole sum."""
         return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
 
     @property

@@ -99,7 +99,6 @@ class GradientForm(ABC):
         """The printed form, such as ``left @ right``; `factors` are texts such as names or types."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
-        """Tensors may be fake."""
         return sum(map(num_elements_now, factors))
 
     def is_worth_it(self, gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:

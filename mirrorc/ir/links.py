@@ -14,8 +14,6 @@ _DEVICE_NAMES = {"cpu": "logical CPUs", "cuda": "GPUs"}
 
 
 class Span(enum.Enum):
-    """The ends of a link."""
-
     DEVICES = "devices of one worker"
     WORKERS = "workers"
 

@@ -47,8 +47,6 @@ class Kind(enum.Enum):
 
 
 class Effect(enum.Enum):
-    """An effect of an operation besides its value."""
-
     CHECKS = "stops the step unless its value is true"
     GATHERS = "hands its value to the step's caller"
     TELLS = "tells the step's caller a number"
@@ -265,11 +263,7 @@ class Handlers(Generic[Handler]):
         return register
 
     def of(self, target: Any) -> Handler:
-        """The handler of an operation.
-
-        Raises:
-            LookupError: none is registered.
-        """
+        """The handler of an operation; raises LookupError if there is none."""
         if (handler := self._find(target)) is None:
             name = getattr(target, "__name__", target)
             raise LookupError(f"nothing is registered to {self.part} the operation {name}: decorate a function for it")

@@ -55,7 +55,6 @@ def route_of(program: Program, node: fx.Node) -> Route:
 
 
 def send_to(program: Program, receipt: fx.Node) -> fx.Node | None:
-    """The `send` that matches a `recv`."""
     route = route_of(program, receipt)
     graph, graphs = receipt.graph, [module.graph for module in program.device_graphs.values()]
     if graphs:

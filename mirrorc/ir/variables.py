@@ -34,8 +34,6 @@ class Synchronization(enum.Enum):
 
 
 class Aggregation(enum.Enum):
-    """The aggregation of a per-replica variable to one value."""
-
     NONE = "none"
     MEAN = "mean"
     FIRST = "first"  # replica 0's

@@ -82,7 +82,6 @@ class Workers:
 
     @property
     def are_alike(self) -> bool:
-        """Tests for workers with equal numbers of devices."""
         return len(set(self.devices_per_worker)) < 2
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """The collector would search traces and graphs again and again: many small objects that stay."""
+    """Keeps the collector from searching traces and graphs again and again: many small objects that stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

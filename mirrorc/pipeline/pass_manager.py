@@ -51,7 +51,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
 
 
 def _notify(listeners: Sequence[Callable[..., None]], *news: object) -> None:
-    """Their errors must not hide the error."""
+    """An instrument's own error must not hide the first one."""
     for listener in listeners:
         try:
             listener(*news)

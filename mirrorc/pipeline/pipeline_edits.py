@@ -9,7 +9,6 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
-    """The passes without the disabled ones."""
     for compiler_pass in passes:
         _check_pass("passes", compiler_pass)
     check_pass_names("disable_passes", disabled, passes)
@@ -53,7 +52,7 @@ def before(anchor: str, compiler_pass: Pass) -> Placed:
 
 
 def after(anchor: str, compiler_pass: Pass) -> Placed:
-    """See `before`."""
+    """Places a pass after the one of this name, for ``mirrorc.compile(..., add_passes=[...])``."""
     return Placed(compiler_pass, anchor, is_after=True)
 
 

@@ -58,7 +58,6 @@ def _class_name(kind: type) -> str:
 
 
 def _script_module() -> str:
-    """The module name under which the running script can be imported."""
     main = sys.modules["__main__"]
     spec, script = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     name = spec.name if spec is not None else Path(script or "").stem

@@ -86,7 +86,6 @@ class Reproducer(Instrument):
 
 
 def _described(passes: Sequence[Pass]) -> str:
-    """A pipeline as text, or else the names of its passes."""
     try:
         return format_passes(passes)
     except ValueError:

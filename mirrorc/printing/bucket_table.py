@@ -152,7 +152,7 @@ def _ready_after(program: Program) -> dict[int, str]:
 
 
 def _last_gradient(pack: fx.Node, names: Sequence[str]) -> str:
-    """Prints ``d(fc1.weight) in bwd_1``; accepts malformed packs."""
+    """Accepts malformed packs."""
     last: tuple[fx.Node, str] | None = None
     for gradient, name in itertools.zip_longest(pack.all_input_nodes, names, fillvalue=""):
         if not isinstance(gradient, fx.Node):

@@ -61,7 +61,6 @@ class LineComments:
         return comment(self._program, node) if comment is not None else ""
 
     def _modules(self, call: fx.Node) -> str:
-        """By the parameters that the region reads and the gradients that it makes."""
         program = self._program
         region = program.regions.get(region_of(call))
         if region is None:

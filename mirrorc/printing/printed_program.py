@@ -157,7 +157,7 @@ class PrintedProgram:
         return {device: function for function in self.functions for device in function.devices}
 
     def lines_of(self, device: str) -> tuple[PrintedLine, ...]:
-        """With the collectives of all devices."""
+        """The lines of a device, with the collectives of all devices."""
         return tuple(line for line in self.function_of[device].lines if line.device in ("", "all", device))
 
 

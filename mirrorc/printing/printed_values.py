@@ -117,7 +117,6 @@ class PrintedValues:
         return "activation gradient" if is_backward and node.name.startswith("d_") else "activation"
 
     def _name_computed(self, graph: fx.Graph) -> None:
-        """After their operand: ``b0_sum_clamp``, and ``b0_sum_clamp_2`` if it is taken."""
         counts: Counter[tuple[int | None, str]] = Counter()
         for node in graph.nodes:
             if self.kinds[node] == ("computed", ""):
@@ -132,11 +131,11 @@ class PrintedValues:
         return _WRITTEN.get(kind, "{}").format(name)
 
     def single_name(self, node: fx.Node) -> str:
-        """The same on all replicas, even if its kind is otherwise counted."""
+        """The name of a value, the same on all replicas, even if its kind is otherwise counted."""
         return of_all_replicas(self.name(node), replica_of(node))
 
     def factors(self, gradient: fx.Node) -> str:
-        """Such as ``left, right``, and the number of microbatches with them."""
+        """The names of factors, such as ``left, right``, and the number of microbatches with them."""
         form = FORMS.get(gradient.target)
         factors = [factor for factor in gradient.args if isinstance(factor, fx.Node)]
         if form is None:
@@ -218,7 +217,6 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
 
 
 def _losses(program: Program, loss: fx.Node) -> Iterator[tuple[str, str, fx.Node]]:
-    """With microbatches, also their losses and the sums up to each, numbered from 1."""
     sums = [loss]
     while program.microbatches and sums[-1].target is aten.add.Tensor and len(sums[-1].all_input_nodes) == 2:
         sums.append(sums[-1].all_input_nodes[0])

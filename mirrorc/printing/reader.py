@@ -330,7 +330,6 @@ def _signature(cursor: TextCursor, text: str) -> tuple[PrintedValue, ...]:
 def _body(
     cursor: TextCursor, *, has_comments: bool, devices: Sequence[str] | None = None
 ) -> tuple[tuple[PrintedLine, ...], list[str], str]:
-    """``devices`` are those of a column of devices."""
     lines: list[PrintedLine] = []
     explanations: list[str] = []
     while True:

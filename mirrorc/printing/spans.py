@@ -37,7 +37,6 @@ def range_text(start: int, stop: int) -> str:
 
 
 def _runs(names: Sequence[str]) -> list[list[str]]:
-    """Splits names where the beginning changes or the number does not increase by one."""
     runs: list[list[str]] = []
     for before, name in itertools.pairwise([None, *names]):
         if before is not None and name is not None and _follows(before, name):

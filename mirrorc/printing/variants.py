@@ -26,7 +26,7 @@ def groups(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def variants_of_mirrored(program: Program) -> list[list[int]]:
-    """By the types of their arguments."""
+    """The replicas, grouped by the types of their arguments."""
     types: list[list[tuple[str, str]]] = [[] for _ in program.devices]
     for node in calls_to(program.mirrored_graph, ops.argument):
         replica = replica_of(node)

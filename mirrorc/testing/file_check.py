@@ -181,7 +181,6 @@ def _culprit(directives: Sequence[_Directive], plain: Sequence[str]) -> tuple[_D
 
 
 def _lines_needed(directives: Sequence[_Directive], plain: Sequence[str]) -> int:
-    """The number of lines that satisfy the directives, which hold."""
     low, high = 0, len(plain)
     while directives and low < high:
         middle = (low + high) // 2

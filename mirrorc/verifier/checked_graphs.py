@@ -35,7 +35,7 @@ class VerifiedGraphs:
         return self._is_known(graph) and id(graph) not in self._changed
 
     def is_last(self, program: Program) -> bool:
-        """But for remarks."""
+        """Tests for the last program, but for remarks."""
         return _contents(program) == self._last and all(map(self.has, all_graphs(program)))
 
     def add(self, program: Program) -> None:
@@ -54,7 +54,6 @@ def _parts(graph: fx.Graph) -> list[Any]:
 
 
 def _contents(program: Program) -> list[Any]:
-    """Graphs are compared by identity."""
     values = (getattr(program, field.name) for field in fields(program) if field.name != "remarks")
     return [dict(value) if isinstance(value, Mapping) else value for value in values]  # a table may be changed in place
 

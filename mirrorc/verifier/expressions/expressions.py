@@ -130,7 +130,7 @@ class Expressions:
         return inside[body.output_node().args[0]]  # type: ignore[index]
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """That of the viewed value, if a chain of views leads back to its shape and strides."""
+        """The viewed value's number, if a chain of views leads back to its shape and strides."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         viewed = (numbered[source], _layout(source))
@@ -145,7 +145,6 @@ class Expressions:
         return number
 
     def _reshaped(self, node: fx.Node, source: int) -> int:
-        """Independent of the operators in between."""
         first, shape = self.roots.get(source, (source, _shape(node.args[0])))
         if _shape(node) == shape:
             return int(first)
@@ -163,8 +162,6 @@ class Expressions:
         return self.number(*key)
 
     def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """That of the whole gradient."""
-
         def apply(target: Any, *args: Any, **kwargs: Any) -> Number:
             if target not in RESHAPES:
                 return Number(self._number_application(target, args, kwargs, numbered))
@@ -199,7 +196,6 @@ class Expressions:
         numbered[node] = numbered[target] = written  # type: ignore[index]
 
     def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
-        """By its name and the arguments that it reads; if inlined, a tuple of its expressions."""
         nodes = [n for n in node.args if isinstance(n, fx.Node)]
         arguments = [self.number("slot") if n.target in ops.OUTPUT_MEMORY else numbered[n] for n in nodes]
         if self.inlined:
@@ -232,7 +228,7 @@ def _shape(value: Any) -> Any:
 
 
 def _layout(node: fx.Node) -> Any:
-    """A value's shape and strides, without strides that have no effect."""
+    """Strides that have no effect are zero."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

@@ -71,7 +71,6 @@ class NumberedColumns:
         self._first: dict[Any, tuple[Any, Any]] = {}  # for a padded value: how many first columns, and their number
 
     def note(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
-        """Records a numbered node that pads a value or multiplies padded ones."""
         if node.target in FACTORS:
             self._note_product(node, numbered)
         elif (columns := columns_before_padding(node)) is not None:

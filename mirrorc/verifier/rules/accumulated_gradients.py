@@ -44,7 +44,6 @@ def accumulated_gradients_are_added_once(program: Program) -> Iterator[Violation
 
 
 def _takers(pack: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The users of a packed bucket, direct or through computed values; each with its operand."""
     waiting = [pack]
     while waiting:
         value = waiting.pop()

@@ -149,7 +149,6 @@ def _say_operation(key: Any) -> str:
 
 
 def _flows(program: Program, expressions: Expressions, left_out: Container[str] = ()) -> Flows:
-    """Each with its node; None for an output."""
     flows: Flows = {}
     parts = BucketParts(program)
     if program.stage < Stage.REPLICATED:

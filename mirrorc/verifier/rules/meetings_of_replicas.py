@@ -169,7 +169,6 @@ def _operand_types(node: fx.Node) -> str:
 
 
 def _alike(node: fx.Node) -> Any:
-    """The properties of a meeting that all replicas share."""
     value = _value(node)
     shape = tuple(value.shape[1:]) if node.target is ops.rows_of_replicas else tuple(value.shape)
     return tag_of_meeting(node), shape, value.dtype

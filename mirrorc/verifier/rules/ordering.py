@@ -54,7 +54,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _operand_types(node: fx.Node) -> tuple[Any, ...]:
-    """None for a broadcast, because only the root has an operand."""
+    """Of a broadcast, only the root has an operand."""
     if node.target not in ops.REDUCTIONS:
         return ()
     return tuple(value_type(source.meta.get("val"))[:4] for source in node.all_input_nodes)

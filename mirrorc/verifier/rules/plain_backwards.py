@@ -61,7 +61,6 @@ def regions_take_gradients_by_tokens(program: Program) -> Iterator[Violation]:
 
 
 def _takes(program: Program, graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
-    """With the call, token, tangent and place of each."""
     for node in graph.nodes:
         if node.target is take_gradient:
             call, token, tangent, _, place = node.args
