@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 
 # tests/support/distribution.py says which tests one worker runs, and in which order they start.
 DISTRIBUTED := -n auto --maxprocesses=4 --dist loadscope --no-loadscope-reorder
-PYTEST := $(BIN)/python -m pytest $(DISTRIBUTED)
+# A number of devices is one of logical CPUs in tests; those that want a GPU are in `make test-gpu`.
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(DISTRIBUTED)
 
 # Python keeps what it has compiled: every worker and every process that tests start would compile all files anew, for 10 to 15 s.
 unexport PYTHONDONTWRITEBYTECODE
@@ -50,7 +51,7 @@ test-gpu: $(VENV)/.installed
 
 # The tests of `make test` with another version of torch, in an environment of its own (some 6 GB): make test-torch TORCH=2.15.0
 test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.installed,name-a-version)
-	.venv-torch-$(TORCH)/bin/python -m pytest $(DISTRIBUTED) -m "not slow and not exhaustive"
+	CUDA_VISIBLE_DEVICES= .venv-torch-$(TORCH)/bin/python -m pytest $(DISTRIBUTED) -m "not slow and not exhaustive"
 
 .venv-torch-%/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-torch-$*

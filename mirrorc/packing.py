@@ -50,11 +50,11 @@ class ByBytes:
     """Packs of whole gradients, each as large as a cap allows: a gradient that would exceed it opens the next pack.
 
     Attributes:
-        cap_mb: the cap, in MiB; 0 for one pack, whatever ``first_mb`` is. A larger gradient has its own pack.
-        first_mb: the cap of the first pack, in MiB, smaller to begin communication early.
+        cap_mb: the cap, in MiB; `math.inf` for one pack, whatever ``first_mb`` is. A larger gradient has its own pack.
+        first_mb: the cap of the first pack, in MiB, smaller to begin communication early; at most ``cap_mb`` counts.
 
     Raises:
-        ValueError: a cap is negative or no number, or ``first_mb`` is 0.
+        ValueError: a cap is not positive, or no number.
     """
 
     cap_mb: float = 25.0
@@ -66,7 +66,8 @@ class ByBytes:
     @property
     def caps(self) -> tuple[float, float]:
         """The cap of the first pack and that of the others, in bytes."""
-        return (self.first_mb * 2**20, self.cap_mb * 2**20) if self.cap_mb else (math.inf, math.inf)
+        first_mb = self.cap_mb if self.cap_mb == math.inf else min(self.first_mb, self.cap_mb)
+        return first_mb * 2**20, self.cap_mb * 2**20
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,10 @@ PLANS: Mapping[str, Callable[..., Any]] = {plan.__name__: plan for plan in (ByBy
 
 def check_caps(cap_mb: Any, first_mb: Any, names: tuple[str, str]) -> None:
     """Refuses invalid caps, in MiB; ``names`` are the user's names for them."""
-    for name, value, least in zip(
-        names, (cap_mb, first_mb), ("0 for one bucket", "math.inf for no bound"), strict=True
-    ):
+    for name, value in zip(names, (cap_mb, first_mb), strict=True):
         is_number = not isinstance(value, bool) and isinstance(value, int | float) and not math.isnan(value)
-        is_single_bucket = is_number and value == 0 and name == names[0]
-        if not is_number or (value <= 0 and not is_single_bucket):
-            raise ValueError(f"{name} is {value!r}: give a positive number of MiB ({least})")
+        if not is_number or value <= 0:
+            raise ValueError(f"{name} is {value!r}: give a positive number of MiB, or math.inf for one bucket")
 
 
 def plan_of(packing: Any) -> Plan:

@@ -118,7 +118,7 @@ def test_gradients_are_put_in_the_order_that_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: ByBytes(-1), ValueError, "cap_mb is -1: give a positive number of MiB (0 for one bucket)"),
+        (lambda: ByBytes(-1), ValueError, "cap_mb is -1: give a positive number of MiB, or math.inf for one bucket"),
         (lambda: ByBytes(1, 0), ValueError, "first_mb is 0: give a positive number"),
         (lambda: ByBytes(math.nan), ValueError, "cap_mb is nan"),
         (lambda: ByBytes(True), ValueError, "cap_mb is True"),

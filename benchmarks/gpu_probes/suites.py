@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -17,14 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|deselected)")
 
 
-def output_of(command: Sequence[str], says: str) -> str:
+def output_of(command: Sequence[str], says: str, *, hides_gpus: bool = False) -> str:
     """Runs a command in the repository's folder and gives what it printed; raises `Failed` if it fails.
 
     Python is told not to look for modules in the folder, where lie folders of mirrorc's name (``-P``).
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {})
     printed: list[str] = []
-    with subprocess.Popen(command, cwd=ROOT, text=True, errors="replace", **pipes) as running:  # type: ignore[call-overload]
+    with subprocess.Popen(command, cwd=ROOT, text=True, errors="replace", env=env, **pipes) as running:  # type: ignore[call-overload]
         for line in running.stdout:
             print(line, end="", flush=True)  # into the log, which stays if time runs out
             printed.append(line.rstrip())
@@ -35,7 +37,7 @@ def output_of(command: Sequence[str], says: str) -> str:
     return "\n".join(printed)
 
 
-def tests(paths: Sequence[str], workers: int = 1) -> Figures:
+def tests(paths: Sequence[str], workers: int = 1, *, hides_gpus: bool = False) -> Figures:
     """Tests, all of them, whatever fails."""
     selected = "not slow and not exhaustive"
     if importlib.util.find_spec("pytest") is None:
@@ -43,7 +45,7 @@ def tests(paths: Sequence[str], workers: int = 1) -> Figures:
     command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-m", selected, "--maxfail=1000", *paths]
     if workers > 1 and importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(workers), "--dist", "loadscope"]
-    found = _SUMMARY.findall(output_of(command, "pytest").splitlines()[-1])
+    found = _SUMMARY.findall(output_of(command, "pytest", hides_gpus=hides_gpus).splitlines()[-1])
     return {what: int(number) for number, what in found}
 
 
@@ -55,10 +57,9 @@ def cuda_tests(scene: Scene) -> Figures:
 
 
 def private_apis(scene: Scene) -> Figures:
-    """The tests of torch's private APIs; a few of them in a rehearsal."""
-    return (
-        tests(["tests/torch_internals/test_exports.py"]) if scene.is_rehearsal else tests(["tests/torch_internals"], 4)
-    )
+    """The tests of torch's private APIs, over logical CPUs; a few of them in a rehearsal."""
+    path = "tests/torch_internals/test_exports.py" if scene.is_rehearsal else "tests/torch_internals"
+    return tests([path], 1 if scene.is_rehearsal else 4, hides_gpus=True)
 
 
 def train_text(scene: Scene, devices: int) -> Figures:

@@ -16,11 +16,11 @@ def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[D
     """The logical devices that ``devices`` names.
 
     Args:
-        devices: a list of names; a number of devices (GPUs if there are enough, else logical CPUs); or None for every visible
+        devices: a list of names; a number of devices (GPUs if torch sees any, else logical CPUs); or None for every visible
             GPU, else one CPU.
 
     Raises:
-        ValueError: no device, an unknown or duplicate name, or a GPU that is not there.
+        ValueError: no device, an unknown or duplicate name, or fewer GPUs than asked for.
         TypeError: not a list of names, a number, or None.
     """
     if devices is None:
@@ -29,8 +29,7 @@ def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[D
     elif isinstance(devices, bool | str | bytes | torch.Tensor) or not isinstance(devices, int | Iterable):
         raise TypeError(f"devices is {devices!r}: give a list of device names, a number of devices, or None; {_REMEDY}")
     elif isinstance(devices, int):
-        kind = "cuda" if 0 < devices <= torch.cuda.device_count() else "cpu"
-        devices = [f"{kind}:{i}" for i in range(devices)]
+        devices = _numbered(devices, torch.cuda.device_count())
     parsed = tuple(_parse_device(name) for name in devices)
     if not parsed:
         raise ValueError(f"devices is empty: a program needs at least one device; {_REMEDY}")
@@ -45,6 +44,16 @@ def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[D
         names = ", ".join(device.name for device in parsed)
         raise ValueError(f"devices mix CPUs and GPUs ({names}): replicas must run at one speed; use one kind")
     return parsed
+
+
+def _numbered(number: int, num_gpus: int) -> list[str]:
+    if 0 < num_gpus < number:
+        gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        raise ValueError(
+            f"devices is {number}, but torch sees {gpus}: name logical CPUs, devices=['cpu:0', 'cpu:1', ...], "
+            "or logical devices of one GPU, ['cuda:0', 'cuda:0/1', ...]"
+        )
+    return [f"{'cuda' if num_gpus else 'cpu'}:{i}" for i in range(number)]
 
 
 def _parse_device(name: str | torch.device) -> Device:

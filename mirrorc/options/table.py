@@ -149,7 +149,7 @@ OPTIONS = Options(
         _names("disable_passes"),
         Option(
             "bucket_cap_mb",
-            "give a positive number of MiB (0 for one bucket), or None for the default",
+            "give a positive number of MiB (math.inf for one bucket), or None for the default",
             kinds=(Real, NoneType),
             passes=_SIZE_PASSES,
         ),

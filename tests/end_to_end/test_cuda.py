@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -277,3 +278,11 @@ def test_two_logical_devices_have_no_graph() -> None:
             loss_fn=F.cross_entropy,
             cuda_graphs=True,
         )
+
+
+def test_adagrad_is_fused_where_torch_permits_it() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    refuses = nullcontext() if adagrad_is_fused_on_gpus() else pytest.raises(RuntimeError, match="fused")
+    with refuses:
+        parameter.grad = torch.ones_like(parameter)
+        torch.optim.Adagrad([parameter], fused=True).step()

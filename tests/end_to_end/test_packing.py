@@ -52,7 +52,7 @@ def by_size(gradient: Gradient) -> int:
 
 PLANS: dict[str, dict[str, Any]] = {
     "default": {},
-    "one pack": {"bucket_cap_mb": 0},
+    "one pack": {"bucket_cap_mb": math.inf},
     "small": {"packing": ByBytes(1e-4, 1e-4)},
     "no packing": {"packing": 0},
     "2 packs": {"packing": 2},
@@ -179,11 +179,10 @@ class Sum(nn.Module):
         return (x @ self.weight).sum()
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 4])
-def test_packs_of_so_many_bytes_give_the_same(num_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", [1, 4, math.inf])
+def test_packs_of_so_many_bytes_give_the_same(num_bytes: float) -> None:
     model = Sum()
-    cap_mb = num_bytes / 2**20
-    packing = ByBytes(cap_mb, cap_mb or 1.0)
+    packing = ByBytes(num_bytes / 2**20)
     make = partial(torch.optim.SGD, lr=0.25)
     with compiled_step(model, optimizer=make, loss_reduction="sum", packing=packing) as step:
         step(torch.ones(2, 10))
@@ -326,7 +325,7 @@ class Crossed(nn.Module):
 )
 def test_gradients_lie_in_the_order_that_is_asked_for(order: Any, expected: list[str]) -> None:
     model = Crossed()
-    with compiled_step(model, F.cross_entropy, bucket_cap_mb=0, gradient_order=order) as step:
+    with compiled_step(model, F.cross_entropy, bucket_cap_mb=math.inf, gradient_order=order) as step:
         program = step.prepare(torch.ones(4, 5), target=torch.zeros(4, dtype=torch.int64))
     (bucket,) = program.buckets
     found = [slot.variable for slot in bucket.slots]

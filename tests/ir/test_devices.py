@@ -41,7 +41,7 @@ def test_names_of_cpus(given: object, expected: list[str]) -> None:
     [
         (None, ["cuda:0", "cuda:1"]),
         (2, ["cuda:0", "cuda:1"]),
-        (3, ["cpu:0", "cpu:1", "cpu:2"]),
+        (1, ["cuda:0"]),
         (["cuda:1", "cuda"], ["cuda:1", "cuda:0"]),
         (["cuda:0", "cuda:0/1"], ["cuda:0", "cuda:0/1"]),
         (["cuda:1/0"], ["cuda:1"]),
@@ -70,6 +70,10 @@ def test_logical_devices_on_one_gpu_share_its_memory() -> None:
         (["tpu:0"], "unknown device 'tpu:0'; name devices like"),
         (["cuda:-1"], "unknown device 'cuda:-1'"),
         (["cpu:0/1"], "'cpu:0/1': CPU devices are logical already, use 'cpu:0'"),
+        (
+            3,
+            r"devices is 3, but torch sees 2 GPUs: name logical CPUs, devices=\['cpu:0', 'cpu:1', ...\], or logical devices",
+        ),
         (["cuda:2"], r"'cuda:2' is absent: torch sees 2 GPU\(s\)"),
     ],
 )

@@ -157,10 +157,23 @@ def remarks(program: Program) -> str:
 FOUR = [Weight("a", (16,)), Weight("b", (160,)), Weight("c", (0,)), Weight("d", (3, 5))]
 
 
-def test_a_cap_of_0_is_one_bucket_whatever_the_first_one_is() -> None:
-    for options in ({"bucket_cap_mb": 0, "first_bucket_mb": 1e-6}, {"packing": ByBytes(0, 1e-6)}):
+def test_an_infinite_cap_is_one_bucket_whatever_the_first_one_is() -> None:
+    for options in ({"bucket_cap_mb": math.inf, "first_bucket_mb": 1e-6}, {"packing": ByBytes(math.inf, 1e-6)}):
         assert contents(planned(FOUR, **options)) == [["a", "b", "c", "d"]]
-    assert len(planned(FOUR, packing=ByBytes(1e-6, 1e-6)).buckets) == 4
+
+
+def test_the_first_bucket_has_no_larger_cap_than_the_others() -> None:
+    assert len(planned(FOUR, bucket_cap_mb=1e-6).buckets) == 4  # though the first one's default cap is 1 MiB
+    assert len(planned(FOUR, packing=ByBytes(1e-6)).buckets) == 4
+
+
+@pytest.mark.parametrize("cap", [0, 0.0, -1, math.nan, True, "1"])
+def test_a_cap_that_is_not_positive_is_refused(cap: Any) -> None:
+    for option in ("bucket_cap_mb", "first_bucket_mb"):
+        with pytest.raises(
+            ValueError, match=f"{option} is .*: give a positive number of MiB, or math.inf for one bucket"
+        ):
+            planned(FOUR, **{option: cap})
 
 
 def test_equal_packs_cut_the_bucket_anywhere() -> None:

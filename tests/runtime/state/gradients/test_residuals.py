@@ -106,7 +106,7 @@ def test_programs_of_other_buckets_go_on_with_it() -> None:
     unsent = UnsentGradients(torch.device("cpu"))
     for program in (
         program_of("a", "b"),
-        program_of("a", "b", bucket_cap_mb=0.0),
+        program_of("a", "b", bucket_cap_mb=math.inf),
         program_of("a"),
         program_of("a", "b"),
     ):
