@@ -66,8 +66,7 @@ class AccumulateMicrobatches:
 
     def run(self, program: Program) -> Program:
         if not program.shard_of_microbatch:
-            remark = "no shard is run in microbatches: none has as many examples as they need"
-            return program.with_remarks(remark, is_kept=False)
+            return program.with_remarks("no shard is run in microbatches: none has as many examples as they need")
         kinds = list(
             dict.fromkeys(
                 pair for pair in zip(program.shard_of_microbatch, program.microbatches, strict=True) if pair[1]

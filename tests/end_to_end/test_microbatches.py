@@ -220,6 +220,16 @@ def test_activations_of_one_microbatch_are_in_memory() -> None:
     assert activations(4) < 0.3 * activations(1)
 
 
+def test_microbatches_that_no_shard_is_large_enough_for_leave_a_remark() -> None:
+    model = nn.Linear(4, 2)
+    options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "loss_fn": F.mse_loss, "backend": "eager"}
+    remark = "accumulate-microbatches: no shard is run in microbatches: none has as many examples as they need"
+    with mirrorc.compile(model, 2, microbatches=2, **options) as step:
+        for num_examples, is_said in ((2, True), (4, False)):
+            program = step.prepare(torch.ones(num_examples, 4), target=torch.ones(num_examples, 2))
+            assert (remark in map(str, program.remarks)) == is_said
+
+
 def test_no_batch_has_more_than_two_sizes_of_microbatches() -> None:
     from mirrorc.capture.call.call_arguments import flatten_call
     from mirrorc.capture.call.shards import split_call
