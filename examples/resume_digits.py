@@ -18,40 +18,42 @@ from train_digits import DigitNet, load_data
 
 import mirrorc
 
+PARTS = "model", "optimizer", "scheduler", "step"
+
 
 class Training:
-    """A model, its optimizer, its scheduler, and the epochs that it has behind it."""
+    """A model, its optimizer, its scheduler, its step, and the epochs that it has behind it."""
 
-    def __init__(self, num_epochs: int) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self.model = DigitNet()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, num_epochs)
-        self.epoch = 0
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, options.epochs)
+        self.step = mirrorc.compile(
+            self.model, options.devices, optimizer=self.optimizer, loss_fn=F.cross_entropy, backend=options.backend
+        )
+        self.batch, self.epoch = options.batch, 0
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint; torch's random numbers are part of it, as they shuffle the data and seed dropout."""
-        state = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+        state = {name: getattr(self, name).state_dict() for name in PARTS}
         torch.save({**state, "epoch": self.epoch, "random": torch.get_rng_state()}, path)
 
     def load(self, path: Path) -> None:
-        """Goes back to a checkpoint. It may come before `mirrorc.compile`, after it, or between two steps."""
+        """Goes back to a checkpoint. It may come before the first step, or between two."""
         state = torch.load(path, weights_only=True)
-        for name in ("model", "optimizer", "scheduler"):
+        for name in PARTS:
             getattr(self, name).load_state_dict(state[name])
         self.epoch = state["epoch"]
         torch.set_rng_state(state["random"])
 
-    def run(self, until: int, options: argparse.Namespace) -> None:
+    def run(self, until: int) -> None:
         """Trains until some epochs are behind it."""
         images, labels, *_ = load_data(0)
-        with mirrorc.compile(
-            self.model, options.devices, optimizer=self.optimizer, loss_fn=F.cross_entropy, backend=options.backend
-        ) as step:
-            for _ in tqdm(range(self.epoch, until), unit="epoch", dynamic_ncols=True):
-                for chosen in torch.randperm(len(labels)).split(options.batch):
-                    step(images[chosen], target=labels[chosen])
-                self.scheduler.step()
-                self.epoch += 1
+        for _ in tqdm(range(self.epoch, until), unit="epoch", dynamic_ncols=True):
+            for chosen in torch.randperm(len(labels)).split(self.batch):
+                self.step(images[chosen], target=labels[chosen])
+            self.scheduler.step()
+            self.epoch += 1
 
 
 def main(arguments: Sequence[str] | None = None) -> bool:
@@ -66,14 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         path = options.checkpoint or Path(folder) / "checkpoint.pt"
-        whole = Training(options.epochs)
-        whole.run(options.epochs // 2, options)
-        whole.save(path)
-        whole.run(options.epochs, options)
+        whole = Training(options)
+        with whole.step:
+            whole.run(options.epochs // 2)
+            whole.save(path)
+            whole.run(options.epochs)
         torch.manual_seed(1)  # another process would begin anywhere
-        resumed = Training(options.epochs)
-        resumed.load(path)
-        resumed.run(options.epochs, options)
+        resumed = Training(options)
+        with resumed.step:
+            resumed.load(path)
+            resumed.run(options.epochs)
     own, other = whole.model.state_dict(), resumed.model.state_dict()
     is_equal = all(torch.equal(own[name], other[name]) for name in own)
     print(f"after {options.epochs} epochs, in one go and resumed: {'equal bit for bit' if is_equal else 'not equal'}")

@@ -20,7 +20,7 @@ from mirrorc.calls.zero_grad import ZeroableGradients
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.call_kind import Purpose
-from mirrorc.compilation.choices.exchange_state import ExchangeState
+from mirrorc.compilation.choices.saved_state import SavedState
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.coordination.coordinator import LocalCoordinator, coordinator_of
 from mirrorc.coordination.residual_checkpoint import unsent_of_worker
@@ -83,7 +83,7 @@ class Step(StepReports):
         runs = ProgramRuns(options, num_threads, self._coordinator.step_seconds, interrupts)
         super().__init__(options, model, state, runs)
         self._specializer = Specializer(options, model, state, num_threads, interrupts, self._coordinator.team)
-        self._exchange_state = ExchangeState(self._specializer.choices.exchange, options)
+        self._saved_state = SavedState(self._specializer.choices.exchange, state, options)
         self._training = TrainingCalls(
             self._signature,
             state,
@@ -191,19 +191,21 @@ class Step(StepReports):
         self._exclusively(self._state.accumulated.clear)
 
     def state_dict(self) -> dict[str, Any]:
-        """The chosen exchange of each gradient, its sum or its factors; alike on all workers.
+        """The part of the training state that model and optimizer do not have; alike on all workers.
 
-        The choice decides bits, and another start may measure other times. Save it beside the states of model and optimizer,
-        which are not part of it, and a restart on as many workers and devices has the same bits. It is small: numbers and names
-        of variables, in a flat dict of fixed keys.
+        Save it beside their states, and a restart on as many workers and devices has the same bits. It has the chosen exchange
+        of each gradient, its sum or its factors, since another start may measure other times; and under ``replica_buffers`` each
+        replica's value of the buffers that forward writes, since the model has their mean. Load it with
+        ``torch.load(path, weights_only=True)``.
         """
-        return self._exchange_state.state_dict()
+        return self._exclusively(self._saved_state.state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the choices of an earlier run, in place of measurements in the first call.
+        """Loads the choices of an earlier run, in place of measurements in the first call, and each replica's buffers.
 
-        Worker 0's choices count; load them on all workers all the same. Choices for other numbers of workers or devices are
-        ignored.
+        The next training call takes the buffers over, where the model's are those of the same checkpoint; otherwise it warns,
+        and all replicas begin with the model's. Worker 0's choices count; load them on all workers all the same. A state of
+        other numbers of workers or devices is ignored.
 
         Args:
             state: the result of `state_dict`.
@@ -212,7 +214,7 @@ class Step(StepReports):
             TypeError, ValueError: wrong types or keys, or bucket sizes measured by an earlier version.
             ExecutionError: the step has made other choices already, in its first call.
         """
-        self._exclusively(lambda: self._exchange_state.load_state_dict(state))
+        self._exclusively(lambda: self._saved_state.load_state_dict(state))
 
     def unsent_state(self) -> dict[str, Any]:
         """The unsent rest of this worker's gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your own.

@@ -21,6 +21,7 @@ from mirrorc.runtime.state.shared.shared_state import HeldState, Hold
 from mirrorc.runtime.state.shared.torn_state import TornState, refuse_torn
 from mirrorc.runtime.state.variables.layout import Layout, Moved
 from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
+from mirrorc.runtime.state.variables.saved_buffers import SavedBuffers
 from mirrorc.runtime.state.variables.step_variables import StepVariables
 from mirrorc.torch_internals import mark_optimizer_stepped
 
@@ -35,6 +36,7 @@ class StepState:
         unsent: error feedback of gradient compression.
         told: results of the last step for the caller, by name, such as the gradient norm.
         torn: torn state, restored or not; None for none.
+        saved_buffers: values of per-replica buffers, to save and to load.
     """
 
     def __init__(self, hold: Hold) -> None:
@@ -47,6 +49,7 @@ class StepState:
         self.unsent = UnsentGradients(self.store.devices[0].torch_device)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # backup of an undoable step
         self.torn: TornState | None = None
+        self.saved_buffers = SavedBuffers()
 
     @property
     def _held(self) -> HeldState:
@@ -150,6 +153,8 @@ class StepState:
         user_steps = self.optimizers.user_steps
         if self._held.store.mirror_changes(user_steps.of_others):
             self._held.layout += 1
+        if self.saved_buffers:
+            self.saved_buffers.write(self.store)
         self.optimizers.sync_hyperparameters()
         user_steps.mark_mirrored()
         self._held.was_behind = False

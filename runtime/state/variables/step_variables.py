@@ -76,6 +76,13 @@ class StepVariables:
             return [tensor.detach()] * len(self.devices)
         return self._store.values(self._names[name])
 
+    def per_replica(self) -> dict[str, list[torch.Tensor]]:
+        """The buffers that have a value on each replica, by name, in order of replicas."""
+        names = [
+            name for name, other in self._names.items() if name in self.tensors and self._store.has_per_replica(other)
+        ]
+        return {name: self.values(name) for name in names}
+
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
         return self._store.read_by(self._of_store(variable))
 

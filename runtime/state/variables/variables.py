@@ -107,6 +107,10 @@ class VariableStore:
         """The tensors of a variable, in order of replicas; a shared tensor repeats."""
         return self._layout.values[name]
 
+    def has_per_replica(self, name: str) -> bool:
+        """Tests for a buffer with a value of its own on each replica."""
+        return name in self._layout.own and not isinstance(self.tensors[name], torch.nn.Parameter)
+
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
         """The tensors that a program reads of a variable, in order of replicas.
 

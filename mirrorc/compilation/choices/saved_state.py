@@ -1,4 +1,4 @@
-"""The chosen exchange as checkpoint state: a restart has the same bits."""
+"""The state of a step in a checkpoint, so that a restart has the same bits: the chosen exchange, and the replicas' buffers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import Any
 from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
 from mirrorc.errors import ExecutionError
 from mirrorc.options.step_options import StepOptions
+from mirrorc.runtime.state.step_state import StepState
 
-_FACTORS, _DEVICES = "sent_as_factors", "devices_per_worker"
+_FACTORS, _DEVICES, _BUFFERS = "sent_as_factors", "devices_per_worker", "replica_buffers"
 _KEYS = (_DEVICES, _FACTORS)
 _WITHDRAWN = ("bucket_cap_mb", "first_bucket_mb")  # sizes that earlier versions measured; None if they did not
 
 
-class ExchangeState:
-    def __init__(self, exchange: ExchangeChoice, options: StepOptions) -> None:
-        self._exchange = exchange
+class SavedState:
+    """State of one step, besides model and optimizer."""
+
+    def __init__(self, exchange: ExchangeChoice, state: StepState, options: StepOptions) -> None:
+        self._exchange, self._state = exchange, state
         self._devices = list(options.program_workers.devices_per_worker) or [len(options.devices)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values under fixed keys; None without a choice."""
-        names = self._exchange.names
-        return {_DEVICES: self._devices, _FACTORS: None if names is None else list(names)}
+        """Values under fixed keys: None without a choice, no buffers where the model's are those of all replicas."""
+        names, buffers = self._exchange.names, self._state.saved_buffers.state_dict(self._state.store)
+        choice = {_DEVICES: self._devices, _FACTORS: None if names is None else list(names)}
+        return {**choice, _BUFFERS: buffers} if buffers else choice
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the `state_dict` of an earlier run, if it had as many workers and devices.
@@ -32,15 +36,16 @@ class ExchangeState:
             ExecutionError: another choice was made before.
         """
         names = _checked(state)
-        if state[_DEVICES] != self._devices or names is None:
+        if state[_DEVICES] != self._devices:
             return  # other numbers need their own measurement
-        if names == self._exchange.names:
-            return
-        if not self._exchange.is_open:
+        is_same = names is None or names == self._exchange.names
+        if not is_same and not self._exchange.is_open:
             raise ExecutionError(
                 f"step.load_state_dict() came when the step had chosen another {_FACTORS} already: load it before the first call"
             )
-        self._exchange.load(names)
+        self._state.saved_buffers.load_state_dict(state.get(_BUFFERS, {}), self._state.store)
+        if names is not None and not is_same:
+            self._exchange.load(names)
 
 
 def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -53,7 +58,7 @@ def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
             f"this state of a step has {numbers}, which an earlier version chose with bucket_cap_mb='auto', and that is "
             f"withdrawn: give these numbers to mirrorc.compile() for the same bits, and leave {', '.join(sizes)} out of the state"
         )
-    if {key for key in state if key not in _WITHDRAWN} != set(_KEYS):
+    if {key for key in state if key not in (*_WITHDRAWN, _BUFFERS)} != set(_KEYS):
         raise ValueError(
             f"a step's state has the keys {', '.join(_KEYS)}; this one has {', '.join(map(str, state)) or 'none'}: give what "
             "step.state_dict() gave (the model's and the optimizer's states are loaded by themselves)"

@@ -1,0 +1,92 @@
+"""Values of per-replica buffers in a checkpoint: the model has their aggregate alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.wording import numbered
+from mirrorc.runtime.state.variables.step_variables import StepVariables
+
+_MODEL, _REPLICAS = "model", "replicas"
+
+
+class SavedBuffers:
+    """Buffers of an earlier run, which the first training program with memory for them takes over.
+
+    Replicas take the saved values only if the model has the buffer of that checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, Mapping[str, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def state_dict(self, store: StepVariables) -> dict[str, dict[str, Any]]:
+        """Copies of the buffers whose replicas differ from the model's, by name."""
+        saved: dict[str, dict[str, Any]] = {name: dict(buffer) for name, buffer in self._pending.items()}
+        for name, values in store.per_replica().items():
+            shown = store.tensors[name].detach()
+            if name not in saved and not all(have_equal_bits(value, shown) for value in values):
+                saved[name] = {_MODEL: shown.clone(), _REPLICAS: [value.clone() for value in values]}
+        return saved
+
+    def load_state_dict(self, state: Mapping[str, Any], store: StepVariables) -> None:
+        """Loads the result of `state_dict`, of a run on as many devices.
+
+        Raises:
+            TypeError, ValueError: it is no such result, or of another model.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"replica_buffers of a step's state is a dict, as state_dict() gives it, not {state!r:.80}")
+        for name, buffer in state.items():
+            _check(name, buffer, store)
+        self._pending = dict(state)
+
+    def write(self, store: StepVariables) -> None:
+        """Writes the loaded values to the replicas that have memory for them."""
+        foreign: list[str] = []
+        for name, values in store.per_replica().items():
+            buffer = self._pending.pop(name, None)
+            if buffer is None:
+                continue
+            if have_equal_bits(buffer[_MODEL], store.tensors[name].detach()):
+                for value, saved in zip(values, buffer[_REPLICAS], strict=True):
+                    value.copy_(saved)
+            else:
+                foreign.append(name)
+        if foreign:
+            warnings.warn(
+                f"the model's {numbered('buffer', [repr(name) for name in foreign])} differ from those of the checkpoint of "
+                "step.load_state_dict(), so all replicas begin with the model's; load the model's state of the same checkpoint, "
+                "too",
+                stacklevel=users_stack_level(),
+            )
+
+
+def _check(name: str, buffer: Any, store: StepVariables) -> None:
+    is_buffer = isinstance(buffer, Mapping) and buffer.keys() == {_MODEL, _REPLICAS}
+    if not is_buffer or not all(isinstance(value, torch.Tensor) for value in (buffer[_MODEL], *buffer[_REPLICAS])):
+        raise TypeError(f"{name!r} in replica_buffers of a step's state is no such buffer: give what state_dict() gave")
+    if len(buffer[_REPLICAS]) != len(store.devices):
+        raise ValueError(
+            f"{name!r} in replica_buffers has {len(buffer[_REPLICAS])} values for {len(store.devices)} replicas"
+        )
+    tensor = store.tensors.get(name)
+    if tensor is None and not name.startswith("outside."):  # which the first call finds
+        raise ValueError(f"{name!r} in replica_buffers is no buffer of this model: load the state of a step over it")
+    if tensor is not None and any(value.shape != tensor.shape for value in buffer[_REPLICAS]):
+        raise ValueError(f"{name!r} in replica_buffers has another shape than the model's, {list(tensor.shape)}")
+
+
+def have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compares values on any devices, in which NaN equals itself."""
+    one, other = one.detach().cpu().contiguous(), other.detach().cpu().contiguous()
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
