@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
@@ -28,7 +29,7 @@ PACKINGS: dict[str, Any] = {
     "2 packs": 2,
     "7 packs": EqualPacks(7),
     "small ones": ByBytes(0.0002, 0.0001),
-    "one": ByBytes(0),
+    "one": ByBytes(math.inf),
     "1 split": EqualSplits(1),
     "2 splits": EqualSplits(2),
     "layers": by_layers,
