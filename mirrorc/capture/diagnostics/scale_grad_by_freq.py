@@ -1,4 +1,4 @@
-"""Finds embeddings that divide gradients by the frequency of rows: in a batch on one device, in a shard on several."""
+"""Embeddings that divide gradients by the frequency of rows: in a batch on one device, in a shard on several."""
 
 from __future__ import annotations
 

@@ -118,18 +118,13 @@ def capture_program(
     )
     captured = rows.capture_until_stable(capture_all, model_name)
     captured = with_numbers_of_each(captured) if shards.microbatches else captured
-    refuse_replica_values(
-        [graph.graph for graph in captured], runs, devices, in_parts=bool(shards.microbatches), model_name=model_name
-    )
-    parts = shards.by_microbatch(call)
-    if len(parts.num_examples) > 1:
-        refuse_split_time(call.leaves, captured[0].traced.leaves_with_time_first, model_name)
-        refuse_split_offsets(call.leaves, captured[0].traced.leaves_with_offsets, model_name)
+    _refuse_splits(captured, runs, call, shards, devices, model_name)
 
     def trace_grown() -> TracedOutputs | None:
         with gathering(rows.of(0, more=1)):
             return outputs_for(front_end, training_call, grown_examples(distinct[0], call, devices[0].torch_device))
 
+    parts = shards.by_microbatch(call)
     outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
@@ -141,6 +136,21 @@ def capture_program(
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
         _sizes(captured, runs, shards, call),
     )
+
+
+def _refuse_splits(
+    captured: Sequence[CapturedGraph],
+    runs: tuple[tuple[int, ...], ...],
+    call: Call,
+    shards: Shards,
+    devices: tuple[Device, ...],
+    model_name: str,
+) -> None:
+    graphs, in_parts = [graph.graph for graph in captured], bool(shards.microbatches)
+    refuse_replica_values(graphs, runs, devices, in_parts=in_parts, model_name=model_name)
+    if len(shards.by_microbatch(call).num_examples) > 1:
+        refuse_split_time(call.leaves, captured[0].traced.leaves_with_time_first, model_name)
+        refuse_split_offsets(call.leaves, captured[0].traced.leaves_with_offsets, model_name)
 
 
 def _sizes(
