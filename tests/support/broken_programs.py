@@ -3,10 +3,10 @@
 Long for one file, because it is one table with what its entries need; `mutations` breaks programs in more ways, at random places.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ from mirrorc.passes import (
     default_pipeline,
 )
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.protocol import Pass
 from mirrorc.verifier.verifier import verify
 
 WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]
@@ -110,6 +111,7 @@ def with_untold_region(program: Program) -> Program:
 
 
 CAPS = {"first_bucket_mb": 2048 / 2**20, "bucket_cap_mb": 1024 / 2**20}
+WORKER_1 = World(3, (1, 2, 1)).worker(1)
 
 
 def whole_optimizer(pass_name: str = "insert-update") -> Program:
@@ -119,13 +121,39 @@ def whole_optimizer(pass_name: str = "insert-update") -> Program:
     return program
 
 
-def at(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
-    def mutate(program: Program) -> Program:
-        graphs = program.graphs()
-        change(graphs[0])
-        return program
+def changing(
+    make: Callable[[Program], Program], change: Callable[[Program], object], pass_name: str = "lower-devices"
+) -> Mutation:
+    """A change of another valid program, made from that of a pass; the change may return a new one."""
+
+    def mutate(given: Program) -> Program:
+        program = make(given)
+        verify(program)
+        changed = change(program)
+        return changed if isinstance(changed, Program) else program
 
     return pass_name, mutate
+
+
+def on_first_graph(change: Callable[[fx.Graph], object]) -> Callable[[Program], Program]:
+    def change_first(program: Program) -> Program:
+        change(program.graphs()[0])
+        return program
+
+    return change_first
+
+
+def on_all_devices(change: Callable[[fx.Graph], object]) -> Callable[[Program], Program]:
+    def change_all(program: Program) -> Program:
+        for graph in program.graphs():
+            change(graph)
+        return program
+
+    return change_all
+
+
+def at(pass_name: str, change: Callable[[fx.Graph], object]) -> Mutation:
+    return pass_name, on_first_graph(change)
 
 
 def bucket_change(pass_name: str, change: Callable[[tuple[Bucket, ...]], tuple[Bucket, ...]]) -> Mutation:
@@ -177,26 +205,19 @@ def write_before_the_wait(graph: fx.Graph, replica: int) -> None:
     move_to_end(graph, *(node for node in own if node.kwargs["bucket"] == 1))
 
 
-def sharded(change: Callable[[fx.Graph], None]) -> Mutation:
-    def mutate(program: Program) -> Program:
-        shared = ShareParameters().run(program)
-        assert targets(shared.mirrored_graph, ops.reduce_scatter)
-        verify(shared)
-        change(shared.mirrored_graph)
-        return shared
-
-    return "schedule-overlap", mutate
+def sharded(change: Callable[[fx.Graph], object]) -> Mutation:
+    return changing(ShareParameters().run, on_first_graph(change), "schedule-overlap")
 
 
-def owned(change: Callable[[fx.Graph], None], pass_name: str = "update-at-owner", **options: Any) -> Mutation:
-    def mutate(_: Program) -> Program:
-        program = every_stage(handmade(2, WEIGHTS), placement="least-loaded", **CAPS, **options)[pass_name]
-        verify(program)
+def owned(change: Callable[[fx.Graph], object], pass_name: str = "update-at-owner", **options: Any) -> Mutation:
+    def make(_: Program) -> Program:
+        return every_stage(handmade(2, WEIGHTS), placement="least-loaded", **CAPS, **options)[pass_name]
+
+    def change_at_owner(program: Program) -> None:
         graphs = program.graphs()
         change(graphs[program.buckets[0].owner or 0] if len(graphs) > 1 else graphs[0])
-        return program
 
-    return "lower-devices", mutate
+    return changing(make, change_at_owner)
 
 
 def take_parameters_before_their_update(graph: fx.Graph) -> None:
@@ -206,50 +227,38 @@ def take_parameters_before_their_update(graph: fx.Graph) -> None:
 
 
 def over_workers(
-    change: Callable[[Program], Program | None],
+    change: Callable[[Program], object],
     pass_name: str = "lower-devices",
     weights: Sequence[Weight] = WEIGHTS,
+    workers: Workers = WORKER_1,
     **options: Any,
 ) -> Mutation:
     """A change of worker 1's program, which has two of the devices of three workers."""
-
-    def mutate(_: Program) -> Program:
-        captured = handmade(2, weights).evolve(workers=World(3, (1, 2, 1)).worker(1))
-        program = every_stage(captured, over_workers=True, **CAPS, **options)[pass_name]
-        verify(program)
-        return change(program) or program
-
-    return "lower-devices", mutate
+    options = {"over_workers": True, **CAPS, **options}
+    return changing(lambda _: every_stage(handmade(2, weights).evolve(workers=workers), **options)[pass_name], change)
 
 
-def cut(change: Callable[[Program], Program | None], pass_name: str = "lower-devices", **options: Any) -> Mutation:
+def cut(change: Callable[[Program], object], pass_name: str = "lower-devices", **options: Any) -> Mutation:
     """A change of a program with one bucket of three gradients, which is cut into two packs: the second gradient lies in both."""
 
-    def mutate(_: Program) -> Program:
+    def make(_: Program) -> Program:
         captured = handmade(2, WEIGHTS)
         if options.get("over_workers"):
-            captured = captured.evolve(workers=World(3, (1, 2, 1)).worker(1))
+            captured = captured.evolve(workers=WORKER_1)
         program = every_stage(captured, packing=EqualPacks(2), **options)[pass_name]
         assert [len(bucket.packs) for bucket in program.buckets] == [2]
-        verify(program)
-        return change(program) or program
+        return program
 
-    return "lower-devices", mutate
+    return changing(make, change)
 
 
 def cut_at(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices", **options: Any) -> Mutation:
-    def change_first(program: Program) -> None:
-        change(program.graphs()[0])
-
-    return cut(change_first, pass_name, **options)
+    return cut(on_first_graph(change), pass_name, **options)
 
 
 def with_packs(*elements: tuple[int, int, int]) -> Callable[[Program], Program]:
-    def change(program: Program) -> Program:
-        packs = tuple(Pack(*one) for one in elements)
-        return program.evolve(buckets=tuple(dataclasses.replace(bucket, packs=packs) for bucket in program.buckets))
-
-    return change
+    packs = tuple(Pack(*numbers) for numbers in elements)
+    return plan_otherwise(lambda bucket: replace(bucket, packs=packs))
 
 
 def unpack_in_another_order(graph: fx.Graph) -> None:
@@ -285,19 +294,10 @@ def exchange_packs_in_another_order(graph: fx.Graph) -> None:
             one.append(wait)
 
 
-def dealt_out(
-    change: Callable[[Program], Program | None], pass_name: str = "lower-devices", **options: Any
-) -> Mutation:
+def dealt_out(change: Callable[[Program], object], pass_name: str = "lower-devices", **options: Any) -> Mutation:
     """As `over_workers`, of a program whose workers each update a part of every bucket."""
-
-    def mutate(_: Program) -> Program:
-        workers = dataclasses.replace(World(3, (1, 2, 1)).worker(1), shards_optimizer=True)
-        captured = handmade(2, WEIGHTS).evolve(workers=workers)
-        program = every_stage(captured, over_workers=True, shard_optimizer=True, **CAPS, **options)[pass_name]
-        verify(program)
-        return change(program) or program
-
-    return "lower-devices", mutate
+    workers = replace(WORKER_1, shards_optimizer=True)
+    return over_workers(change, pass_name, workers=workers, shard_optimizer=True, **options)
 
 
 def clip_by_the_own_norm(graph: fx.Graph) -> None:
@@ -357,7 +357,7 @@ def leave_out_what_was_not_sent(graph: fx.Graph) -> None:
 
 def update_the_part_of_another_worker(program: Program) -> Program:
     length = program.buckets[0].num_elements // 3
-    first = dataclasses.replace(program.buckets[0], part=Elements(0, length))
+    first = replace(program.buckets[0], part=Elements(0, length))
     return program.evolve(buckets=(first, *program.buckets[1:]))
 
 
@@ -379,50 +379,44 @@ def gather_before_the_update(graph: fx.Graph) -> None:
 
 
 def sending(
-    change: Callable[[Program], Program | None], pass_name: str = "lower-devices", *, is_dealt: bool = False
+    change: Callable[[Program], object], pass_name: str = "lower-devices", *, is_dealt: bool = False
 ) -> Mutation:
     """A change of worker 1's program, which has two devices and sends the factors of two gradients to worker 0.
 
     With ``is_dealt``, each of them updates a part of every bucket.
     """
+    workers = replace(World(2, 2).worker(1), sent_as_factors=("0.weight", "2.weight"), shards_optimizer=is_dealt)
+    options: dict[str, Any] = {"over_workers": True, "shard_optimizer": is_dealt, **SMALL_BUCKETS}
 
-    def mutate(_: Program) -> Program:
+    def make(_: Program) -> Program:
         model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3))
-        workers = dataclasses.replace(
-            World(2, 2).worker(1), sent_as_factors=("0.weight", "2.weight"), shards_optimizer=is_dealt
-        )
-        options = {"over_workers": True, "shard_optimizer": is_dealt, **SMALL_BUCKETS}
-        program = every_stage(captured_model(model).evolve(workers=workers), **options)[pass_name]  # type: ignore[arg-type]
-        verify(program)
-        return change(program) or program
+        return every_stage(captured_model(model).evolve(workers=workers), **options)[pass_name]
 
-    return "lower-devices", mutate
+    return changing(make, change)
+
+
+def insert_clone(value: fx.Node) -> fx.Node:
+    with value.graph.inserting_after(value):
+        copy = value.graph.call_function(torch.ops.aten.clone.default, (value,))
+    copy.meta.update(value.meta)
+    return copy
 
 
 def send_a_copy(graph: fx.Graph) -> None:
     launch = first(graph, ops.gather_factors)
-    (packed,) = launch.all_input_nodes
-    with graph.inserting_after(packed):
-        copy = graph.call_function(torch.ops.aten.clone.default, (packed,))
-    copy.meta.update(packed.meta)
-    set_args(launch, (copy,))
+    set_args(launch, (insert_clone(launch.all_input_nodes[0]),))
 
 
 def send_a_whole_gradient(graph: fx.Graph) -> None:
     pack = first(graph, ops.gather_factors).all_input_nodes[0]
-    gradient = pack.args[0]
-    with graph.inserting_after(gradient):
-        made = graph.call_function(torch.ops.aten.clone.default, (gradient,))
-    made.meta.update(gradient.meta)
-    set_args(pack, (made, *pack.args[1:]))
+    gradient, *others = pack.all_input_nodes
+    set_args(pack, (insert_clone(gradient), *others))
 
 
 def make_the_whole_sum(program: Program) -> Program:
     """All elements are said to be made of the factors that all have sent, and not those that this worker updates."""
-    (place,) = [bucket.index for bucket in program.buckets if bucket.is_sent_as_factors][:1]
-    return program.evolve(
-        buckets=tuple(dataclasses.replace(b, part=None) if b.index == place else b for b in program.buckets)
-    )
+    place = next(bucket.index for bucket in program.buckets if bucket.is_sent_as_factors)
+    return plan_otherwise(lambda b: replace(b, part=None) if b.index == place else b)(program)
 
 
 class LooksUp(nn.Module):
@@ -434,44 +428,43 @@ class LooksUp(nn.Module):
         return self.layer(self.table((x.abs() * 5).long() % 300).sum(1))
 
 
-def gathering(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
+def up_to(pass_name: str, captured: Program, *, left_out: str = "", **instead: Pass) -> Program:
+    """The program after this pass of the default pipeline, in which some are left out or are others."""
+    passes = [instead.get(own.name.replace("-", "_"), own) for own in default_pipeline() if own.name != left_out]
+    return run_passes(captured, passes[: [own.name for own in passes].index(pass_name) + 1])
+
+
+def gathering(change: Callable[[Program], object], pass_name: str = "lower-devices") -> Mutation:
     """A change of a program whose two devices gather rows of a table, and the factors of another gradient."""
 
-    def mutate(_: Program) -> Program:
+    def make(_: Program) -> Program:
         captured = captured_model(LooksUp()).evolve(gathered=("layer.weight",))
-        passes = [one for one in default_pipeline() if one.name != "share-parameters"]
-        program = run_passes(captured, passes[: [one.name for one in passes].index(pass_name) + 1])
-        verify(program)
-        return change(program) or program
+        return up_to(pass_name, captured, left_out="share-parameters")
 
-    return "lower-devices", mutate
+    return changing(make, change)
 
 
 def plain(change: Callable[[Program], object], pass_name: str = "lower-devices") -> Mutation:
     """A change of a program whose backward runs as plain PyTorch."""
 
-    def mutate(_: Program) -> Program:
+    def make(_: Program) -> Program:
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        captured = captured_model(model, front_end=AutogradFrontEnd())
-        passes = default_pipeline()
-        program = run_passes(captured, passes[: [one.name for one in passes].index(pass_name) + 1])
-        verify(program)
-        changed = change(program)
-        return changed if isinstance(changed, Program) else program
+        return up_to(pass_name, captured_model(model, front_end=AutogradFrontEnd()))
 
-    return "lower-devices", mutate
+    return changing(make, change)
+
+
+def with_update_rules(program: Program, **changes: object) -> Program:
+    variables = {
+        name: replace(variable, update=replace(variable.update, **changes)) if variable.update is not None else variable
+        for name, variable in program.variables.items()
+    }
+    return program.evolve(variables=variables)
 
 
 def leave_out(is_left_out: bool, program: Program) -> Program:
-    def changed(rule: UpdateRule) -> UpdateRule:
-        return dataclasses.replace(rule, may_be_unused=is_left_out)
-
-    variables = {
-        name: dataclasses.replace(one, update=changed(one.update)) if one.update is not None else one
-        for name, one in program.variables.items()
-    }
-    buckets = tuple(dataclasses.replace(bucket, rule=changed(bucket.rule)) for bucket in program.buckets)
-    return program.evolve(variables=variables, buckets=buckets)
+    program = with_update_rules(program, may_be_unused=is_left_out)
+    return plan_otherwise(lambda bucket: replace(bucket, rule=replace(bucket.rule, may_be_unused=is_left_out)))(program)
 
 
 def first_take(program: Program) -> fx.Node:
@@ -510,22 +503,16 @@ def compute_of_which_backward(program: Program) -> None:
 
 
 def gather_a_copy(graph: fx.Graph) -> None:
-    launch = targets(graph, ops.all_gather)[0]
+    launch = first(graph, ops.all_gather)
     packed = launch.all_input_nodes[0]
-    with graph.inserting_after(packed):
-        copy = graph.call_function(torch.ops.aten.clone.default, (packed,))
-    copy.meta.update(packed.meta)
-    launch.replace_input_with(packed, copy)
+    launch.replace_input_with(packed, insert_clone(packed))
 
 
 def pack_a_whole_gradient(table: bool, graph: fx.Graph) -> None:
-    wanted = ops.index_add if table else ops.product
-    gradient = first(graph, wanted)
-    with graph.inserting_after(gradient):
-        made = graph.call_function(torch.ops.aten.clone.default, (gradient,))
-    made.meta.update(gradient.meta)
-    first_pack = next(node for node in gradient.users if node is not made)
-    first_pack.replace_input_with(gradient, made)
+    gradient = first(graph, ops.index_add if table else ops.product)
+    made = insert_clone(gradient)
+    pack = next(node for node in gradient.users if node is not made)
+    pack.replace_input_with(gradient, made)
 
 
 def send_rows(graph: fx.Graph) -> None:
@@ -542,13 +529,9 @@ def add_up_rows(graph: fx.Graph) -> None:
 
 
 def write_other_rows(program: Program) -> Program:
-    variables = {
-        name: dataclasses.replace(one, update=dataclasses.replace(one.update, writes_rows=False))
-        if one.update is not None
-        else one
-        for name, one in program.variables.items()
-    }
-    return plan_otherwise(lambda bucket: with_rule(bucket, writes_rows=False))(program.evolve(variables=variables))
+    return plan_otherwise(lambda bucket: with_rule(bucket, writes_rows=False))(
+        with_update_rules(program, writes_rows=False)
+    )
 
 
 def send_gradient_rows(graph: fx.Graph) -> None:
@@ -559,10 +542,7 @@ def send_gradient_rows(graph: fx.Graph) -> None:
 def take_rows_by_another_sum(graph: fx.Graph) -> None:
     for rows in targets(graph, ops.updated_rows):
         new, gradient = rows.all_input_nodes
-        with graph.inserting_before(rows):
-            copy = graph.call_function(torch.ops.aten.clone.default, (gradient,))
-        copy.meta.update(gradient.meta)
-        set_args(rows, (new, copy))
+        set_args(rows, (new, insert_clone(gradient)))
 
 
 def store_rows_by_another_sum(graph: fx.Graph) -> None:
@@ -589,19 +569,7 @@ def plan_otherwise(change: Callable[[Bucket], Bucket]) -> Callable[[Program], Pr
 
 
 def with_rule(bucket: Bucket, **changes: object) -> Bucket:
-    return (
-        dataclasses.replace(bucket, rule=dataclasses.replace(bucket.rule, **changes))
-        if bucket.rule.takes_rows
-        else bucket
-    )
-
-
-def on_all_devices(change: Callable[[fx.Graph], object]) -> Callable[[Program], None]:
-    def change_all(program: Program) -> None:
-        for graph in program.graphs():
-            change(graph)
-
-    return change_all
+    return replace(bucket, rule=replace(bucket.rule, **changes)) if bucket.rule.takes_rows else bucket
 
 
 def _gathered_of_another(graph: fx.Graph) -> tuple[fx.Node, tuple[fx.Node, ...]]:
@@ -644,7 +612,7 @@ def slots(change: Callable[[Bucket], Bucket]) -> Callable[[tuple[Bucket, ...]], 
 
 def shifted(bucket: Bucket, offset: int) -> Bucket:
     *before, last = bucket.slots
-    return dataclasses.replace(bucket, slots=(*before, dataclasses.replace(last, offset=offset)))
+    return replace(bucket, slots=(*before, replace(last, offset=offset)))
 
 
 def output_with(graph: fx.Graph, key: str, change: Callable[[dict[str, object]], dict[str, object]]) -> None:
@@ -668,7 +636,7 @@ def evaluation(*, keeps_loss: bool = False, keeps_rules: bool = False) -> Progra
             graph.erase_node(node)
     (weight,) = placeholders_of(graph, program.arguments, ArgumentKind.LOSS_WEIGHT)
     graph.erase_node(weight)
-    variables = {name: dataclasses.replace(one, update=None) for name, one in program.variables.items()}
+    variables = {name: replace(one, update=None) for name, one in program.variables.items()}
     return program.evolve(
         arguments=tuple(one for one in program.arguments if one.kind is not ArgumentKind.LOSS_WEIGHT),
         variables=program.variables if keeps_rules else variables,
@@ -676,36 +644,32 @@ def evaluation(*, keeps_loss: bool = False, keeps_rules: bool = False) -> Progra
 
 
 def microbatched(pass_name: str, change: Callable[[Program], Program]) -> Mutation:
-    def mutate(_: Program) -> Program:
-        program = every_stage(captured_two_layers(2, 8, 2), microbatches=2, **SMALL_BUCKETS)[pass_name]
-        verify(program)
-        return change(program)
+    def make(_: Program) -> Program:
+        return every_stage(captured_two_layers(2, 8, 2), microbatches=2, **SMALL_BUCKETS)[pass_name]
 
-    return "pack-gradients", mutate
+    return changing(make, change, "pack-gradients")
 
 
 def factored(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Mutation:
     """A change of a factored gradient's operands, on two devices, each of which runs two microbatches."""
 
-    def mutate(_: Program) -> Program:
+    def make(_: Program) -> Program:
         captured = captured_model(nn.Linear(40, 30), 2, 8, columns=40, microbatches=2)
-        program = every_stage(captured, microbatches=2, min_factored_elements=0)["lower-devices"]
-        verify(program)
-        return change_of(lambda graph: set_args(first(graph, ops.product), change(first(graph, ops.product).args)))(
-            program
-        )
+        return every_stage(captured, microbatches=2, min_factored_elements=0)["lower-devices"]
 
-    return "pack-gradients", mutate
+    def change_operands(graph: fx.Graph) -> None:
+        product = first(graph, ops.product)
+        set_args(product, change(product.args))
+
+    return changing(make, on_first_graph(change_operands), "pack-gradients")
 
 
-def in_parts(change: Callable[[fx.Graph], None], pass_name: str = "lower-devices") -> Mutation:
-    def mutate(_: Program) -> Program:
+def in_parts(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices") -> Mutation:
+    def make(_: Program) -> Program:
         captured = captured_model(nn.Linear(40, 30), 2, 8, columns=40)
-        program = every_stage(captured, min_factored_elements=0, part_elements=150)[pass_name]
-        verify(program)
-        return at("", change)[1](program)
+        return every_stage(captured, min_factored_elements=0, part_elements=150)[pass_name]
 
-    return "lower-devices", mutate
+    return changing(make, on_first_graph(change))
 
 
 def look_at_what_is_made_in_parts(graph: fx.Graph) -> None:
@@ -727,10 +691,6 @@ def look_beside_a_bound(graph: fx.Graph, *, at_the_bounded: bool) -> None:
     found.meta["val"] = wait.meta["val"].norm()
 
 
-def change_of(change: Callable[[fx.Graph], None]) -> Callable[[Program], Program]:
-    return lambda program: at("", change)[1](program)
-
-
 def call_instead(graph: fx.Graph, name: str, other: str) -> None:
     call = next(node for node in targets(graph, ops.call_region) if node.kwargs["region"] == name)
     with_kwargs(call, region=other)
@@ -741,16 +701,13 @@ def return_an_earlier_gradient(graph: fx.Graph) -> None:
     output_with(graph, "writes", lambda writes: {**writes, "stat": next(filter(gradient_of, call.users))})
 
 
-def placed(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
-    def mutate(_: Program) -> Program:
+def placed(pass_name: str, change: Callable[[fx.Graph], object]) -> Mutation:
+    def make(_: Program) -> Program:
         program = PlaceGradients().run(run_up_to("outline-regions", two_buckets(), **CAPS))
         first_pass, last_pass = (PASS_NAMES.index(name) for name in ("replicate", pass_name))
-        program = run_passes(program, core_pipeline(**CAPS)[first_pass : last_pass + 1])
-        verify(program)
-        change(program.graphs()[0])
-        return program
+        return run_passes(program, core_pipeline(**CAPS)[first_pass : last_pass + 1])
 
-    return pass_name, mutate
+    return changing(make, on_first_graph(change), pass_name)
 
 
 def exchange_slots(graph: fx.Graph) -> None:
@@ -774,19 +731,8 @@ def exchange_between_buckets(graph: fx.Graph) -> None:
         other.prepend(one)  # what it packs is there only now
 
 
-def whole(pass_name: str, change: Callable[[Program], None]) -> Mutation:
-    def mutate(_: Program) -> Program:
-        program = whole_optimizer(pass_name)
-        change(program)
-        return program
-
-    return pass_name, mutate
-
-
-def broadcast_from_replica_1(program: Program) -> None:
-    for graph in program.graphs():
-        for node in targets(graph, ops.broadcast):
-            with_kwargs(node, root=1)
+def whole(pass_name: str, change: Callable[[Program], object]) -> Mutation:
+    return changing(lambda _: whole_optimizer(pass_name), change, pass_name)
 
 
 def read_early(graph: fx.Graph) -> None:
@@ -810,9 +756,9 @@ def update_before_a_region(graph: fx.Graph) -> None:
     update_early(graph)
 
 
-def wait_early(graph: fx.Graph) -> None:
+def wait_early(graph: fx.Graph, *operations: object) -> None:
     launched = first(graph, ops.all_reduce)
-    for node in reversed(targets(graph, ops.wait)):
+    for node in reversed(targets(graph, *(operations or (ops.wait,)))):
         if node.kwargs["bucket"] == 0:
             launched.append(node)
 
@@ -823,10 +769,7 @@ def optimize_before_the_commit(program: Program) -> None:
 
 
 def update_early(graph: fx.Graph) -> None:
-    launched = first(graph, ops.all_reduce)
-    for node in reversed(targets(graph, ops.wait, ops.update)):
-        if node.kwargs["bucket"] == 0:
-            launched.append(node)
+    wait_early(graph, ops.wait, ops.update)
 
 
 def insert_before_output(graph: fx.Graph, target: Any, like: fx.Node, *args: Any) -> None:
@@ -879,20 +822,12 @@ def step_once_more(program: Program) -> None:
         graph.node_copy(first(graph, ops.step_optimizer), lambda node: node)
 
 
-def each_graph(change: Callable[[fx.Graph], None]) -> Callable[[Program], None]:
-    def mutate(program: Program) -> None:
-        for graph in program.graphs():
-            change(graph)
-
-    return mutate
-
-
 def change_each(target: object, **kwargs: object) -> Callable[[Program], None]:
     def change(graph: fx.Graph) -> None:
         for node in targets(graph, target):
             with_kwargs(node, **kwargs)
 
-    return each_graph(change)
+    return on_all_devices(change)
 
 
 def forget_to_receive(graph: fx.Graph) -> None:
@@ -985,22 +920,17 @@ def give_another_loss(graph: fx.Graph) -> None:
     graph.output_node().args = (other,)
 
 
-def on_every_device(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
-    def mutate(program: Program) -> Program:
-        for graph in program.graphs():
-            change(graph)
-        return program
-
-    return pass_name, mutate
+def on_every_device(pass_name: str, change: Callable[[fx.Graph], object]) -> Mutation:
+    return pass_name, on_all_devices(change)
 
 
 def with_first_slot(bucket: Bucket, **changes: object) -> Bucket:
     first_slot, *rest = bucket.slots
-    return dataclasses.replace(bucket, slots=(dataclasses.replace(first_slot, **changes), *rest))  # type: ignore[arg-type]
+    return replace(bucket, slots=(replace(first_slot, **changes), *rest))  # type: ignore[arg-type]
 
 
 def written(program: Program, name: str) -> Variable:
-    return dataclasses.replace(program.variables[name], synchronization=Synchronization.PER_REPLICA)
+    return replace(program.variables[name], synchronization=Synchronization.PER_REPLICA)
 
 
 def multiply_a_variable(graph: fx.Graph) -> None:
@@ -1047,30 +977,23 @@ def write_an_argument(program: Program) -> Program:
 def reusing(pass_name: str, change: Callable[[Program, fx.Node], None]) -> Mutation:
     """A change of a program whose region bwd_0 writes into an argument that dies there: is given the write."""
 
-    def mutate(_: Program) -> Program:
-        pipeline = [ReuseArguments(min_bytes=0) if one.name == "reuse-arguments" else one for one in default_pipeline()]
-        place = [one.name for one in pipeline].index(pass_name)
-        program = run_passes(captured_model(Gated()), pipeline[: place + 1])
-        verify(program)
+    def change_write(program: Program) -> None:
         body = program.regions["bwd_0"].graph_module.graph
         change(program, next(node for node in body.nodes if node.name.startswith("reuse_")))
-        return program
 
-    return "pack-gradients", mutate
+    def make(_: Program) -> Program:
+        return up_to(pass_name, captured_model(Gated()), reuse_arguments=ReuseArguments(min_bytes=0))
+
+    return changing(make, change_write, "pack-gradients")
 
 
 def reserving(pass_name: str, change: Callable[[Program], None]) -> Mutation:
     """A change of a program in which two results of region fwd_0 lie in reserved memory at the same time."""
 
-    def mutate(_: Program) -> Program:
-        pipeline = [ReserveMemory(min_bytes=0) if one.name == "reserve-memory" else one for one in default_pipeline()]
-        place = [one.name for one in pipeline].index(pass_name)
-        program = run_passes(captured_model(Gated()), pipeline[: place + 1])
-        verify(program)
-        change(program)
-        return program
+    def make(_: Program) -> Program:
+        return up_to(pass_name, captured_model(Gated()), reserve_memory=ReserveMemory(min_bytes=0))
 
-    return "pack-gradients", mutate
+    return changing(make, change, "pack-gradients")
 
 
 def reserve_one_memory_for_two(program: Program) -> None:
@@ -1180,13 +1103,7 @@ def gather_in_two_ways(graph: fx.Graph) -> None:
 
 
 def checked(change: Callable[[fx.Graph], object]) -> Mutation:
-    def mutate(program: Program) -> Program:
-        found = CheckFinite().run(program)
-        verify(found)
-        change(found.mirrored_graph)
-        return found
-
-    return "schedule-overlap", mutate
+    return changing(CheckFinite().run, on_first_graph(change), "schedule-overlap")
 
 
 def look_at_a_sum_twice(graph: fx.Graph) -> None:
@@ -1220,34 +1137,26 @@ def wait_on_one_side(graph: fx.Graph) -> None:
     first(graph, ops.commit).prepend(first(graph, ops.wait))
 
 
-def scaled(change: Callable[[fx.Graph], None]) -> Mutation:
-    def mutate(program: Program) -> Program:
-        program = run_passes(program, [ShareParameters(), UnscaleGradients(), CheckFinite("skip")])
-        verify(program)
-        change(program.mirrored_graph)
-        return program
-
-    return "schedule-overlap", mutate
+def after_passes(change: Callable[[fx.Graph], object], *passes: Pass) -> Mutation:
+    return changing(lambda program: run_passes(program, passes), on_first_graph(change), "schedule-overlap")
 
 
-def accumulating(change: Callable[[fx.Graph], None]) -> Mutation:
-    def mutate(_: Program) -> Program:
-        program = run_up_to("insert-update", two_buckets().evolve(accumulation=Accumulation.ADDS), **CAPS)
-        verify(program)
-        change(program.mirrored_graph)
-        return program
-
-    return "insert-update", mutate
+def scaled(change: Callable[[fx.Graph], object]) -> Mutation:
+    return after_passes(change, ShareParameters(), UnscaleGradients(), CheckFinite("skip"))
 
 
-def after_accumulation(change: Callable[[fx.Graph], None]) -> Mutation:
-    def mutate(_: Program) -> Program:
-        program = run_up_to("insert-all-reduce", two_buckets().evolve(accumulation=Accumulation.ENDS), **CAPS)
-        verify(program)
-        change(program.mirrored_graph)
-        return program
+def accumulating(change: Callable[[fx.Graph], object]) -> Mutation:
+    def make(_: Program) -> Program:
+        return run_up_to("insert-update", two_buckets().evolve(accumulation=Accumulation.ADDS), **CAPS)
 
-    return "insert-all-reduce", mutate
+    return changing(make, on_first_graph(change), "insert-update")
+
+
+def after_accumulation(change: Callable[[fx.Graph], object]) -> Mutation:
+    def make(_: Program) -> Program:
+        return run_up_to("insert-all-reduce", two_buckets().evolve(accumulation=Accumulation.ENDS), **CAPS)
+
+    return changing(make, on_first_graph(change), "insert-all-reduce")
 
 
 def accumulate_another_replica(graph: fx.Graph) -> None:
@@ -1261,14 +1170,8 @@ def reduce_what_was_packed(graph: fx.Graph) -> None:
     total.replace_all_uses_with(total.args[0])  # type: ignore[arg-type]
 
 
-def clipped(change: Callable[[fx.Graph], None]) -> Mutation:
-    def mutate(program: Program) -> Program:
-        program = run_passes(program, [ShareParameters(), ClipGradients(1.0)])
-        verify(program)
-        change(program.mirrored_graph)
-        return program
-
-    return "schedule-overlap", mutate
+def clipped(change: Callable[[fx.Graph], object]) -> Mutation:
+    return after_passes(change, ShareParameters(), ClipGradients(1.0))
 
 
 def scale_by_the_norm(graph: fx.Graph) -> None:
@@ -1373,9 +1276,9 @@ BAD: dict[str, list[Mutation]] = {
     "slots_are_disjoint": [
         bucket_change(ONE_BUCKET, slots(lambda b: shifted(b, b.slots[0].offset + 1))),
         bucket_change(ONE_BUCKET, slots(lambda b: shifted(b, b.num_elements))),
-        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, index=7))),
-        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, dtype=torch.float64))),
-        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, rule=UpdateRule("SGD group 1", 1)))),
+        bucket_change(ONE_BUCKET, slots(lambda b: replace(b, index=7))),
+        bucket_change(ONE_BUCKET, slots(lambda b: replace(b, dtype=torch.float64))),
+        bucket_change(ONE_BUCKET, slots(lambda b: replace(b, rule=UpdateRule("SGD group 1", 1)))),
     ],
     "slots_fit_their_variables": [
         bucket_change(ONE_BUCKET, slots(lambda b: with_first_slot(b, shape=(100, 2)))),
@@ -1398,7 +1301,7 @@ BAD: dict[str, list[Mutation]] = {
         at("pack-gradients", lambda graph: with_kwargs(first(graph, ops.pack), bucket=9)),
         ("replicate", lambda program: program.evolve(regions={})),
         at("replicate", lambda graph: with_kwargs(first(graph, ops.call_region), gradients={"a": 9})),
-        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, slots=()))),
+        bucket_change(ONE_BUCKET, slots(lambda b: replace(b, slots=()))),
         bucket_change(ONE_BUCKET, slots(lambda b: with_first_slot(b, variable="no-such"))),
         ("insert-update", lambda program: program.evolve(buckets=program.buckets[:1])),
     ],
@@ -1471,8 +1374,8 @@ BAD: dict[str, list[Mutation]] = {
         ("lower-devices", lambda program: program.evolve(variables={**program.variables, "a": written(program, "a")})),
     ],
     "gradients_and_slots_match": [
-        bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, slots=b.slots[:-1]))),
-        bucket_change(ONE_BUCKET, lambda buckets: (*buckets, dataclasses.replace(buckets[0], index=len(buckets)))),
+        bucket_change(ONE_BUCKET, slots(lambda b: replace(b, slots=b.slots[:-1]))),
+        bucket_change(ONE_BUCKET, lambda buckets: (*buckets, replace(buckets[0], index=len(buckets)))),
         at(ONE_BUCKET, drop_a_gradient),
         at("replicate", drop_a_gradient),
     ],
@@ -1542,7 +1445,7 @@ BAD: dict[str, list[Mutation]] = {
         at("schedule-overlap", lambda graph: with_kwargs(targets(graph, ops.all_reduce)[1], op="max")),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
         sharded(lambda graph: with_kwargs(first(graph, ops.reduce_scatter), op="avg")),
-        whole("insert-update", broadcast_from_replica_1),
+        whole("insert-update", change_each(ops.broadcast, root=1)),
         whole("lower-collectives", send_another_buckets_parameters),
         whole("lower-devices", send_another_buckets_parameters),
         whole("lower-devices", send_another_bucket),
@@ -1562,12 +1465,12 @@ BAD: dict[str, list[Mutation]] = {
             whole(pass_name, change)
             for pass_name in ("lower-collectives", "lower-devices")
             for change in (
-                each_graph(lambda g: erase(g, *targets(g, ops.send)[:1])),
-                each_graph(lambda g: [repeat(g, node) for node in targets(g, ops.send)[:1]]),
+                on_all_devices(lambda g: erase(g, *targets(g, ops.send)[:1])),
+                on_all_devices(lambda g: [repeat(g, node) for node in targets(g, ops.send)[:1]]),
                 change_each(ops.send, destination=0),
                 change_each(ops.send, destination=2),
                 change_each(ops.recv, source=1),
-                each_graph(forget_to_receive),
+                on_all_devices(forget_to_receive),
             )
         ),
         whole("lower-devices", lambda p: with_kwargs(first(p.graphs()[0], ops.send), link="copy")),
@@ -1647,8 +1550,8 @@ BAD: dict[str, list[Mutation]] = {
     ],
     "reductions_fit_the_placement": [
         sharded(lambda graph: setattr(first(graph, ops.reduce_scatter), "target", ops.all_reduce)),
-        bucket_change("schedule-overlap", lambda b: (dataclasses.replace(b[0], placement=Placement.SHARED), b[1])),
-        bucket_change("lower-devices", lambda b: (b[0], dataclasses.replace(b[1], placement=Placement.SHARED))),
+        bucket_change("schedule-overlap", lambda b: (replace(b[0], placement=Placement.SHARED), b[1])),
+        bucket_change("lower-devices", lambda b: (b[0], replace(b[1], placement=Placement.SHARED))),
         owned(
             lambda graph: with_kwargs(first(graph, ops.reduce), root=1 - int(first(graph, ops.reduce).kwargs["root"]))
         ),
@@ -1691,14 +1594,18 @@ BAD: dict[str, list[Mutation]] = {
         factored(lambda factors: factors[:2] * 2),
     ],
     "each_microbatch_is_taken_once": [
-        microbatched("replicate", change_of(lambda graph: with_kwargs(first(graph, ops.microbatch), index=1))),
-        microbatched("lower-devices", change_of(lambda graph: with_kwargs(first(graph, ops.microbatch), index=1))),
+        microbatched("replicate", on_first_graph(lambda graph: with_kwargs(first(graph, ops.microbatch), index=1))),
+        microbatched("lower-devices", on_first_graph(lambda graph: with_kwargs(first(graph, ops.microbatch), index=1))),
         microbatched("lower-devices", lambda program: program.evolve(microbatches=((1, 3), (2, 2)))),
     ],
     "gradients_are_added_where_they_are": [
-        microbatched("accumulate-microbatches", change_of(lambda graph: call_instead(graph, "bwd_0", "bwd_0_adding"))),
-        microbatched("accumulate-microbatches", change_of(lambda graph: call_instead(graph, "bwd_0_adding", "bwd_0"))),
-        microbatched("accumulate-microbatches", change_of(return_an_earlier_gradient)),
+        microbatched(
+            "accumulate-microbatches", on_first_graph(lambda graph: call_instead(graph, "bwd_0", "bwd_0_adding"))
+        ),
+        microbatched(
+            "accumulate-microbatches", on_first_graph(lambda graph: call_instead(graph, "bwd_0_adding", "bwd_0"))
+        ),
+        microbatched("accumulate-microbatches", on_first_graph(return_an_earlier_gradient)),
     ],
     "a_program_belongs_to_a_worker": [
         over_workers(lambda program: program.evolve(workers=Workers((1, 2, 1), 0))),
@@ -1737,10 +1644,8 @@ BAD: dict[str, list[Mutation]] = {
     "workers_update_equal_parts_in_their_order": [
         dealt_out(update_the_part_of_another_worker),
         dealt_out(update_the_part_of_another_worker, "shard-optimizer"),
-        dealt_out(lambda program: program.evolve(workers=dataclasses.replace(program.workers, shards_optimizer=False))),
-        over_workers(
-            lambda program: program.evolve(workers=dataclasses.replace(program.workers, shards_optimizer=True))
-        ),
+        dealt_out(lambda program: program.evolve(workers=replace(program.workers, shards_optimizer=False))),
+        over_workers(lambda program: program.evolve(workers=replace(program.workers, shards_optimizer=True))),
     ],
     "sums_reach_their_updates": [
         over_workers(on_all_devices(lambda graph: setattr(first(graph, ops.exchange), "target", ops.scatter_sums))),
@@ -1771,9 +1676,7 @@ BAD: dict[str, list[Mutation]] = {
     "sparse_tables_have_separate_buckets": [
         gathering(plan_otherwise(lambda bucket: with_rule(bucket, elementwise=True))),
         gathering(
-            plan_otherwise(
-                lambda bucket: dataclasses.replace(bucket, slots=bucket.slots * 2) if bucket.rule.takes_rows else bucket
-            )
+            plan_otherwise(lambda bucket: replace(bucket, slots=bucket.slots * 2) if bucket.rule.takes_rows else bucket)
         ),
     ],
     "rows_stay_rows": [
@@ -1790,7 +1693,7 @@ BAD: dict[str, list[Mutation]] = {
     "devices_gather_their_factors": [
         gathering(on_all_devices(gather_a_copy)),
         gathering(on_all_devices(functools.partial(pack_a_whole_gradient, False))),
-        gathering(plan_otherwise(lambda bucket: dataclasses.replace(bucket, gathers_factors=False))),
+        gathering(plan_otherwise(lambda bucket: replace(bucket, gathers_factors=False))),
     ],
     "no_device_waits_forever": [whole("lower-devices", receive_before_taking_part), meeting(waits_before_a_meeting)],
     "replicas_meet_alike": [
