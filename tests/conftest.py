@@ -1,7 +1,5 @@
 """What all tests share."""
 
-from __future__ import annotations
-
 import logging
 import random
 import sys

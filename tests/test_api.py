@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from tiny_programs import sgd_step
 from torch import nn
 
 import mirrorc
@@ -18,16 +19,7 @@ from mirrorc.runtime.codegen import backends
 
 
 def compiled(model: nn.Module, **options: object) -> mirrorc.Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mirrorc.compile(
-        model,
-        ["cpu:0", "cpu:1"],
-        optimizer=optimizer,
-        loss_fn=nn.functional.mse_loss,
-        backend="eager",
-        timeout_seconds=60.0,
-        **options,  # type: ignore[arg-type]
-    )
+    return sgd_step(model, ["cpu:0", "cpu:1"], loss_fn=nn.functional.mse_loss, timeout_seconds=60.0, **options)
 
 
 @pytest.mark.parametrize("name", ["plan-buckets", "lower-collectives", "lower-devices"])
@@ -50,12 +42,14 @@ def test_a_pipeline_without_a_pass_that_only_makes_it_faster_gives_the_same_bits
     assert all(map(torch.equal, *found))
 
 
-class SharedGradient(nn.Module):
-    """Two parameters whose gradients are one tensor."""
-
+class TwoParameters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+
+
+class SharedGradient(TwoParameters):
+    """Two parameters whose gradients are one tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + (self.one + self.other)
@@ -70,26 +64,18 @@ class OnlyScale(nn.Module):
         return x * self.scale
 
 
-class UsedGradient(nn.Module):
-    """The gradient of ``b`` is what the gradient of ``w`` is made from, in another bucket's region."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+class UsedGradient(TwoParameters):
+    """The gradient of ``other`` is what the gradient of ``one`` is made from, in another bucket's region."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (torch.tanh(self.w) + self.b)
+        return x * (torch.tanh(self.one) + self.other)
 
 
-class OnlyLoss(nn.Module):
+class OnlyLoss(OnlyScale):
     """The gradient of its parameter is the loss's own tangent."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss = nn.Parameter(torch.tensor(2.0))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean() + self.loss
+        return x.mean() + self.scale
 
 
 @pytest.mark.slow
@@ -111,11 +97,10 @@ def test_models_with_unusual_gradients_train_as_on_one_device(kind: type[nn.Modu
 @pytest.mark.slow
 def test_a_parameter_that_is_the_loss_trains_as_on_one_device() -> None:
     model = OnlyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+    with sgd_step(model, 2, lr=0.5) as step:
         loss = step(torch.ones(4, 1))
     torch.testing.assert_close(loss, torch.tensor(3.0))
-    torch.testing.assert_close(model.loss.detach(), torch.tensor(1.5))
+    torch.testing.assert_close(model.scale.detach(), torch.tensor(1.5))
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -151,8 +136,7 @@ def test_a_step_says_what_it_is() -> None:
 
 def test_an_attribute_that_a_step_would_not_obey_cannot_be_set() -> None:
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=nn.MSELoss(), backend="eager") as step:
+    with sgd_step(model, 1, loss_fn=nn.MSELoss()) as step:
         with pytest.raises(AttributeError, match=r"no attribute 'clip_grad_norm'.*give options to mirrorc.compile"):
             step.clip_grad_norm = 1.0  # type: ignore[attr-defined]
         with pytest.raises(AttributeError, match="num_skipped"):

@@ -1,7 +1,5 @@
 """Workers of which one is struck at a random moment: the others name it and end, and a restart goes on bit for bit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

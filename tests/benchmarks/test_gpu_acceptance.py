@@ -1,7 +1,5 @@
 """The script that looks at mirrorc on a GPU tells of crashes and timeouts, and can be rehearsed without one."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

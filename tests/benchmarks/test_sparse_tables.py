@@ -1,7 +1,5 @@
 """The benchmark of sparse tables compares what it says: rows that are sent beside whole tables."""
 
-from __future__ import annotations
-
 import pytest
 import sparse_tables
 

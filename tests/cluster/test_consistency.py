@@ -1,7 +1,5 @@
 """Facts that workers compare."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What workers find out about one another."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Workers that are started again find one another in a store that the failed ones have used."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Commands of docs/scaling.md are such that torchrun, the example and the reader of `TF_CONFIG` take them; links lead on."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Connections to the workers' store."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

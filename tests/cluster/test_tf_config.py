@@ -1,7 +1,5 @@
 """What is read from TF_CONFIG, and what is refused in each of its fields."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

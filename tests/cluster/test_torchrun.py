@@ -1,7 +1,5 @@
 """What is read from torchrun's variables, and what is refused in them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What a compilation that takes long says: where, and that nothing stays of it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,13 +1,12 @@
 """The block of `step.join()`, around loops that end at different times; here with calls that are only counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from tiny_programs import sgd_step
 
 import mirrorc
 from mirrorc.capture.call.call_arguments import flatten_call, without_examples
@@ -88,8 +87,7 @@ def test_a_closed_step_takes_part_in_nothing() -> None:
 
 def test_in_a_process_on_its_own_the_block_does_nothing() -> None:
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=torch.nn.MSELoss(), backend="eager")
+    compiled = sgd_step(model, 1, loss_fn=torch.nn.MSELoss())
     with compiled as step, step.join(), step.join():
         loss = step(torch.ones(4, 3), target=torch.zeros(4, 2))
     assert loss > 0

@@ -1,7 +1,5 @@
 """The operator of recurrent layers gives torch's values and autograd's gradients, for sequences of any lengths."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any

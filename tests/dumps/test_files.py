@@ -7,11 +7,22 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_programs import SMALL_BUCKETS, TwoLayers, captured_two_layers, core_pipeline, handmade, run_up_to, targets
+from tiny_programs import (
+    SMALL_BUCKETS,
+    FunctionPass,
+    TwoLayers,
+    captured_two_layers,
+    core_pipeline,
+    handmade,
+    run_up_to,
+    sgd_step,
+    targets,
+)
 from typer.testing import CliRunner
 
 import mirrorc
@@ -52,15 +63,7 @@ class Fails(DoesNothing):
         raise RuntimeError("not today")
 
 
-@dataclass(frozen=True)
-class Acts:
-    action: Callable[[Program], Program]
-    name: str = "acts"
-    input_stage: Stage = Stage.UPDATED
-    output_stage: Stage = Stage.UPDATED
-
-    def run(self, program: Program) -> Program:
-        return self.action(program)
+acts = partial(FunctionPass, name="acts", input_stage=Stage.UPDATED, output_stage=Stage.UPDATED)
 
 
 class Texts(dict[str, str], Sink):
@@ -241,7 +244,7 @@ def test_looking_at_a_broken_program_does_not_hide_what_the_verifier_says(
 
     def error(*instruments: Instrument) -> str:
         with pytest.raises(VerifyError) as caught:
-            run_passes(program, [Acts(action)], [*instruments, Verify()])
+            run_passes(program, [acts(action)], [*instruments, Verify()])
         return str(caught.value)
 
     texts = Texts()
@@ -272,7 +275,7 @@ def test_a_remark_is_one_cell_of_the_index_and_one_line_of_the_text() -> None:
 
     program = run_up_to("insert-update", captured_two_layers())
     with pytest.raises(PassError):
-        run_passes(program, [Acts(remark), Acts(fail, name="fails/not in a folder")], [DumpFiles([texts])])
+        run_passes(program, [acts(remark), acts(fail, name="fails/not in a folder")], [DumpFiles([texts])])
     assert [len(row) for row in texts.rows()] == [6, 6, 6]
     assert texts.rows()[1][4] == "a\\|b<br>c\\<d>"
     assert texts.rows()[2][0] == "02-fails_not_in_a_folder, failed: PassError"
@@ -330,12 +333,9 @@ def test_files_go_into_a_folder_per_program(tmp_path: Path) -> None:
 
 def trained_with_a_dump(directory: Path) -> list[str]:
     model = TwoLayers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with mirrorc.compile(
-            model, 2, optimizer=optimizer, loss_fn=torch.nn.functional.mse_loss, backend="eager", dump=directory
-        ) as step:
+        with sgd_step(model, 2, loss_fn=torch.nn.functional.mse_loss, dump=directory) as step:
             before = [p.detach().clone() for p in model.parameters()]
             for num_examples in (4, 6):
                 step(torch.ones(num_examples, 4), target=torch.zeros(num_examples, 3))

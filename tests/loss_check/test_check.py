@@ -1,7 +1,5 @@
 """What `mirrorc.check_loss` says of losses whose meaning is known, and that it leaves no trace."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 from references import unchanged
 from selections import slow_but
 from tiny_models import MODELS
+from tiny_programs import sgd_step
 from torch import nn
 from torch.nn import functional as F
 
@@ -194,8 +193,7 @@ def test_after_steps_and_within_a_step_s_life() -> None:
     twin = copy.deepcopy(model)
     found = []
     for own, is_checked in ((model, True), (twin, False)):
-        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-        with mirrorc.compile(own, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        with sgd_step(own, 2, loss_fn=F.cross_entropy) as step:
             for _ in range(3):
                 step(**batch())
                 found += [check(own)] if is_checked else []

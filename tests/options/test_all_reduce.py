@@ -1,7 +1,5 @@
 """What ``all_reduce=`` and ``communication_options=`` of `mirrorc.compile` take, and what cannot be combined with them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of options: a record from outside of the package is an option with its pass, and what is gone says so."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_programs import sgd_step
 from torch import nn
 
 import mirrorc
@@ -51,8 +50,7 @@ def _one_device(request: Any) -> str:
 
 def compiled(devices: int = 2, **options: Any) -> mirrorc.Step:
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **options)
+    return sgd_step(model, devices, loss_fn=F.mse_loss, **options)
 
 
 def test_an_option_from_outside_is_one_record_and_its_pass(toy: Option) -> None:

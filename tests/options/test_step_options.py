@@ -1,7 +1,5 @@
 """What `mirrorc.compile` takes, option by option: anything else is refused by an error that names option, value and remedy."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from pathlib import Path

@@ -1,23 +1,21 @@
 """Options beside a pipeline of the user's own: each has its effect there, or is refused; and what such a pipeline must have."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_programs import FunctionPass, sgd_step
 from torch import nn
 
 import mirrorc
 from mirrorc import api
-from mirrorc.ir.program import Program, Stage
 from mirrorc.packing import EqualPacks
 from mirrorc.passes import default_pipeline
 
@@ -153,96 +151,37 @@ def test_the_time_of_a_wait_is_no_matter_of_the_pipeline(monkeypatch: pytest.Mon
     assert made(communication_options=mirrorc.CommunicationOptions(timeout_seconds=7))["timeout_seconds"] == "7.0"
 
 
-OWNERS = {"placement": "least-loaded"}
 NO_WHOLE = "what passes= gives is no pipeline of a whole step: "
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "world", "said"),
-    [
-        (
-            "plan-buckets",
-            {},
-            None,
-            "the pass 'plan-buckets' is missing, and no gradient has a bucket without; add mirr",
-        ),
-        (
-            "outline-regions",
-            {},
-            None,
-            "pass 'factor-gradients' takes programs from OUTLINED to OUTLINED, but is given ",
-        ),
-        (
-            "replicate",
-            {},
-            None,
-            "pass 'pack-gradients' takes programs from REPLICATED to PACKED, but is given one at OU",
-        ),
-        (
-            "pack-gradients",
-            {},
-            None,
-            "pass 'insert-all-reduce' takes programs from PACKED to REDUCED, but is given one ",
-        ),
-        (
-            "insert-all-reduce",
-            {},
-            None,
-            "pass 'insert-update' takes programs from REDUCED to UPDATED, but is given one",
-        ),
-        (
-            "insert-update",
-            {},
-            None,
-            "pass 'schedule-overlap' takes programs from UPDATED to SCHEDULED, but is given on",
-        ),
-        (
-            "lower-collectives",
-            {},
-            None,
-            "the pass 'lower-collectives' is missing, and no collective has a link without",
-        ),
-        (
-            "lower-devices",
-            {},
-            None,
-            "the pipeline ends with a SCHEDULED program, which cannot run: it must end at LOWE",
-        ),
-        (
-            "place-variables",
-            OWNERS,
-            None,
-            "the pass 'place-variables' is missing, and no variable has an owner without",
-        ),
-        (
-            "update-at-owner",
-            OWNERS,
-            None,
-            "the pass 'update-at-owner' is missing, and nothing has an owner whose copie",
-        ),
-        (
-            "share-parameters",
-            {"over_workers": True},
-            2,
-            "the pass 'share-parameters' is missing, and each of 2 devices",
-        ),
-        (
-            "reduce-over-workers",
-            {"over_workers": True},
-            2,
-            "the pass 'reduce-over-workers' is missing, and no gradient",
-        ),
-    ],
-)
-def test_a_pipeline_without_a_needed_pass_is_refused(
-    name: str, options: dict[str, Any], world: int | None, said: str
-) -> None:
-    passes = [one for one in default_pipeline(**options) if one.name != name]
-    given: dict[str, Any] = {"world": mirrorc.World(world, 2)} if world else {}
-    with pytest.raises(mirrorc.PassError, match=f"^{re.escape(NO_WHOLE + said)}"):
-        mirrorc.compile(
-            MODEL, ["cpu:0", "cpu:1"], optimizer=OPTIMIZER, loss_fn=F.mse_loss, backend="eager", passes=passes, **given
-        )
+NEEDED = {
+    "plan-buckets": "the pass 'plan-buckets' is missing, and no gradient has a bucket without; add mirr",
+    "outline-regions": "pass 'factor-gradients' takes programs from OUTLINED to OUTLINED, but is given ",
+    "replicate": "pass 'pack-gradients' takes programs from REPLICATED to PACKED, but is given one at OU",
+    "pack-gradients": "pass 'insert-all-reduce' takes programs from PACKED to REDUCED, but is given one ",
+    "insert-all-reduce": "pass 'insert-update' takes programs from REDUCED to UPDATED, but is given one",
+    "insert-update": "pass 'schedule-overlap' takes programs from UPDATED to SCHEDULED, but is given on",
+    "lower-collectives": "the pass 'lower-collectives' is missing, and no collective has a link without",
+    "lower-devices": "the pipeline ends with a SCHEDULED program, which cannot run: it must end at LOWE",
+}
+OF_OWNERS = {
+    "place-variables": "the pass 'place-variables' is missing, and no variable has an owner without",
+    "update-at-owner": "the pass 'update-at-owner' is missing, and nothing has an owner whose copie",
+}
+OF_WORKERS = {
+    "share-parameters": "the pass 'share-parameters' is missing, and each of 2 devices",
+    "reduce-over-workers": "the pass 'reduce-over-workers' is missing, and no gradient",
+}
+
+
+@pytest.mark.parametrize("name", NEEDED | OF_OWNERS | OF_WORKERS)
+def test_a_pipeline_without_a_needed_pass_is_refused(name: str) -> None:
+    options = {"placement": "least-loaded" if name in OF_OWNERS else "auto", "over_workers": name in OF_WORKERS}
+    passes = [compiler_pass for compiler_pass in default_pipeline(**options) if compiler_pass.name != name]
+    world: dict[str, Any] = {"world": mirrorc.World(2, 2)} if name in OF_WORKERS else {}
+    said = NO_WHOLE + (NEEDED | OF_OWNERS | OF_WORKERS)[name]
+    with pytest.raises(mirrorc.PassError, match=f"^{re.escape(said)}"):
+        sgd_step(MODEL, ["cpu:0", "cpu:1"], loss_fn=F.mse_loss, passes=passes, **world)
 
 
 def test_the_options_that_make_a_pipeline_are_named() -> None:
@@ -254,19 +193,11 @@ def test_the_options_that_make_a_pipeline_are_named() -> None:
         mirrorc.compile(MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, passes=[])
 
 
-@dataclass(frozen=True)
-class Plan:
-    name: str = field(default="plan", init=False)
-    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
-    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
-
-    def run(self, program: Program) -> Program:
-        return mirrorc.passes.PlanBuckets().run(program)
-
-
 def test_a_pass_from_outside_may_do_the_work_of_one_that_is_needed() -> None:
-    passes = [Plan() if one.name == "plan-buckets" else one for one in default_pipeline()]
+    passes = [
+        FunctionPass(mirrorc.passes.PlanBuckets().run, "plan") if one.name == "plan-buckets" else one
+        for one in default_pipeline()
+    ]
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", passes=passes) as step:
+    with sgd_step(model, 2, loss_fn=F.mse_loss, passes=passes) as step:
         assert step(torch.ones(4, 2), target=torch.ones(4, 1)).isfinite()

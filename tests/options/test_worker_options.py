@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from golden_programs import MODELS, WORKER, golden_program, worker_text
 from saved_programs import assert_same, reload
-from tiny_programs import SMALL_BUCKETS, every_stage, handmade
+from tiny_programs import SMALL_BUCKETS, every_stage, handmade_of_worker
 from torch import nn
 
 import mirrorc
@@ -40,8 +40,7 @@ def batch(num_examples: int = 8) -> dict[str, torch.Tensor]:
 
 
 def worker(rank: int = 1, world: World = UNEVEN, **options: Any) -> dict[str, Program]:
-    workers = world.worker(rank)
-    captured = handmade(workers.devices_per_worker[rank], buffer=True).evolve(workers=workers)
+    captured = handmade_of_worker(world, rank, buffer=True)
     return every_stage(captured, over_workers=True, **SMALL_BUCKETS, **options)
 
 

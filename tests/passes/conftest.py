@@ -1,7 +1,5 @@
 """What tests of passes share: a backend that runs the operators that Inductor gets, without compiling them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -7,23 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from selections import slow_but
-from tiny_programs import targets
+from tiny_programs import captured_call, targets
 from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.shards import split_call
-from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.errors import VerifyError
-from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.passes import ReadRowElements, RecomputeElementwise
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.torch_internals import inductor_decompositions
-from mirrorc.user.optimizer_groups import OptimizerGroups
 from mirrorc.verifier.verifier import Verify
 
 pytestmark = pytest.mark.usefixtures("decomposed")
@@ -66,12 +59,8 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
 
 
 def captured(loss_fn: Loss, dtype: torch.dtype = torch.float64) -> Program:
-    model = nn.Linear(3, NUM_CLASSES).to(dtype)
-    call = flatten_call(["x"], (torch.randn(4, 3, dtype=dtype),), {"target": torch.arange(4)})
-    groups = OptimizerGroups([torch.optim.SGD(model.parameters(), lr=0.1)])
-    training_call, state = TrainingCall(model, loss_fn, call.structure), ModelState(model, loss_fn)
-    shards, devices = split_call(call, 1), parse_devices(["cpu:0"])
-    return capture_program(training_call, call, shards, devices, state, groups, inductor_decompositions()).program
+    model, x = nn.Linear(3, NUM_CLASSES).to(dtype), torch.randn(4, 3, dtype=dtype)
+    return captured_call(model, loss_fn, (x,), {"target": torch.arange(4)}, decompositions=inductor_decompositions())
 
 
 def changed(program: Program) -> fx.Graph:
@@ -221,12 +210,8 @@ def test_an_operator_matches_only_if_one_element_is_enough(
     def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return logits.sum() + made(torch.arange(15.0).view(3, 5).cos() * logits.detach().sum(), target).sum()
 
-    model = nn.Linear(3, 2)
-    call = flatten_call(["x"], (torch.randn(3, 3),), {"target": torch.tensor([[1], [4], [2]])})
-    groups = OptimizerGroups([torch.optim.SGD(model.parameters(), lr=0.1)])
-    training_call, state = TrainingCall(model, loss_fn, call.structure), ModelState(model, loss_fn)
-    before = capture_program(
-        training_call, call, split_call(call, 1), parse_devices(["cpu:0"]), state, groups, inductor_decompositions()
-    ).program
+    x, target = torch.randn(3, 3), torch.tensor([[1], [4], [2]])
+    how = {"decompositions": inductor_decompositions()}
+    before = captured_call(nn.Linear(3, 2), loss_fn, (x,), {"target": target}, **how)
     after = run_passes(before, [ReadRowElements()], [Verify()])
     assert (after.shard_graphs is not before.shard_graphs) is is_same

@@ -1,8 +1,7 @@
 import dataclasses
-from collections.abc import Callable
 
 import pytest
-from tiny_programs import PASS_NAMES, core_pipeline, handmade
+from tiny_programs import PASS_NAMES, FunctionPass, core_pipeline, handmade
 
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir.program import Program, Property, Stage
@@ -10,17 +9,6 @@ from mirrorc.passes import OutlineRegions, PlanBuckets, Replicate, default_pipel
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pipeline_edits import select_passes
 from mirrorc.pipeline.protocol import Instrument, Pass, Traits, traits_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Custom:
-    action: Callable[[Program], Program] = lambda program: program
-    name: str = "custom"
-    input_stage: Stage = Stage.CAPTURED
-    output_stage: Stage = Stage.CAPTURED
-
-    def run(self, program: Program) -> Program:
-        return self.action(program)
 
 
 class Recorder(Instrument):
@@ -155,7 +143,7 @@ def test_passes_say_what_must_be_true_of_a_program_and_the_runner_notes_it() -> 
 
 
 def test_a_pass_may_require_a_property() -> None:
-    class NeedsOrder(Custom):
+    class NeedsOrder(FunctionPass):
         requires = (Property.ORDERED,)
 
     needy = NeedsOrder(lambda program: program, "needy", Stage.UPDATED, Stage.SCHEDULED)
@@ -172,13 +160,13 @@ def test_a_pass_may_require_a_property() -> None:
 
 
 def test_a_pass_says_nothing_of_itself_but_what_it_must() -> None:
-    plain = Custom(lambda program: program)
+    plain = FunctionPass(lambda program: program)
     assert traits_of(plain) == Traits(latest_input_stage=plain.input_stage)
     assert [stage for stage in Stage if stage.refines] == [Stage.SCHEDULED]
 
 
 def test_a_pass_takes_later_stages_if_it_says_so() -> None:
-    class Lenient(Custom):
+    class Lenient(FunctionPass):
         latest_input_stage = Stage.OUTLINED
 
     def finish(program: Program) -> Program:
@@ -188,12 +176,12 @@ def test_a_pass_takes_later_stages_if_it_says_so() -> None:
     pipeline = [PlanBuckets(), OutlineRegions()]
     assert run_passes(handmade(), [*pipeline, Lenient(finish, *stages)]).stage is Stage.REPLICATED
     with pytest.raises(PassError, match=r"'custom' .* is given one at OUTLINED; move it to an earlier place"):
-        run_passes(handmade(), [*pipeline, Custom(finish, *stages)])
+        run_passes(handmade(), [*pipeline, FunctionPass(finish, *stages)])
 
 
 @pytest.mark.parametrize("remarks", ["hello", ["a"], ("a", 1), None])
 def test_remarks_are_a_tuple_of_texts(remarks: object) -> None:
-    remarking = Custom(lambda program: program.evolve(remarks=remarks))
+    remarking = FunctionPass(lambda program: program.evolve(remarks=remarks))
     with pytest.raises(PassError, match=r"'custom' gave a program whose remarks are .*: they must be a tuple of texts"):
         run_passes(handmade(), [remarking])
 
@@ -236,7 +224,7 @@ def test_an_instrument_that_fails_when_told_of_an_error_does_not_hide_it(caplog:
 
 
 def test_a_pass_that_gives_another_stage_than_it_promises_is_refused() -> None:
-    lies = Custom(name="lies", output_stage=Stage.OUTLINED)
+    lies = FunctionPass(name="lies", output_stage=Stage.OUTLINED)
     with pytest.raises(PassError, match=r"'lies' gave a CAPTURED program but promises OUTLINED; set the stage"):
         run_passes(handmade(), [lies])
 
@@ -246,7 +234,7 @@ def test_a_pass_that_fails_is_named() -> None:
         raise KeyError("gone")
 
     with pytest.raises(PassError, match=r"pass 'custom' failed on a CAPTURED program: KeyError: 'gone'") as caught:
-        run_passes(handmade(), [Custom(fail)])
+        run_passes(handmade(), [FunctionPass(fail)])
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -255,7 +243,7 @@ def test_a_pass_may_raise_an_error_of_mirrorc_itself() -> None:
         raise VerifyError("mine")
 
     with pytest.raises(VerifyError, match=r"^mine$"):
-        run_passes(handmade(), [Custom(fail)])
+        run_passes(handmade(), [FunctionPass(fail)])
 
 
 def test_passes_are_disabled_by_name() -> None:
@@ -283,7 +271,7 @@ def test_a_pass_of_ones_own_runs_between_others() -> None:
         seen.append(program.stage)
         return program
 
-    own = Custom(look, input_stage=Stage.UPDATED, output_stage=Stage.UPDATED)
+    own = FunctionPass(look, input_stage=Stage.UPDATED, output_stage=Stage.UPDATED)
     pipeline, after = core_pipeline(), PASS_NAMES.index("insert-update") + 1
     run_passes(handmade(), select_passes([*pipeline[:after], own, *pipeline[after:]], []))
     assert seen == [Stage.UPDATED]

@@ -1,7 +1,5 @@
 """A net whose control flow depends on the values of its examples, and batches for it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

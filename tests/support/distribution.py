@@ -1,7 +1,5 @@
 """Which tests one worker of pytest-xdist runs together, and which start first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from xdist.scheduler import LoadScopeScheduling

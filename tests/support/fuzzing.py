@@ -1,7 +1,5 @@
 """How many examples Hypothesis tries: a few in every run, many where MIRRORC_FUZZING says so (make test-all)."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How often Python looks for garbage in tests."""
 
-from __future__ import annotations
-
 import gc
 
 _COLLECTED_AFTER = 100_000  # objects, of which the compilation of a small net makes about as many

@@ -5,8 +5,6 @@ python tests/support/golden_programs.py --update        writes the files anew
 python tests/support/golden_programs.py --into FOLDER   writes them elsewhere
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from broken_meetings import meeting_stages
+from tiny_programs import captured_call
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
@@ -28,11 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import mirrorc
-from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.shards import split_call
-from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
@@ -47,7 +41,6 @@ from mirrorc.passes import (
     resolve_sharing,
 )
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.user.optimizer_groups import OptimizerGroups
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIGITS = Path(__file__).parents[2] / "examples" / "train_digits.py"
@@ -78,10 +71,6 @@ class GoldenModel:
     """A model to compile.
 
     Attributes:
-        make: gives the model.
-        optimizer: gives its optimizer.
-        inputs: gives the arguments of a step for so many examples.
-        loss_fn: what it is compiled with.
         buckets: caps of buckets that are small enough for several.
         uneven_on: the number of devices on which shards are of two sizes.
     """
@@ -275,12 +264,9 @@ def _captured(name: str, num_devices: int) -> Program:
 def _capture(golden: GoldenModel, num_devices: int) -> Program:
     torch.manual_seed(0)
     model = golden.make().train()
-    call = flatten_call([], (), golden.inputs(golden.num_examples(num_devices)))
-    shards, devices = split_call(call, num_devices), _devices(num_devices)
-    training_call, state = TrainingCall(model, golden.loss_fn, call.structure), ModelState(model, golden.loss_fn)
+    inputs, optimizer = golden.inputs(golden.num_examples(num_devices)), golden.optimizer(model)
     with warnings.catch_warnings(action="ignore"):  # of the tracer, about side effects in transformers
-        optimizers = OptimizerGroups([golden.optimizer(model)])
-        return capture_program(training_call, call, shards, devices, state, optimizers, {}).program
+        return captured_call(model, golden.loss_fn, (), inputs, num_devices, optimizer=optimizer)
 
 
 def _devices(number: int) -> Any:

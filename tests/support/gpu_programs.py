@@ -3,8 +3,6 @@
 Backward cannot be captured so, because torch's autograd asks for the GPU. The graphs are those that were captured for CPUs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The gradients that workers have before each update, made in one process by plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

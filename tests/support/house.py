@@ -1,7 +1,5 @@
 """Measures how easily a stranger finds a way through the tree: ``make house``."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -22,13 +20,7 @@ RELATIVE_WORDS = {"which", "that", "what", "who", "whose", "whom", "whatever", "
 
 @dataclass(frozen=True)
 class Source:
-    """A Python file of the tree.
-
-    Attributes:
-        name: its path, from the root of the repository.
-        text: its text.
-        tree: its syntax tree.
-    """
+    """A Python file of the tree; ``name`` is its path, from the root of the repository."""
 
     name: str
     text: str

@@ -1,7 +1,5 @@
 """Interrupts a call at every place where Python may run a signal's handler, without signals, so that each run is the same."""
 
-from __future__ import annotations
-
 import dis
 import functools
 import signal
@@ -23,11 +21,7 @@ def _names(code: CodeType) -> dict[int, str]:
 
 
 class Interrupter:
-    """Runs calls and counts the places where this thread may take a signal; at one of them, raises or lets a handler raise.
-
-    Attributes:
-        where: the file and line of the last interruption; empty if there was none.
-    """
+    """Runs calls and counts the places where this thread may take a signal; ``where`` was the last that was interrupted."""
 
     def __init__(self, is_traced: Callable[[str], bool] = lambda filename: True) -> None:
         self.where = ""
@@ -41,13 +35,7 @@ class Interrupter:
         return self._num_places
 
     def interrupted(self, function: Callable[[], Any], place: int, how: _Raise | None = None) -> Any:
-        """The result of a call that is interrupted at a place; raises what comes of it.
-
-        Args:
-            function: what to call.
-            place: its number, from 0; a call that has fewer places is not interrupted.
-            how: raises an exception, or calls a handler; by default, `interrupt`.
-        """
+        """The result of a call that is interrupted at a place, if it has as many; raises what comes of it."""
         self._num_places, self._place, self.where, self._raise = 0, place, "", how or interrupt
         self._previous.clear()
         before = sys.gettrace()

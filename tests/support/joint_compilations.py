@@ -1,7 +1,5 @@
 """Workers that compile several steps, one after the other, of which some fail on one worker; for processes of `outcomes`."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -142,12 +140,8 @@ class Interrupting:
 
 
 def compile_in_turn(rank: int, attempts: list[list[str]]) -> dict[str, Any]:
-    """What came of each attempt: the weights after a step, or the text of the error.
-
-    Args:
-        rank: of this worker.
-        attempts: for each, in which way it fails on each worker, by rank; "" where it does not.
-    """
+    """The weights after a step, or the text of the error, of each attempt, which fails on each worker in the way that is said for
+    its rank."""
     found: list[Any] = []
     kept: list[BaseException] = []  # as a debugger keeps them, with all that their frames hold
     scaler = torch.amp.GradScaler("cpu")

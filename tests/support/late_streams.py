@@ -53,10 +53,8 @@ class LateStream:
 class LateGpu:
     """Runs what is queued only when the host waits for something, and then in an order that nothing but waits restricts.
 
-    Its tensors are tensors of the CPU: what was not computed yet is not a number.
-
-    Attributes:
-        kept: for each tensor, by its id, the streams for which it was kept.
+    Its tensors are tensors of the CPU: what was not computed yet is not a number. ``kept``: the streams for which a tensor was
+    kept, by its id.
     """
 
     device = torch.device("cuda", 0)

@@ -4,8 +4,6 @@ python tests/support/legibility_dump.py                 the lowered program, as 
 python tests/support/legibility_dump.py --into FOLDER   the dump of every pass, as ``mirrorc.compile(dump=FOLDER)`` writes it
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings
@@ -22,11 +20,7 @@ LAYERS, WIDTH, VOCABULARY = 3, 256, 97
 
 
 def dumped_program(dump: Path | None = None) -> mirrorc.Program:
-    """The lowered program of a 3-layer GPT-2 with dropout, for 4 devices, 6 examples and 2 groups of parameters.
-
-    Args:
-        dump: where the files of `mirrorc.compile` are written; nowhere if None.
-    """
+    """The lowered program of a 3-layer GPT-2 with dropout, for 4 devices, 6 examples and 2 groups of parameters."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=32, n_embd=WIDTH, n_layer=LAYERS, n_head=4, eos_token_id=0, bos_token_id=0

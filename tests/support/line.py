@@ -1,7 +1,5 @@
 """An algorithm of all-reduce from outside of the package: what one more of them takes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Two equal trainings side by side. One is disturbed: whatever happens, its state must be one that the other passes through."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -75,13 +73,9 @@ class Lockstep:
     def disturb(
         self, call: Callable[[Callable[[], Any]], Any] = lambda run: run()
     ) -> tuple[BaseException | None, bool]:
-        """Runs one disturbed step; both trainings are at the same step afterwards.
+        """Runs one disturbed step: what it raised, and whether it has trained; both trainings are at the same step afterwards.
 
-        Returns:
-            What it raised, and whether it has trained.
-
-        Raises:
-            AssertionError: the state is neither that before the step nor that after it.
+        The state must be that before the step or that after it.
         """
         raised: BaseException | None = None
         try:

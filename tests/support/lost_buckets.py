@@ -1,7 +1,5 @@
 """Workers of which one loses a bucket when all have committed and updated the first one: what they say, how they go on."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -77,12 +75,7 @@ def _said(use: Callable[[], Any]) -> str:
 def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of the workers; in the third step, worker ``culprit`` sends its first bucket alone, and then ``strikes``, or
     sends all, and fails in its second ``update``. Where the optimizer is dealt out, it sends all sums, and the new parameters
-    of the first bucket that is gathered.
-
-    Args:
-        rank: of this worker.
-        given: as for `worker_training.train`, with a ``folder`` for files by which workers see how far the others are.
-    """
+    of the first bucket that is gathered. Files in ``folder`` tell workers how far the others are."""
     model, optimizer = made("mlp", given.get("optimizer", "AdamW"), seed=rank)
     options = {"backend": "eager", "timeout_seconds": 60.0, "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
     folder, size = Path(given["folder"]), len(given["devices"])

@@ -1,7 +1,5 @@
 """An operator that torch does not define, and whose result depends on how its argument lies in memory."""
 
-from __future__ import annotations
-
 import torch
 
 _LIBRARY = torch.library.Library("mirrorc_tests", "FRAGMENT")

@@ -46,8 +46,6 @@ class Tally:
     """What became of the mutants of a kind.
 
     Attributes:
-        mutants: how many were tried.
-        rules: the rules that refused them.
         wrong: those that were accepted and break programs, or were refused and do not: subject, place, what was said.
         crashed: those at which a rule failed: no `VerifyError` names it, the node and the remedy.
     """
@@ -78,11 +76,7 @@ class Report:
 
 
 class Examiner:
-    """Shows mutants of a valid program to the verifier, as the pass manager would after the pass that made it.
-
-    Raises:
-        VerifyError: the program is refused as it is.
-    """
+    """Shows mutants of a valid program to the verifier, as the pass manager would after the pass that made it."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject

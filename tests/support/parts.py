@@ -1,7 +1,5 @@
 """Ways to take the two columns of a matrix, as views of its memory: several parts at once, and one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Payloads from outside of the package, for tests; each process may make them fail."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

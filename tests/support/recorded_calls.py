@@ -1,7 +1,5 @@
 """A stand-in for CUDA graphs on CPUs: a capture changes nothing, a replay runs operators alone, on the same memory."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,14 +52,7 @@ class RecordedCalls(TorchDispatchMode):
 
 
 class CallRecorder:
-    """In place of `mirrorc.runtime.execution.cuda_graphs.CudaCapturer`.
-
-    Attributes:
-        graphs: all that was captured.
-        is_capturing: whether it is at it.
-        error: raised by captures, at their end.
-        hangs: whether what was queued on the device does not end.
-    """
+    """In place of `mirrorc.runtime.execution.cuda_graphs.CudaCapturer`; captures raise ``error`` at their end."""
 
     def __init__(self) -> None:
         self.graphs: list[RecordedCalls] = []

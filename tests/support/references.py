@@ -1,7 +1,5 @@
 """What a step must equal: training on one device, and for BatchNorm training shard by shard."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Programs to save, and what must be equal when they are loaded again."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -11,20 +9,14 @@ from typing import Any
 
 import torch
 from tiny_models import MODELS, TinyModel, make_mlp, mlp_batch
-from tiny_programs import MUON, TWO_WEIGHTS, Weight, every_stage, handmade
+from tiny_programs import MUON, TWO_WEIGHTS, Weight, captured_call, every_stage, handmade
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.shards import split_call
-from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.source_lines import last_users_line
-from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Noisy(nn.Module):
@@ -53,13 +45,8 @@ def captured(name: str) -> Program:
     torch.manual_seed(0)
     model = tiny.make(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    call = flatten_call([], (), tiny.batch(num_examples, torch.float32, 0))
-    devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
-    training_call = TrainingCall(model, tiny.loss_fn, call.structure)
-    state, shards = ModelState(model, tiny.loss_fn), split_call(call, num_devices)
-    return _shared(
-        name, capture_program(training_call, call, shards, devices, state, OptimizerGroups([optimizer]), {}).program
-    )
+    batch = tiny.batch(num_examples, torch.float32, 0)
+    return _shared(name, captured_call(model, tiny.loss_fn, (), batch, num_devices, optimizer=optimizer))
 
 
 def on_devices(program: Program, num_devices: int) -> Program:

@@ -1,7 +1,5 @@
 """Which cases of a parametrized test `make test` runs, and which are for `make test-slow`, or for `make test-all`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from typing import Any
@@ -27,11 +25,8 @@ def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 def thinned(*axes: Sequence[Any]) -> list[Any]:
     """Every combination of one value of each axis, of which all are slow but a few that have every pair of values.
 
-    There are two axes or more.
-
-    Example:
-        With axes of 3, 3, 2 and 2 values there are 36 combinations; 9 or 10 of them have, for any two axes, each value of the
-        one together with each value of the other.
+    With axes of 3, 3, 2 and 2 values, 9 or 10 of 36 combinations have, for any two axes, each value of the one together with
+    each value of the other.
     """
     places = [range(len(axis)) for axis in axes]
     combinations = list(product(*places))

@@ -1,7 +1,5 @@
 """Logical CPUs with memories of their own, as GPUs have."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

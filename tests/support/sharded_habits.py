@@ -1,7 +1,5 @@
 """Workers to whom the optimizer is dealt out, with gradients that are clipped, scaled and checked; and the same in PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,10 +36,8 @@ def _bound(given: Any) -> Any:
 def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Makes calls as one of the workers.
 
-    Args:
-        rank: of this worker.
-        given: ``model``, ``devices``, and what `made` and `scaler_of` take; ``calls`` as for `worker_habits.call`, with ``"nan"``
-            alone for a worker; ``bound``, a norm's ``max`` and ``type``, or one or None for each group; further ``options``.
+    ``calls`` are as for `worker_habits.call`, with ``"nan"`` alone for a worker; ``bound`` has a norm's ``max`` and ``type``, or
+    one or None for each group.
     """
     model, optimizers = made(given, seed=rank)
     scaler = scaler_of(given)

@@ -1,7 +1,5 @@
 """What workers do in tests whose optimizer is dealt out to them, and to its state between steps."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -102,13 +100,7 @@ EVENTS: dict[str, Callable[[_Training], Any]] = {
 
 
 def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Trains as one of the workers.
-
-    Args:
-        rank: of this worker.
-        given: as for `worker_training.train`; ``events``: a step, the rank or None for all, and what happens
-            there; ``ends`` if the first error ends it.
-    """
+    """Trains as one of the workers; ``events`` are a step, the rank or None for all, and what happens there."""
     training = _Training(rank, given)
     losses: list[Any] = []
     said: list[str] = []

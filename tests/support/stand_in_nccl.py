@@ -1,7 +1,5 @@
 """What takes the place of NCCL where there is no GPU: on streams that run late, and between processes over gloo."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

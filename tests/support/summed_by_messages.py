@@ -1,7 +1,5 @@
 """Runs the messages of an algorithm of all-reduce on given tensors, in one thread and without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small models of the kinds that people train, and batches for them; every parameter is random, none all zeros."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +22,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model to test with.
-
-    Attributes:
-        make: gives the model, the same each time.
-        batch: from a number of examples, a dtype and a seed to the arguments of a step.
-        loss_fn: what to compile it with.
-    """
+    """A model to test with; ``batch`` gives the arguments of a step from a number of examples, a dtype and a seed."""
 
     make: Callable[[torch.dtype], nn.Module]
     batch: Callable[[int, torch.dtype, int], Batch]

@@ -1,15 +1,14 @@
 """Builds tiny programs: by hand, one ATen operator at a time, and by capturing a two-layer net."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import mirrorc
 from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.shard_types import SymbolicDims
@@ -23,7 +22,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, UpdateRule, Variable
-from mirrorc.ir.workers import ALONE, Workers
+from mirrorc.ir.workers import ALONE, Workers, World
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
@@ -120,6 +119,14 @@ def handmade(
     )
 
 
+def handmade_of_worker(
+    world: World, rank: int = 0, weights: Sequence[Weight] = TWO_WEIGHTS, *, is_sharded: bool = False, **how: bool
+) -> Program:
+    """What a worker captures; ``is_sharded``: each worker updates a part of every bucket."""
+    workers = replace(world.worker(rank), shards_optimizer=is_sharded)
+    return handmade(workers.devices_per_worker[rank], weights, **how).evolve(workers=workers)
+
+
 def core_pipeline(**options: Any) -> list[Pass]:
     """The passes that a program needs, in the order of the default pipeline, with its options."""
     return [compiler_pass for compiler_pass in default_pipeline(**options) if compiler_pass.name in PASS_NAMES]
@@ -174,6 +181,44 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.value(x) * self.gate(x))
+
+
+def sgd_step(model: nn.Module, devices: Any = 2, *, lr: float = 0.1, **options: Any) -> mirrorc.Step:
+    """A step that runs eagerly and trains by SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return mirrorc.compile(model, devices, optimizer=optimizer, **{"backend": "eager", **options})
+
+
+def captured_call(
+    model: nn.Module,
+    loss_fn: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num_devices: int = 1,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    **how: Any,
+) -> Program:
+    """A CAPTURED program of a call, whose only positional argument is x."""
+    call = flatten_call(["x"][: len(args)], args, kwargs)
+    groups = OptimizerGroups([optimizer or torch.optim.SGD(model.parameters(), lr=0.1)])
+    shards, devices = split_call(call, num_devices), parse_devices([f"cpu:{i}" for i in range(num_devices)])
+    training_call, state = TrainingCall(model, loss_fn, call.structure), ModelState(model, loss_fn)
+    return capture_program(training_call, call, shards, devices, state, groups, decompositions or {}, **how).program
+
+
+@dataclass(frozen=True)
+class FunctionPass:
+    """A pass that does what a function does."""
+
+    change: Callable[[Program], Program] = lambda program: program
+    name: str = "custom"
+    input_stage: Stage = Stage.CAPTURED
+    output_stage: Stage = Stage.CAPTURED
+
+    def run(self, program: Program) -> Program:
+        return self.change(program)
 
 
 def captured_two_layers(num_devices: int = 2, rows: int = 8, microbatches: int = 1) -> Program:

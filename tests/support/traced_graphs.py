@@ -1,7 +1,5 @@
 """A module to trace, and a graph to compile, for tests of what torch does with them."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,7 +1,5 @@
 """Two steps that workers train in turn, in blocks for data that ends early; for processes of `outcomes`."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any
@@ -100,12 +98,9 @@ def adversaries_on_one_device() -> list[list[float]]:
 def train_two(rank: int, how: str) -> dict[str, Any]:
     """Trains as one of two workers, of which the second has fewer batches.
 
-    Args:
-        rank: of this worker.
-        how: in one block, ``"together"``, a generator and a discriminator are trained; each worker calls an ``"other"`` step;
-            the data of one is ``"gone"``, or it is ``"killed"``. There are ``"nested"`` blocks; a call ``"within"`` the other
-            step's block, or one that ``"gathers"`` there; blocks ``"in turn"``; or a worker that has ``"closed"`` its step
-            before the other one's first call.
+    In one block, ``"together"``, a generator and a discriminator are trained; each worker calls an ``"other"`` step; the data of
+    one is ``"gone"``, or it is ``"killed"``. There are ``"nested"`` blocks; a call ``"within"`` the other step's block, or one
+    that ``"gathers"`` there; blocks ``"in turn"``; or a worker that has ``"closed"`` its step before the other one's first call.
     """
     if how == "together":
         return train_adversaries(rank)

@@ -1,7 +1,5 @@
 """Calls of many kinds that workers make in tests, and the same in plain PyTorch in one process, to compare."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings
@@ -18,13 +16,10 @@ import mirrorc
 def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Makes calls as one of the workers, and tells of what it was warned.
 
-    Args:
-        rank: of this worker.
-        given: ``model``, ``optimizer``, ``devices`` and ``options`` as for `worker_training.train`; ``is_sum`` if losses
-            are sums. ``calls`` are lists of what is called, ``"accumulate"``, ``"step"`` or ``"zero_grad"``, and the sizes of
-            all workers' batches. More items are lists of a rank and what it does otherwise: one of the former, ``"fails"``,
-            or what is written before the call, see `_write`; or ``"evaluates"`` the batch first, or ``"looks"`` at the
-            variables. With ``joins``, it is in ``step.join()`` until a batch has no examples.
+    ``calls`` are lists of what is called, ``"accumulate"``, ``"step"`` or ``"zero_grad"``, and the sizes of all workers' batches.
+    More items are lists of a rank and what it does otherwise: one of the former, ``"fails"``, or what is written before the call,
+    see `_write`; or ``"evaluates"`` the batch first, or ``"looks"`` at the variables. With ``joins``, it is in ``step.join()``
+    until a batch has no examples.
     """
     model, optimizer = worker_training.made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
@@ -174,10 +169,7 @@ def reference(given: dict[str, Any]) -> tuple[list[float | None], dict[str, list
 class Whole(torch.optim.Optimizer):
     """Steps along the momentum's direction, so that each element depends on all of its parameter.
 
-    Args:
-        parameters: what it updates.
-        noise: of the random numbers that it adds.
-        drift: what this process adds to each parameter, as another machine may.
+    ``drift`` is what this process adds to each parameter, as another machine may; ``noise``, that of random numbers.
     """
 
     def __init__(self, parameters: Any, noise: float = 0.0, drift: float = 0.0) -> None:

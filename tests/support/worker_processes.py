@@ -1,7 +1,5 @@
 """Processes that join as workers, for tests: each runs all cases one after the other, and tells what came of them."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools
@@ -52,6 +50,13 @@ def told(rank: int, num_workers: int, port: int) -> dict[str, str]:
     """The variables that torchrun sets."""
     size = str(num_workers)
     return {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def workers(how: str, given: Any, size: int = 0, num_processes: int = 3) -> list[Any]:
+    """A case of `outcomes`: each of as many workers as there are ``devices`` is given this; see `_run` for ``how``."""
+    size, port = size or len(given["devices"]), free_port()
+    own = [{"variables": told(rank, size, port), how: given} for rank in range(size)]
+    return [*own, *[None] * (num_processes - size)]
 
 
 class Outcome(dict[str, Any]):
@@ -133,9 +138,7 @@ def outcomes(
     """What came of each case in each process: the attributes of the cluster, what training gave, or the text of the error.
 
     Args:
-        folder: for files.
         cases: by name; for each process how it joins, see `_run`, or None if it does not.
-        limit_seconds: for all of it.
         num_ended: how many of the last processes end on the way, by a signal; of these comes nothing.
     """
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -160,24 +163,21 @@ def outcomes(
     return {name: [own[name] for own in each] for name in cases}
 
 
+def outcome(folder: Path, processes: list[Any], num_ended: int = 0) -> list[Any]:
+    """The same of a single case."""
+    return outcomes(folder, {"": processes}, num_ended=num_ended)[""]  # type: ignore[no-any-return]
+
+
 class LazyOutcomes(Mapping[str, Any]):
     """What came of each case in each process, as `outcomes` gives it: of the fast cases together, of the seldom ones, and of the
-    others, when one of them is first asked for.
-
-    Args:
-        make_folder: makes a folder for files.
-        cases: by name, as for `outcomes`.
-        fast: the names of those that `make test` looks at.
-        limit_seconds: for each of the three.
-        seldom: the names of those that `make test-all` alone looks at.
-    """
+    others, when one of them is first asked for. `make test` looks at the fast ones, `make test-all` alone at the seldom ones."""
 
     def __init__(
         self,
         make_folder: Callable[[str], Path],
         cases: Mapping[str, list[dict[str, Any] | None]],
         fast: Collection[str],
-        limit_seconds: float,
+        limit_seconds: float = 250,
         seldom: Collection[str] = (),
     ) -> None:
         self._make_folder, self._cases, self._limit_seconds = make_folder, cases, limit_seconds
@@ -210,10 +210,7 @@ def _meet(folder: Path, name: str, number: int, num_processes: int) -> None:
 def _run(given: dict[str, Any], number: int) -> Any:
     """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``.
 
-    With ``train``, ``join`` or ``shard``, it trains, see `worker_training.train`, `worker_training.train_until_all_have_left`
-    and `sharded_training.train`; with ``lose``, see `lost_buckets`; with ``compiles``, see `joint_compilations`; with ``calls``,
-    it makes calls of many kinds, see `worker_habits.call`; with ``habits``, see `sharded_habits.train`; with ``two``, see
-    `two_steps.train_two`; with ``texts``, see `worker_texts.train`.
+    With a key of ``ways``, the function does all that.
     """
     import joint_compilations
     import lost_buckets
@@ -227,6 +224,17 @@ def _run(given: dict[str, Any], number: int) -> Any:
 
     import mirrorc
 
+    ways: dict[str, Callable[[int, Any], Any]] = {
+        "train": worker_training.train,
+        "join": worker_training.train_until_all_have_left,
+        "shard": sharded_training.train,
+        "lose": lost_buckets.train_through_a_lost_bucket,
+        "compiles": joint_compilations.compile_in_turn,
+        "calls": worker_habits.call,
+        "habits": sharded_habits.train,
+        "two": two_steps.train_two,
+        "texts": worker_texts.train,
+    }
     for name in ENVIRONMENT:
         os.environ.pop(name, None)
     os.environ.update(given.get("variables", {}))
@@ -236,24 +244,9 @@ def _run(given: dict[str, Any], number: int) -> Any:
             address = f"tcp://127.0.0.1:{given['group']}"
             torch.distributed.init_process_group("gloo", init_method=address, rank=number, world_size=given["size"])
         began = time.monotonic()
-        if "train" in given:
-            return worker_training.train(int(given["variables"]["RANK"]), given["train"])
-        if "compiles" in given:
-            return joint_compilations.compile_in_turn(int(given["variables"]["RANK"]), given["compiles"])
-        if "lose" in given:
-            return lost_buckets.train_through_a_lost_bucket(int(given["variables"]["RANK"]), given["lose"])
-        if "shard" in given:
-            return sharded_training.train(int(given["variables"]["RANK"]), given["shard"])
-        if "habits" in given:
-            return sharded_habits.train(int(given["variables"]["RANK"]), given["habits"])
-        if "join" in given:
-            return worker_training.train_until_all_have_left(int(given["variables"]["RANK"]), given["join"])
-        if "two" in given:
-            return two_steps.train_two(int(given["variables"]["RANK"]), given["two"])
-        if "texts" in given:
-            return worker_texts.train(int(given["variables"]["RANK"]), given["texts"])
-        if "calls" in given:
-            return worker_habits.call(int(given["variables"]["RANK"]), given["calls"])
+        for how, function in ways.items():
+            if how in given:
+                return function(int(given["variables"]["RANK"]), given[how])
         cluster = mirrorc.cluster.join(timeout_seconds=given.get("timeout_seconds", 60.0))
         told = {
             "rank": cluster.rank,

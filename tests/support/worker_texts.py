@@ -1,7 +1,5 @@
 """Ragged text on which workers train, each with lengths of its own, and the same in one process; for processes of `outcomes`."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from typing import Any
@@ -20,9 +18,7 @@ class Reader(nn.Module):
 
     Args:
         width: of the hidden layer; of 2800 units, gradients are large enough to be sent as factors.
-        takes_rows: whether the gradient of the table is a sparse tensor.
         attends: whether words attend to each other; the graph for one text makes gradients in another order than for several.
-        draws: whether it drops some of the hidden layer, and of what words attend to.
     """
 
     def __init__(
@@ -58,13 +54,7 @@ def batch(number: int, rank: int, sizes: list[int]) -> tuple[torch.Tensor, torch
 
 
 def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Trains as one of the workers.
-
-    Args:
-        rank: of this worker.
-        given: ``devices`` of each worker; ``batches``, for each call the sizes of each worker's batch, none for one that has
-            left; ``model``, see `Reader`; ``options`` of `mirrorc.compile`; ``joins``, if workers leave.
-    """
+    """Trains as one of the workers; ``batches`` has the sizes of each worker's batch, by call, none for one that has left."""
     model, optimizer = made(given)
     options = {"backend": "eager", "timeout_seconds": 100.0, "dynamic": None, **given.get("options", {})}
     losses = []

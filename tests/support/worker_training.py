@@ -1,7 +1,5 @@
 """What workers train in tests: models, batches, and what goes wrong on one of them; and the same in one process, to compare."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -14,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import payloads
+import pytest
 import torch
 from stand_in_nccl import nccl_over_gloo
 from torch import nn
@@ -221,6 +220,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+def training(devices: list[int], sizes: Any = None, model: str = "mlp", **more: Any) -> dict[str, Any]:
+    """What `train`, `train_until_all_have_left` and others are given; ``sizes`` are those of the workers' batches, by turns."""
+    return {"model": model, "devices": devices, **({} if sizes is None else {"sizes": sizes}), **more}
+
+
 def batch(step: int, worker: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + worker)
     x = torch.randn(size, 5, dtype=torch.float64, generator=generator)
@@ -242,6 +246,23 @@ def made(model: str, optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.
 def values_of(model: nn.Module) -> dict[str, list[float]]:
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: value.detach().double().flatten().tolist() for name, value in own}
+
+
+def assert_values(
+    values: Mapping[str, Sequence[float]], expected: Mapping[str, Any], rel: float = 1e-9, abs: float = 1e-11
+) -> None:
+    assert values.keys() == expected.keys()
+    for name, numbers in expected.items():
+        wanted = torch.as_tensor(numbers, dtype=torch.float64).flatten()
+        error = (torch.tensor(values[name], dtype=torch.float64) - wanted).abs()
+        assert (error <= torch.clamp(rel * wanted.abs(), min=abs)).all(), f"{name} differs by {error.max()}"
+
+
+def assert_training(
+    worker: Mapping[str, Any], losses: Sequence[float], values: Mapping[str, Any], rel: float = 1e-9, abs: float = 1e-11
+) -> None:
+    assert worker["losses"] == pytest.approx(losses, rel=rel)
+    assert_values(worker["values"], values, rel, abs)
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,15 +324,9 @@ def _over_what_is_asked(train: Callable[..., dict[str, Any]]) -> Callable[..., d
 def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of the workers.
 
-    Args:
-        rank: of this worker.
-        given: ``model``, ``optimizer``, ``devices`` and ``sizes`` of batches of each worker; ``faults``, lists of a step, a
-            rank and what goes wrong there; further ``options`` of `mirrorc.compile`; ``is_whole`` if each worker has the
-            batches of all, and takes its part; how many ``batches`` there are, if they are repeated; the seconds of a
-            ``pause``; a folder into which each
-            ``saves`` its state, or from which it ``loads`` that of all, to go on with the step ``first``; the numbers of the
-            calls that ``accumulates`` has, which keep gradients for the next step; which of its `Layers` each worker has
-            ``called``.
+    ``faults`` are lists of a step, a rank and what goes wrong there. ``is_whole``: each has the batches of all, and takes its
+    part. It ``saves`` its state into a folder, or ``loads`` that of all, to go on with the step ``first``. The calls that
+    ``accumulates`` numbers keep gradients for the next step. ``called``: of its `Layers`, by rank.
     """
     global _is_full, _ends_there
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
@@ -422,11 +437,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
 def train_until_all_have_left(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of the workers in ``step.join()``, with batches until one has no examples, and a scheduler of its own.
 
-    Args:
-        rank: of this worker.
-        given: as for `train`, with the ``decay`` of the learning rate. ``faults`` are a rank and a step before which its loop
-            raises, or the process ends by ``kill``; ``more`` the sizes of a batch after the block; ``pause`` the seconds that
-            worker 0 takes before its last batch.
+    ``fault`` is a rank and a step before which its loop raises, or the process ends by ``kill``; ``more`` the sizes of a batch
+    after the block; ``pause`` the seconds that worker 0 takes before its last batch.
     """
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, given["decay"])

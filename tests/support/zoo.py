@@ -1,7 +1,5 @@
 """The zoo of models in tests/zoo: its families, and the table of docs/models.md."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Writes the table of docs/models.md anew: ``python tests/support/zoo_table.py``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -2,10 +2,9 @@ import random
 
 import pytest
 import torch
-from tiny_programs import SMALL_BUCKETS, TwoLayers, handmade, run_up_to
+from tiny_programs import SMALL_BUCKETS, TwoLayers, handmade, run_up_to, sgd_step
 from torch.testing import FileCheck
 
-import mirrorc
 from mirrorc import Program
 from mirrorc.testing import check
 
@@ -129,12 +128,9 @@ def test_a_program_a_step_and_a_text_can_be_checked(program: Program) -> None:
     with pytest.raises(AssertionError, match=r"CHECK: b0: f32"):
         check(program.to_text().replace("b0: f32", "b0: f16"), directives)
     model = TwoLayers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = torch.nn.functional.cross_entropy
     inputs = ((torch.zeros(4, 4),), {"target": torch.zeros(4, dtype=torch.int64)})
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", example_inputs=inputs
-    ) as step:
+    with sgd_step(model, 2, loss_fn=loss_fn, example_inputs=inputs) as step:
         check(step, "CHECK: SGD group 0\nCHECK: reduce_scatter(\nCHECK: return loss")
     for wrong in (model, None, 3):
         with pytest.raises(

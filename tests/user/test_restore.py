@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_same_model, train_step
+from tiny_programs import sgd_step
 from torch import nn
 
 import mirrorc
@@ -110,8 +111,7 @@ def test_a_failed_capture_leaves_the_model() -> None:
 
     model, x = Chain(first=registered_thrice_and_nested().b, branch=Branching()), torch.randn(6, 4, dtype=torch.float64)
     model.second = model.first
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 1, optimizer=optimizer, backend="eager", capture="dynamo") as step:
+    with sgd_step(model, 1, capture="dynamo") as step:
         for _ in range(2):
             with same_objects(model), pytest.raises(mirrorc.CaptureError):
                 step(x)
@@ -149,8 +149,7 @@ def test_whatever_a_tracer_does_is_undone() -> None:
     seen, numbers, data = list(model.seen), dict(model.numbers), model.weight.data_ptr()
     register_front_end(Careless())
     try:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = mirrorc.compile(model, 1, optimizer=optimizer, backend="eager", capture="careless")
+        step = sgd_step(model, 1, capture="careless")
         with same_objects(model), pytest.raises(RuntimeError, match="careless"):
             step(x)
         step.close()

@@ -1,7 +1,5 @@
 """A deep restore, by `mirrorc.check_loss`, of the objects that forward and loss change, and its limits."""
 
-from __future__ import annotations
-
 import copy
 import random
 from array import array

@@ -1,18 +1,15 @@
 """Modes around a step that its devices' threads do not have: one warning says so, and the step is as without them."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from tiny_programs import sgd_step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-
-import mirrorc
 
 
 class Doubles(TorchDispatchMode):
@@ -25,10 +22,9 @@ def trained(mode: contextlib.AbstractContextManager[Any]) -> tuple[list[float], 
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     x, y = torch.randn(6, 4), torch.randn(6, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         warnings.catch_warnings(record=True) as caught,
-        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", progress=False) as step,
+        sgd_step(model, 2, loss_fn=F.mse_loss, progress=False) as step,
     ):
         warnings.simplefilter("always")
         losses = []
@@ -54,10 +50,9 @@ def test_a_mode_that_devices_do_not_have_is_warned_of_once(mode: Any, words: str
 
 def test_hooks_on_saved_tensors_are_no_matter_of_an_evaluation() -> None:
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         warnings.catch_warnings(),
-        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step,
+        sgd_step(model, 2, loss_fn=F.mse_loss) as step,
         torch.autograd.graph.save_on_cpu(),
     ):
         warnings.simplefilter("error")

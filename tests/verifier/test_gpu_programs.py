@@ -1,7 +1,5 @@
 """Programs for GPUs are compiled and proved where there is none: `make test-torch` runs this with CUDA builds of torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -20,6 +20,7 @@ from broken_programs import (
 from tiny_programs import (
     PASS_NAMES,
     SMALL_BUCKETS,
+    FunctionPass,
     captured_two_layers,
     core_pipeline,
     outputs,
@@ -34,6 +35,7 @@ from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.value_types import value_type
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.protocol import Pass
 from mirrorc.verifier import verifier
 from mirrorc.verifier.checked_graphs import VerifiedGraphs
 from mirrorc.verifier.rules.updates import every_bucket_is_updated_once
@@ -131,6 +133,13 @@ def test_a_table_is_no_place_in_the_program() -> None:
     assert shown == []
 
 
+def core_pipeline_with(compiler_pass: Pass) -> list[Pass]:
+    """The core pipeline with a pass behind the one that first makes programs of its stage."""
+    before = {Stage.UPDATED: "insert-update", Stage.SCHEDULED: "schedule-overlap"}[compiler_pass.input_stage]
+    place = PASS_NAMES.index(before) + 1
+    return [*core_pipeline()[:place], compiler_pass, *core_pipeline()[place:]]
+
+
 @dataclasses.dataclass(frozen=True)
 class ForgetsAnUpdate:
     name: str = "forgets-an-update"
@@ -181,8 +190,7 @@ def test_a_pass_that_changes_the_dataflow_keeps_all_other_rules() -> None:
     class AlsoForgets(ForgetsAnUpdate):
         changes_dataflow = True
 
-    after = PASS_NAMES.index("insert-update") + 1
-    pipeline = [*core_pipeline()[:after], AlsoForgets(), *core_pipeline()[after:]]
+    pipeline = core_pipeline_with(AlsoForgets())
     with pytest.raises(VerifyError, match=r"every_bucket_is_updated_once"):
         run_passes(two_buckets(), pipeline, [Verify()])
 
@@ -263,22 +271,15 @@ def test_torch_does_not_log_what_the_message_says(caplog: pytest.LogCaptureFixtu
 def test_a_region_is_checked_again_when_a_pass_changes_it(in_place: bool) -> None:
     """The instrument checks a body once, as most passes leave most of them alone."""
 
-    @dataclasses.dataclass(frozen=True)
-    class Flattens:
-        name: str = "flattens"
-        input_stage: Stage = Stage.SCHEDULED
-        output_stage: Stage = Stage.SCHEDULED
+    def flatten(program: Program) -> Program:
+        if in_place:
+            return flat_region(program)
+        region = program.regions["bwd_0"]
+        module = fx.GraphModule({}, copied(region.graph_module.graph))
+        own = {**program.regions, "bwd_0": dataclasses.replace(region, graph_module=module)}
+        return flat_region(program.evolve(regions=own))
 
-        def run(self, program: Program) -> Program:
-            if in_place:
-                return flat_region(program)
-            region = program.regions["bwd_0"]
-            module = fx.GraphModule({}, copied(region.graph_module.graph))
-            own = {**program.regions, "bwd_0": dataclasses.replace(region, graph_module=module)}
-            return flat_region(program.evolve(regions=own))
-
-    after = PASS_NAMES.index("schedule-overlap") + 1
-    pipeline = [*core_pipeline()[:after], Flattens(), *core_pipeline()[after:]]
+    pipeline = core_pipeline_with(FunctionPass(flatten, "flattens", Stage.SCHEDULED, Stage.SCHEDULED))
     rule = "input_programs_are_not_changed" if in_place else "values_have_their_types"
     with pytest.raises(VerifyError, match=f"pass 'flattens' gave a program that breaks the rule {rule}"):
         run_passes(two_buckets(), pipeline, [Verify()])
@@ -286,18 +287,11 @@ def test_a_region_is_checked_again_when_a_pass_changes_it(in_place: bool) -> Non
 
 @pytest.mark.parametrize("gives_another", [True, False], ids=["another-program", "the-same-program"])
 def test_a_pass_that_changes_the_graph_that_it_is_given_is_refused(gives_another: bool) -> None:
-    @dataclasses.dataclass(frozen=True)
-    class ReadsAnother:
-        name: str = "reads-another"
-        input_stage: Stage = Stage.UPDATED
-        output_stage: Stage = Stage.UPDATED
+    def read_another(program: Program) -> Program:
+        read_another_variable(program.mirrored_graph)
+        return program.evolve() if gives_another else program
 
-        def run(self, program: Program) -> Program:
-            read_another_variable(program.mirrored_graph)
-            return program.evolve() if gives_another else program
-
-    after = PASS_NAMES.index("insert-update") + 1
-    pipeline = [*core_pipeline()[:after], ReadsAnother(), *core_pipeline()[after:]]
+    pipeline = core_pipeline_with(FunctionPass(read_another, "reads-another", Stage.UPDATED, Stage.UPDATED))
     with pytest.raises(
         VerifyError, match=r"pass 'reads-another' gave a program that breaks the rule input_programs_are"
     ):
@@ -368,8 +362,7 @@ def test_a_program_that_a_pass_has_left_as_it_was_is_not_checked_again(monkeypat
 
 
 def test_the_instrument_verifies_after_every_pass() -> None:
-    after = PASS_NAMES.index("insert-update") + 1
-    pipeline = [*core_pipeline()[:after], ForgetsAnUpdate(), *core_pipeline()[after:]]
+    pipeline = core_pipeline_with(ForgetsAnUpdate())
     with pytest.raises(
         VerifyError, match=r"'forgets-an-update' gave a program that breaks .* every_bucket_is_updated_once"
     ):

@@ -1,7 +1,5 @@
 """Nets as people write them themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

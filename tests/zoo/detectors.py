@@ -1,7 +1,5 @@
 """Detectors, whose losses match predictions with boxes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

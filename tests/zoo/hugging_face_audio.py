@@ -1,7 +1,5 @@
 """Models of Hugging Face on sounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -13,10 +11,9 @@ from zoo_models import (
     WORDS,
     Batch,
     BatchMaker,
-    ZooModel,
     classes,
-    hugging_face,
     numbers,
+    of_hugging_face,
     tokens,
 )
 
@@ -102,105 +99,95 @@ def written_down(key: str, *shape: int) -> BatchMaker:
 
 
 MODELS = [
-    ZooModel(
-        "Wav2Vec2",
-        hugging_face("Wav2Vec2ForSequenceClassification", SPEECH),
-        sounds,
-        run_by="test-slow",
-    ),
-    ZooModel(
+    of_hugging_face("Wav2Vec2", "Wav2Vec2ForSequenceClassification", sounds, SPEECH, run_by="test-slow"),
+    of_hugging_face(
         "Wav2Vec2, CTC",
-        hugging_face("Wav2Vec2ForCTC", SPEECH),
+        "Wav2Vec2ForCTC",
         spelled_sounds,
+        SPEECH,
         rung="autograd",
         why=CTC,
         narrow=FLOAT32_LOSS,
         run_by="test-slow",
     ),
-    ZooModel("HuBERT", hugging_face("HubertForSequenceClassification", SPEECH), sounds),
-    ZooModel(
+    of_hugging_face("HuBERT", "HubertForSequenceClassification", sounds, SPEECH),
+    of_hugging_face(
         "HuBERT, CTC",
-        hugging_face("HubertForCTC", SPEECH),
+        "HubertForCTC",
         spelled_sounds,
+        SPEECH,
         rung="autograd",
         why=CTC,
         narrow=FLOAT32_LOSS,
         run_by="test-slow",
     ),
-    ZooModel(
-        "WavLM",
-        hugging_face("WavLMForSequenceClassification", SPEECH, num_buckets=8, max_bucket_distance=16),
-        sounds,
-    ),
-    ZooModel("SEW-D", hugging_face("SEWDForSequenceClassification", SPEECH, squeeze_factor=2), sounds),
-    ZooModel(
+    of_hugging_face("WavLM", "WavLMForSequenceClassification", sounds, SPEECH, num_buckets=8, max_bucket_distance=16),
+    of_hugging_face("SEW-D", "SEWDForSequenceClassification", sounds, SPEECH, squeeze_factor=2),
+    of_hugging_face(
         "Wav2Vec2 Conformer",
-        hugging_face("Wav2Vec2ConformerForSequenceClassification", SPEECH, position_embeddings_type="relative"),
+        "Wav2Vec2ConformerForSequenceClassification",
         sounds,
+        SPEECH,
+        position_embeddings_type="relative",
         couples=BATCH_NORM,
     ),
-    ZooModel(
+    of_hugging_face(
         "Wav2Vec2-BERT",
-        hugging_face("Wav2Vec2BertForSequenceClassification", SPEECH, feature_projection_input_dim=6),
+        "Wav2Vec2BertForSequenceClassification",
         classified("input_features", 20, 6),
+        SPEECH,
+        feature_projection_input_dim=6,
     ),
-    ZooModel(
-        "Whisper",
-        hugging_face("WhisperForConditionalGeneration", SEQ2SEQ),
-        written_down("input_features", 6, 20),
-        run_by="test-slow",
+    of_hugging_face(
+        "Whisper", "WhisperForConditionalGeneration", written_down("input_features", 6, 20), SEQ2SEQ, run_by="test-slow"
     ),
-    ZooModel(
+    of_hugging_face(
         "Whisper, classification",
-        hugging_face("WhisperForAudioClassification", SEQ2SEQ, num_labels=CLASSES),
+        "WhisperForAudioClassification",
         classified("input_features", 6, 20),
+        SEQ2SEQ,
+        num_labels=CLASSES,
     ),
-    ZooModel(
+    of_hugging_face(
         "Audio Spectrogram Transformer",
-        hugging_face(
-            "ASTForAudioClassification",
-            NO_DROPOUT,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            patch_size=4,
-            frequency_stride=4,
-            time_stride=4,
-            max_length=12,
-            num_mel_bins=8,
-            num_labels=CLASSES,
-        ),
+        "ASTForAudioClassification",
         classified("input_values", 12, 8),
+        NO_DROPOUT,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        patch_size=4,
+        frequency_stride=4,
+        time_stride=4,
+        max_length=12,
+        num_mel_bins=8,
+        num_labels=CLASSES,
     ),
-    ZooModel(
+    of_hugging_face(
         "Speech2Text",
-        hugging_face(
-            "Speech2TextForConditionalGeneration",
-            SEQ2SEQ,
-            max_source_positions=32,
-            num_conv_layers=2,
-            conv_kernel_sizes=[3, 3],
-            conv_channels=8,
-            input_feat_per_channel=6,
-            input_channels=1,
-        ),
+        "Speech2TextForConditionalGeneration",
         written_down("input_features", 20, 6),
+        SEQ2SEQ,
+        max_source_positions=32,
+        num_conv_layers=2,
+        conv_kernel_sizes=[3, 3],
+        conv_channels=8,
+        input_feat_per_channel=6,
+        input_channels=1,
     ),
-    ZooModel(
+    of_hugging_face(
         "Moonshine",
-        hugging_face(
-            "MoonshineForConditionalGeneration",
-            SEQ2SEQ,
-            hidden_size=16,
-            encoder_num_hidden_layers=1,
-            decoder_num_hidden_layers=1,
-            encoder_num_attention_heads=2,
-            decoder_num_attention_heads=2,
-            intermediate_size=24,
-            max_position_embeddings=64,
-        ),
+        "MoonshineForConditionalGeneration",
         written_down("input_values", 2000),
+        SEQ2SEQ,
+        hidden_size=16,
+        encoder_num_hidden_layers=1,
+        decoder_num_hidden_layers=1,
+        encoder_num_attention_heads=2,
+        decoder_num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=64,
         narrow=FLOAT32_LOSS,
     ),
 ]

@@ -1,7 +1,5 @@
 """Models of Hugging Face on pictures and films."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,11 +8,10 @@ from zoo_models import (
     BATCH_NORM,
     CLASSES,
     Batch,
-    BatchMaker,
     ZooModel,
     classes,
-    hugging_face,
     numbers,
+    of_hugging_face,
     pictures,
 )
 
@@ -111,9 +108,7 @@ def difference(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 def classifier(name: str, kind: str, size: int, *parts: dict[str, Any], **more: Any) -> ZooModel:
-    ours = {key: more.pop(key) for key in ("couples", "run_by", "rung", "why", "narrow") if key in more}
-    batch: BatchMaker = pictures(size)
-    return ZooModel(name, hugging_face(f"{kind}ForImageClassification", *parts, **more), batch, **ours)
+    return of_hugging_face(name, f"{kind}ForImageClassification", pictures(size), *parts, **more)
 
 
 MODELS = [
@@ -121,17 +116,15 @@ MODELS = [
     classifier("DeiT", "DeiT", 8, VIT),
     classifier("BEiT", "Beit", 8, VIT, use_relative_position_bias=True),
     classifier("DINOv2", "Dinov2", 8, VIT),
-    ZooModel(
+    of_hugging_face(
         "ViT MAE",
-        hugging_face(
-            "ViTMAEForPreTraining",
-            VIT,
-            decoder_hidden_size=16,
-            decoder_num_hidden_layers=1,
-            decoder_num_attention_heads=2,
-            decoder_intermediate_size=24,
-        ),
+        "ViTMAEForPreTraining",
         half_hidden,
+        VIT,
+        decoder_hidden_size=16,
+        decoder_num_hidden_layers=1,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=24,
     ),
     classifier("Swin", "Swin", 16, SWIN, run_by="test-slow"),
     classifier("Swin v2", "Swinv2", 16, SWIN),
@@ -164,45 +157,33 @@ MODELS = [
         num_labels=CLASSES,
         couples=BATCH_NORM,
     ),
-    ZooModel(
+    of_hugging_face(
         "SegFormer",
-        hugging_face(
-            "SegformerForSemanticSegmentation",
-            PYRAMID,
-            sr_ratios=[2, 1],
-            num_attention_heads=[1, 2],
-            mlp_ratios=[2, 2],
-            decoder_hidden_size=8,
-        ),
+        "SegformerForSemanticSegmentation",
         segmented,
+        PYRAMID,
+        sr_ratios=[2, 1],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=8,
         couples=BATCH_NORM,
         run_by="test-slow",
     ),
     classifier("PoolFormer", "PoolFormer", 16, PYRAMID, padding=[1, 1], mlp_ratio=2.0),
-    ZooModel(
+    of_hugging_face(
         "BEiT, segmentation",
-        hugging_face(
-            "BeitForSemanticSegmentation",
-            VIT,
-            image_size=16,
-            num_hidden_layers=4,
-            out_indices=[1, 2, 3, 4],
-            pool_scales=[1, 2],
-            auxiliary_channels=8,
-        ),
+        "BeitForSemanticSegmentation",
         segmented,
+        VIT,
+        image_size=16,
+        num_hidden_layers=4,
+        out_indices=[1, 2, 3, 4],
+        pool_scales=[1, 2],
+        auxiliary_channels=8,
         couples=BATCH_NORM,
     ),
-    ZooModel(
-        "VideoMAE",
-        hugging_face("VideoMAEForVideoClassification", VIT, num_frames=2, tubelet_size=2),
-        films,
-    ),
-    ZooModel(
-        "TimeSformer",
-        hugging_face("TimesformerForVideoClassification", VIT, num_frames=2, drop_path_rate=0),
-        films,
-    ),
+    of_hugging_face("VideoMAE", "VideoMAEForVideoClassification", films, VIT, num_frames=2, tubelet_size=2),
+    of_hugging_face("TimeSformer", "TimesformerForVideoClassification", films, VIT, num_frames=2, drop_path_rate=0),
     classifier(
         "BiT",
         "Bit",
@@ -229,30 +210,26 @@ MODELS = [
         focal_windows=[3, 3],
         num_labels=CLASSES,
     ),
-    ZooModel(
+    of_hugging_face(
         "ImageGPT",
-        hugging_face(
-            "ImageGPTForImageClassification",
-            {"vocab_size": 31, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "use_cache": False},
-            {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "num_labels": CLASSES},
-        ),
+        "ImageGPTForImageClassification",
         pixels_as_words,
+        {"vocab_size": 31, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "use_cache": False},
+        {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "num_labels": CLASSES},
     ),
-    ZooModel(
+    of_hugging_face(
         "Swin2SR",
-        hugging_face(
-            "Swin2SRForImageSuperResolution",
-            NO_DROPOUT,
-            image_size=8,
-            patch_size=1,
-            embed_dim=8,
-            depths=[1],
-            num_heads=[2],
-            window_size=4,
-            upscale=2,
-            mlp_ratio=2.0,
-        ),
+        "Swin2SRForImageSuperResolution",
         enlarged,
-        difference,
+        NO_DROPOUT,
+        image_size=8,
+        patch_size=1,
+        embed_dim=8,
+        depths=[1],
+        num_heads=[2],
+        window_size=4,
+        upscale=2,
+        mlp_ratio=2.0,
+        loss_fn=difference,
     ),
 ]

@@ -1,7 +1,5 @@
 """Models of timm and torchvision, for environments in which both are installed (`make test-all` makes one)."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Recurrent nets, and a loss that aligns sequences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny models of many kinds train on two devices as in plain PyTorch, each by the front end that its entry names."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import warnings

@@ -1,12 +1,10 @@
 """Models of Hugging Face on series of numbers, and one on decisions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from zoo_models import BATCH_NORM, Batch, ZooModel, hugging_face, numbers
+from zoo_models import BATCH_NORM, Batch, numbers, of_hugging_face
 
 PATCHES: dict[str, Any] = {
     "num_input_channels": 2,
@@ -79,41 +77,24 @@ def of_actions(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 MODELS = [
-    ZooModel(
-        "PatchTST",
-        hugging_face("PatchTSTForPrediction", PATCHES),
-        series,
-        couples=BATCH_NORM,
-        run_by="test-slow",
+    of_hugging_face("PatchTST", "PatchTSTForPrediction", series, PATCHES, couples=BATCH_NORM, run_by="test-slow"),
+    of_hugging_face(
+        "PatchTSMixer", "PatchTSMixerForPrediction", series, PATCHES, norm_mlp="LayerNorm", run_by="test-slow"
     ),
-    ZooModel(
-        "PatchTSMixer",
-        hugging_face("PatchTSMixerForPrediction", PATCHES, norm_mlp="LayerNorm"),
-        series,
-        run_by="test-slow",
+    of_hugging_face(
+        "Time Series Transformer", "TimeSeriesTransformerForPrediction", dated_series, SEQ2SEQ, run_by="test-slow"
     ),
-    ZooModel(
-        "Time Series Transformer",
-        hugging_face("TimeSeriesTransformerForPrediction", SEQ2SEQ),
-        dated_series,
-        run_by="test-slow",
+    of_hugging_face(
+        "Informer", "InformerForPrediction", dated_series, SEQ2SEQ, attention_type="full", run_by="test-slow"
     ),
-    ZooModel(
-        "Informer",
-        hugging_face("InformerForPrediction", SEQ2SEQ, attention_type="full"),
-        dated_series,
-        run_by="test-slow",
-    ),
-    ZooModel(
+    of_hugging_face(
         "Decision Transformer",
-        hugging_face(
-            "DecisionTransformerModel",
-            {"state_dim": 3, "act_dim": 2, "hidden_size": 8, "n_layer": 1, "n_head": 2, "n_inner": 12},
-            {"n_positions": 32, "max_ep_len": 10, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-            use_cache=False,
-        ),
+        "DecisionTransformerModel",
         decisions,
-        of_actions,
+        {"state_dim": 3, "act_dim": 2, "hidden_size": 8, "n_layer": 1, "n_head": 2, "n_inner": 12},
+        {"n_positions": 32, "max_ep_len": 10, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        use_cache=False,
+        loss_fn=of_actions,
         run_by="test-slow",
     ),
 ]

@@ -1,7 +1,5 @@
 """What an entry of the zoo says of a model, and the batches that many of them take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,17 +27,13 @@ class ZooModel:
     """A tiny model, and how it is trained.
 
     Attributes:
-        name: of the model, as its users know it.
-        make: gives the model with random weights.
         batch: from a number of examples and a generator to the arguments of a step, in float64 where they are numbers.
-        loss_fn: what to compile it with; None where the model gives its loss.
         rung: the highest front end that captures it (``capture=``).
         why: why no higher front end does.
         run_by: the first command that runs it: ``"test"``, ``"test-slow"`` or ``"test-all"``.
         couples: what makes the loss of a batch something else than the mean over its examples, so that it is compared with plain
             PyTorch shard by shard, as in DDP; empty if nothing does.
         narrow: what is computed in float32, whatever the dtype of the model; empty if nothing is.
-        dtype: of the model and its batches.
         warns: the words of a warning that its step gives.
     """
 
@@ -128,13 +122,7 @@ def features(num_examples: int, generator: torch.Generator) -> Batch:
 
 
 def hugging_face(kind: str, *parts: dict[str, Any], **config: Any) -> Callable[[], nn.Module]:
-    """Makes a model of Hugging Face from a configuration.
-
-    Args:
-        kind: the name of its class.
-        parts: what many configurations have in common; later ones win.
-        config: what this one has of its own.
-    """
+    """Makes a model of Hugging Face from a configuration; later ones of its parts win."""
 
     def make() -> nn.Module:
         import transformers  # when the model is made: it takes seconds
@@ -145,6 +133,15 @@ def hugging_face(kind: str, *parts: dict[str, Any], **config: Any) -> Callable[[
         return made
 
     return make
+
+
+_OF_ZOO = ("loss_fn", "rung", "why", "run_by", "couples", "narrow", "dtype", "warns")
+
+
+def of_hugging_face(name: str, kind: str, batch: BatchMaker, *parts: dict[str, Any], **more: Any) -> ZooModel:
+    """A model of Hugging Face; what is no field of `ZooModel` is of its configuration."""
+    fields = {key: more.pop(key) for key in _OF_ZOO if key in more}
+    return ZooModel(name, hugging_face(kind, *parts, **more), batch, **fields)
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Simulated steps over several workers: the textbook's cases, and what holds for any times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The estimated work of operators: products by their multiplications, others by their bytes, views for nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

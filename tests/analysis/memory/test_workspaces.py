@@ -1,7 +1,5 @@
 """What convolutions take within themselves, against torch's profiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """Which sizes become symbols, by the calls that have come before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,15 +1,13 @@
 """Errors of the tracer are told by line and module: a remedy speaks of a line only where the error names one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_programs import sgd_step
 from torch import nn
 
-import mirrorc
 from mirrorc import CaptureError
 
 
@@ -84,9 +82,8 @@ CASES: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
 
 def test_a_wrong_batch_is_told_with_its_module_or_line() -> None:
     for model, loss_fn, words in CASES:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with (
-            mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager") as step,
+            sgd_step(model, 2, loss_fn=loss_fn) as step,
             pytest.raises(CaptureError) as refused,
         ):
             step(torch.ones(4, 4), target=torch.ones(4, 1))

@@ -1,13 +1,12 @@
 """A loss of torch that reduces otherwise than the step is told is warned of; what may be a mean made of a sum is not."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tiny_programs import sgd_step
 from torch import nn
 from torch.nn import functional as F
 
@@ -88,7 +87,6 @@ def test_a_penalty_on_parameters_alone_is_not_spoken_of() -> None:
             return self.other(self.linear(x)).square().mean() + apart
 
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(), mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+    with warnings.catch_warnings(), sgd_step(model, 2) as step:
         warnings.simplefilter("error")
         step(X)

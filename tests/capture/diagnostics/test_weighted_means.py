@@ -1,7 +1,5 @@
 """Which losses are no means over examples, as far as a graph and a batch tell, and what is said of them."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from selections import slow_but
+from tiny_programs import sgd_step
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -39,10 +38,9 @@ def batch(left_out: int = -100, per_example: tuple[int, ...] = (0, 0, 0, 0)) -> 
 
 
 def warned(model: nn.Module, *batches: dict[str, Any], num_devices: int = 2, **options: Any) -> tuple[list[str], str]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with mirrorc.compile(model, num_devices, optimizer=optimizer, backend="eager", **options) as step:
+        with sgd_step(model, num_devices, **options) as step:
             for own in batches:
                 step(**own)
             remarks = "\n".join(r.text for r in step.program.remarks if "a replica divides" in r.text)

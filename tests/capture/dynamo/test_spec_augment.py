@@ -1,7 +1,5 @@
 """Random spans are masked as Hugging Face's function masks them, with the same probabilities."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

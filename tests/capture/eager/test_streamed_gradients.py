@@ -1,7 +1,5 @@
 """The gradients of a run are there as backward makes them, one after the other."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

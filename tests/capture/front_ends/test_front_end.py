@@ -10,21 +10,16 @@ import pytest
 import torch
 from references import train_step
 from tiny_models import make_mlp, mlp_batch
+from tiny_programs import captured_call, sgd_step
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.shards import split_call
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.dynamo.dynamo_front_end import DynamoFrontEnd
 from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.capture.front_ends.front_end import Traced, front_end_named, register_front_end, unregister_front_end
-from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.capture_program import capture_program
-from mirrorc.ir.devices import parse_devices
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class CountingFrontEnd(DynamoFrontEnd):
@@ -53,20 +48,10 @@ def front_end() -> Iterator[CountingFrontEnd]:
 
 
 def captured_text(name: str) -> str:
-    model, batch = make_mlp(), mlp_batch(5)
-    call = flatten_call(["x"], (batch["x"],), {"target": batch["target"]})
-    devices = parse_devices(["cpu:0", "cpu:1"])
-    captured = capture_program(
-        TrainingCall(model, F.cross_entropy, call.structure),
-        call,
-        split_call(call, 2),
-        devices,
-        ModelState(model, F.cross_entropy),
-        OptimizerGroups([torch.optim.SGD(model.parameters(), lr=0.1)]),
-        {},
-        front_end=front_end_named(name),
-    )
-    return run_passes(captured.program, default_pipeline()).to_text(regions=True)
+    batch = mlp_batch(5)
+    call = {"args": (batch["x"],), "kwargs": {"target": batch["target"]}}
+    captured = captured_call(make_mlp(), F.cross_entropy, **call, num_devices=2, front_end=front_end_named(name))
+    return run_passes(captured, default_pipeline()).to_text(regions=True)
 
 
 @pytest.mark.slow
@@ -114,9 +99,8 @@ def test_steps_may_be_compiled_in_several_threads_at_once() -> None:
     errors: list[Exception] = []
 
     def train(model: torch.nn.Module, found: list[float]) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
-            with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+            with sgd_step(model, 2, loss_fn=F.cross_entropy) as step:
                 found += [step(**batch).item() for batch in batches]
         except Exception as error:  # noqa: BLE001 - a thread's error is the test's
             errors.append(error)

@@ -1,17 +1,15 @@
 """Models of Hugging Face that collect hidden states and attentions train without having been called before."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
 from selections import slow
+from tiny_programs import sgd_step
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-import mirrorc
 from mirrorc.capture.model.hf_output_hooks import install_capturing_hooks
 
 TOKENS, LABELS = torch.arange(20).view(4, 5), torch.tensor([0, 1, 2, 0])
@@ -39,8 +37,7 @@ def test_what_is_collected_is_that_of_one_device(name: str, is_called_before: bo
     expected = plain(TOKENS, labels=LABELS)
     if is_called_before:
         model(TOKENS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", return_outputs=True) as step:
+    with sgd_step(model, 2, return_outputs=True) as step:
         loss, outputs = step(TOKENS, labels=LABELS)
         torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-5, atol=1e-6)
         assert len(outputs[name]) == len(expected[name]) >= 2
@@ -56,8 +53,7 @@ def test_hooks_are_installed_where_forward_runs_as_plain_pytorch() -> None:
     model = make(output_hidden_states=True)
     plain = copy.deepcopy(model)
     expected = plain(TOKENS, labels=LABELS).loss
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", capture="autograd") as step:
+    with sgd_step(model, 2, capture="autograd") as step:
         torch.testing.assert_close(step(TOKENS, labels=LABELS), expected.detach(), rtol=1e-5, atol=1e-6)
     assert num_hooks(model) == num_hooks(plain)
 
@@ -73,7 +69,6 @@ def test_hooks_are_installed_once_and_only_where_forward_collects() -> None:
 @pytest.mark.slow
 def test_nothing_is_installed_where_nothing_is_collected() -> None:
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+    with sgd_step(model, 2) as step:
         step(TOKENS, labels=LABELS)
     assert not any(num_hooks(model))

@@ -1,7 +1,5 @@
 """What a program is specialized on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

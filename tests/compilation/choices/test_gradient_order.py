@@ -1,7 +1,5 @@
 """Workers take gradients in the chief's order, told at the first training call."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """What a step has chosen by measurement is kept with a checkpoint, and taken over by a later start."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

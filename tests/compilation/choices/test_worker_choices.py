@@ -1,7 +1,5 @@
 """Workers exchange proposals in a training call alone, once, and in one order."""
 
-from __future__ import annotations
-
 import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -9,11 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from tiny_programs import captured_model
+from tiny_programs import captured_model, sgd_step
 from torch import nn
 
-import mirrorc
 from mirrorc.capture.front_ends.front_end import front_end_named
 from mirrorc.compilation.choices.worker_choices import WorkerChoices
 from mirrorc.ir.program import Program
@@ -49,8 +45,7 @@ def captured() -> Program:
 
 def choices_with(words: Words) -> WorkerChoices:
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with mirrorc.compile(net, optimizer=optimizer, loss_fn=nn.MSELoss(), backend="eager", world=World(2)) as step:
+    with sgd_step(net, loss_fn=nn.MSELoss(), world=World(2)) as step:
         options = replace(step._options, program_workers=WORKER)
     team: Any = SimpleNamespace(words=words, link=None)
     return WorkerChoices(options, 1, team)

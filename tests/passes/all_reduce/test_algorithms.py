@@ -1,7 +1,5 @@
 """Every algorithm of all-reduce: what it sums, how the verifier sees it, and what its messages cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The pictures of docs/all_reduce.md are those of the graphs, and its costs those that are counted."""
 
-from __future__ import annotations
-
 import math
 import re
 import xml.etree.ElementTree as ET

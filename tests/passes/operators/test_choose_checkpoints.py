@@ -1,15 +1,12 @@
 """The pass choose-checkpoints, and what recompute-checkpoints makes of its choices."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 from selections import exhaustive, slow
-from tiny_programs import captured_model, targets
+from tiny_programs import FunctionPass, captured_model, targets
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +15,7 @@ from mirrorc.analysis.memory.activation_peaks import JointTimeline, predicted_pe
 from mirrorc.errors import VerifyError
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint, checkpoint_of
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program
 from mirrorc.passes import ChooseCheckpoints, RecomputeCheckpoints
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.printing.printed_values import size_text
@@ -216,19 +213,6 @@ def test_random_models_keep_close_to_the_bound(seed: int) -> None:
     assert bound < whole or not names
 
 
-@dataclass(frozen=True)
-class Breaks:
-    change: Callable[[fx.Graph], None]
-    name: str = field(default="breaks", init=False)
-    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
-    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
-
-    def run(self, program: Program) -> Program:
-        changed = RecomputeCheckpoints().run(ChooseCheckpoints(0).run(program))
-        self.change(changed.shard_graphs[0])
-        return changed
-
-
 def draw_another_mask(graph: fx.Graph) -> None:
     copy = next(node for node in calls_to(graph, MASK) if node.name.endswith("_again"))
     copy.args = (copy.args[0], 17, *copy.args[2:])
@@ -243,8 +227,13 @@ def call_another_operator(graph: fx.Graph) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [draw_another_mask, call_another_operator])
 def test_a_copy_that_is_no_copy_is_refused(change: Callable[[fx.Graph], None]) -> None:
+    def recompute_and_change(program: Program) -> Program:
+        changed = RecomputeCheckpoints().run(ChooseCheckpoints(0).run(program))
+        change(changed.shard_graphs[0])
+        return changed
+
     with pytest.raises(VerifyError, match="dataflow_is_preserved"):
-        run_passes(captured_model(Deep(), 1, 32), [Breaks(change)], [Verify()])
+        run_passes(captured_model(Deep(), 1, 32), [FunctionPass(recompute_and_change)], [Verify()])
 
 
 @pytest.mark.slow

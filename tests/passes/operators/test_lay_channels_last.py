@@ -4,23 +4,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from memory_order import first_in_memory
-from tiny_programs import targets
+from tiny_programs import captured_call, sgd_step, targets
 from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.shards import split_call
-from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.capture_program import capture_program
-from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.passes import LayChannelsLast, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.torch_internals import has_cpp_compiler
-from mirrorc.user.optimizer_groups import OptimizerGroups
 from mirrorc.verifier.verifier import Verify
 
 aten = torch.ops.aten
@@ -40,12 +33,7 @@ class Convolutions(nn.Module):
 
 
 def captured(model: nn.Module, x: torch.Tensor) -> Program:
-    call = flatten_call(["x"], (x,), {"target": torch.arange(len(x)) % 5})
-    devices = parse_devices(["cpu:0"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    training_call, state = TrainingCall(model, F.cross_entropy, call.structure), ModelState(model, F.cross_entropy)
-    shards = split_call(call, 1)
-    return capture_program(training_call, call, shards, devices, state, OptimizerGroups([optimizer]), {}).program
+    return captured_call(model, F.cross_entropy, (x,), {"target": torch.arange(len(x)) % 5})
 
 
 def laid(model: nn.Module, x: torch.Tensor) -> fx.Graph:
@@ -111,68 +99,57 @@ def test_only_compiled_cpu_code_gets_it() -> None:
     assert after.shard_graphs == program.shard_graphs and "keep their memory format" in after.remarks[-1].text
 
 
-class PseudoLabels(nn.Module):
-    def __init__(self) -> None:
+class Convolution(nn.Module):
+    def __init__(self, num_features: int = 4) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(num_features, 5)
 
+
+class PseudoLabels(Convolution):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             target = self.conv(x)
         return self.head((self.conv(1.5 * x) * target.sigmoid()).mean((2, 3)))
 
 
-class WritesBetween(nn.Module):
+class WritesBetween(Convolution):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+        self.before = nn.Conv2d(3, 4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + 0.0
         with torch.no_grad():
-            before = self.one(x)
+            before = self.before(x)
         x.mul_(2.0)
-        return self.head((before + self.two(x)).mean((2, 3)))
+        return self.head((before + self.conv(x)).mean((2, 3)))
 
 
-class Flattens(nn.Module):
+class Flattens(Convolution):
     def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 4 * 4, 5)
+        super().__init__(4 * 4 * 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.relu(self.conv(x)).view(x.size(0), -1))
 
 
-class LooksAtStrides(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(16, 5)
-
+class LooksAtStrides(Convolution):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.as_strided(self.conv(x), (x.size(0), 16), (64, 1)))
+        return self.head(torch.as_strided(self.conv(x), (x.size(0), 4), (64, 1)))
 
 
-class DrawsLike(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.drop, self.head = nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Linear(4, 5)
-
+class DrawsLike(Convolution):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.conv(x)
-        return self.head(self.drop(h * torch.rand_like(h) + h * torch.bernoulli(h.sigmoid())).mean((2, 3)))
+        return self.head(F.dropout(h * torch.rand_like(h) + h * torch.bernoulli(h.sigmoid())).mean((2, 3)))
 
 
-class HasAnOperatorOfItsOwn(nn.Module):
+class HasAnOperatorOfItsOwn(Convolution):
     """One that reads memory in order, whatever the strides."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(16, 5)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = first_in_memory(self.conv(x).detach(), 16)
-        return self.head(self.conv(x).mean((2, 3)).repeat(1, 4) * weight)
+        weight = first_in_memory(self.conv(x).detach(), 4)
+        return self.head(self.conv(x).mean((2, 3)) * weight)
 
 
 MODELS = [
@@ -188,11 +165,8 @@ def test_the_format_changes_no_number(make: Callable[[], nn.Module]) -> None:
     for channels_last in (False, True):
         torch.manual_seed(0)
         model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         passes = default_pipeline(channels_last=channels_last)
-        with mirrorc.compile(
-            model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", passes=passes
-        ) as step:
+        with sgd_step(model, 2, loss_fn=F.cross_entropy, passes=passes) as step:
             losses = [step(torch.randn(6, 3, 6, 6), target=torch.arange(6) % 5).item() for _ in range(3)]
             said = any("not laid channels-last: " in remark.text for remark in step.program.remarks)
             assert said == (channels_last and make is LooksAtStrides)
@@ -226,11 +200,7 @@ def test_a_compiled_convolutional_net_trains_as_on_one_device() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-class GivesFeatures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
-
+class GivesFeatures(Convolution):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = self.conv(x)
         return self.head(h.relu().mean((2, 3))), h

@@ -2,32 +2,26 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from memory_order import first_in_memory
 from selections import slow
+from tiny_programs import FunctionPass, captured_call
 from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.shards import split_call
-from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.errors import VerifyError
-from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.graph_edits import copied
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import reinfer_type
 from mirrorc.passes import PadProducts, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.torch_internals import is_operator
-from mirrorc.user.optimizer_groups import OptimizerGroups
 from mirrorc.verifier.verifier import Verify
 
 aten = torch.ops.aten
@@ -81,11 +75,7 @@ class Tied(nn.Module):
 
 
 def captured(model: nn.Module, x: torch.Tensor) -> Program:
-    call = flatten_call(["x"], (x,), {"target": torch.arange(len(x)) % 5})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    training_call, state = TrainingCall(model, F.cross_entropy, call.structure), ModelState(model, F.cross_entropy)
-    devices, shards = parse_devices(["cpu:0"]), split_call(call, 1)
-    return capture_program(training_call, call, shards, devices, state, OptimizerGroups([optimizer]), {}).program
+    return captured_call(model, F.cross_entropy, (x,), {"target": torch.arange(len(x)) % 5})
 
 
 @pytest.mark.slow
@@ -140,23 +130,17 @@ def _multiplies_another_matrix(part: fx.Node) -> None:
     "spoil", [_takes_other_columns, _pads_in_front, _pads_another_bias, _multiplies_another_matrix]
 )
 def test_what_is_no_part_of_the_product_is_refused(spoil: Callable[[fx.Node], None]) -> None:
-    @dataclass(frozen=True)
-    class Spoil:
-        name: str = "spoil"
-        input_stage: Stage = Stage.CAPTURED
-        output_stage: Stage = Stage.CAPTURED
-
-        def run(self, program: Program) -> Program:
-            graph = copied(program.shard_graphs[0])
-            spoil(next(node for node in graph.nodes if node.target is aten.slice.Tensor))
-            for node in graph.nodes:
-                if node.op == "call_function" and is_operator(node.target):
-                    reinfer_type(node)
-            return program.evolve(shard_graphs=(graph,))
+    def change(program: Program) -> Program:
+        graph = copied(program.shard_graphs[0])
+        spoil(next(node for node in graph.nodes if node.target is aten.slice.Tensor))
+        for node in graph.nodes:
+            if node.op == "call_function" and is_operator(node.target):
+                reinfer_type(node)
+        return program.evolve(shard_graphs=(graph,))
 
     program = captured(Net(), torch.randn(4, 6))
     with pytest.raises(VerifyError, match=r"is computed in another way than before|has the type|is f32"):
-        run_passes(program, [ALL, Spoil()], [Verify()])
+        run_passes(program, [ALL, FunctionPass(change)], [Verify()])
 
 
 def test_small_products_stay() -> None:

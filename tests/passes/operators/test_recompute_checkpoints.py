@@ -1,14 +1,13 @@
 """The pass recompute-checkpoints, on captured models whose blocks are checkpoints."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_programs import captured_model, targets
+from tiny_programs import FunctionPass, captured_model, targets
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -16,7 +15,7 @@ from mirrorc.analysis.graph.backward import first_of_backward
 from mirrorc.errors import CaptureError, VerifyError
 from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program
 from mirrorc.passes import OutlineRegions, PlanBuckets, RecomputeCheckpoints, RecomputeElementwise
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import Verify
@@ -207,19 +206,6 @@ def test_a_captured_program_keeps_its_checkpoints_in_a_file(tmp_path: Path) -> N
     assert texts[0] == texts[1]
 
 
-@dataclass(frozen=True)
-class Breaks:
-    change: Callable[[fx.Graph], None]
-    name: str = field(default="breaks", init=False)
-    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
-    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
-
-    def run(self, program: Program) -> Program:
-        changed = RecomputeCheckpoints().run(program)
-        self.change(changed.shard_graphs[0])
-        return changed
-
-
 def again(graph: fx.Graph, target: Any) -> fx.Node:
     return next(node for node in calls_to(graph, target) if node.name.endswith("_again"))
 
@@ -241,5 +227,10 @@ def call_another_operator(graph: fx.Graph) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [draw_another_mask, take_another_operand, call_another_operator])
 def test_a_copy_that_is_no_copy_is_refused(change: Callable[[fx.Graph], None]) -> None:
+    def recompute_and_change(program: Program) -> Program:
+        changed = RecomputeCheckpoints().run(program)
+        change(changed.shard_graphs[0])
+        return changed
+
     with pytest.raises(VerifyError, match="dataflow_is_preserved"):
-        run_passes(captured_model(Blocks(), 1), [Breaks(change)], [Verify()])
+        run_passes(captured_model(Blocks(), 1), [FunctionPass(recompute_and_change)], [Verify()])

@@ -6,21 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_programs import captured_call
 from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.shards import split_call
-from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.capture_program import capture_program
-from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.passes import OutlineRegions, PlanBuckets, RecomputeElementwise
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.torch_internals import inductor_decompositions
-from mirrorc.user.optimizer_groups import OptimizerGroups
 from mirrorc.verifier.verifier import Verify
 
 pytestmark = pytest.mark.usefixtures("decomposed")
@@ -81,11 +75,7 @@ def net(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, to
 
 def captured(function: Callable[[torch.Tensor], torch.Tensor]) -> Program:
     model, x = net(function)
-    call = flatten_call(["x"], (x,), {})
-    groups = OptimizerGroups([torch.optim.SGD(model.parameters(), lr=0.1)])
-    training_call, state = TrainingCall(model, None, call.structure), ModelState(model, None)
-    shards, devices = split_call(call, 1), parse_devices(["cpu:0"])
-    return capture_program(training_call, call, shards, devices, state, groups, inductor_decompositions()).program
+    return captured_call(model, None, (x,), {}, decompositions=inductor_decompositions())
 
 
 def kept_by_forward(program: Program, *passes: RecomputeElementwise) -> list[torch.Tensor]:

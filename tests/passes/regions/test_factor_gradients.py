@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_programs import captured_model, handmade, outputs, run_up_to, targets
+from tiny_programs import captured_model, handmade, outputs, run_up_to, sgd_step, targets
 from torch import fx, nn
 from torch.nn import functional as F
 
-import mirrorc
 from mirrorc import World
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
@@ -346,9 +345,8 @@ def test_the_pipeline_tells_whether_parameters_are_shared() -> None:
 def test_a_step_whose_devices_make_no_shares_does_not_say_that_they_do(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 3))
     x, y = torch.randn(4, 400), torch.zeros(4, dtype=torch.int64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"exchange": "dense", **options}
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
+    with sgd_step(model, 2, loss_fn=F.cross_entropy, **options) as step:
         program = step.prepare(x, target=y)
     said = [remark.text for remark in program.remarks if remark.by == "factor-gradients"]
     assert len(said) == 1 and said[0].startswith("no gradient stays factors: ")

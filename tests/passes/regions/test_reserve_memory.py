@@ -7,7 +7,7 @@ import pytest
 import torch
 from saved_programs import assert_same, reload
 from selections import exhaustive, slow
-from tiny_programs import Gated, captured_model, targets
+from tiny_programs import Gated, captured_model, sgd_step, targets
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -115,10 +115,7 @@ def test_what_something_else_reads_stays_out_of_it() -> None:
 def test_steps_and_programs_use_the_same_memory() -> None:
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", passes=pipeline()
-    ) as step:
+    with sgd_step(model, 2, loss_fn=F.cross_entropy, passes=pipeline()) as step:
         memory = step._state.reserved
         seen = []
         for num_examples in (4, 4, 8, 4):

@@ -6,19 +6,14 @@ from typing import Any
 import pytest
 import torch
 from selections import exhaustive, slow
+from tiny_programs import captured_call
 from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
 from mirrorc.analysis.graph.dying_arguments import dying_places, stored_product
-from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.shards import split_call
-from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
-from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program
 from mirrorc.passes import (
@@ -32,7 +27,6 @@ from mirrorc.passes import (
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.torch_internals import inductor_decompositions
-from mirrorc.user.optimizer_groups import OptimizerGroups
 from mirrorc.verifier.rules.gradients import regions_write_only_their_memory
 from mirrorc.verifier.verifier import Verify, verify
 
@@ -105,13 +99,8 @@ def test_not_a_bit_changes(num_devices: int, options: dict[str, Any]) -> None:
 
 
 def outlined() -> Program:
-    model = Tied()
-    call = flatten_call(["x"], (torch.arange(4),), {"target": torch.arange(4)})
-    groups = OptimizerGroups([torch.optim.SGD(model.parameters(), lr=0.1)])
-    training_call, state = TrainingCall(model, F.cross_entropy, call.structure), ModelState(model, F.cross_entropy)
-    captured = capture_program(
-        training_call, call, split_call(call, 1), parse_devices(["cpu:0"]), state, groups, inductor_decompositions()
-    ).program
+    call = {"args": (torch.arange(4),), "kwargs": {"target": torch.arange(4)}}
+    captured = captured_call(Tied(), F.cross_entropy, **call, decompositions=inductor_decompositions())
     passes = [RecomputeElementwise(), PlanBuckets(), OutlineRegions(), PlaceGradients()]
     return run_passes(captured, passes, [Verify()])
 

@@ -1,14 +1,12 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from tiny_programs import MUON, SMALL_BUCKETS, Weight, every_stage, handmade, targets
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade_of_worker, targets
 
 from mirrorc import World
 from mirrorc.analysis.communication.worker_schedule import schedule_hash
-from mirrorc.errors import PassError, VerifyError
+from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.program import Program
@@ -21,10 +19,10 @@ WEIGHTS = [Weight("a", (300,)), Weight("b", (300,)), Weight("c", (2,))]
 
 
 def program_of(world: World, rank: int = 0, weights: list[Weight] = WEIGHTS, **options: Any) -> Program:
-    workers = world.worker(rank)
-    captured = handmade(workers.devices_per_worker[rank], weights).evolve(workers=workers)
     given = {**({} if "packing" in options else SMALL_BUCKETS), "compression": "bfloat16", **options}
-    return run_passes(captured, default_pipeline(over_workers=True, **given), [Verify()])
+    return run_passes(
+        handmade_of_worker(world, rank, weights), default_pipeline(over_workers=True, **given), [Verify()]
+    )
 
 
 def remarks(program: Program) -> list[str]:
@@ -103,22 +101,9 @@ def test_workers_that_compress_otherwise_differ_in_what_they_exchange() -> None:
     assert len(hashes) == 3
 
 
-def test_one_worker_compresses_nothing() -> None:
-    program = run_passes(handmade(2, WEIGHTS), default_pipeline(compression="bfloat16", **SMALL_BUCKETS))
-    assert not any(targets(graph, ops.compress) for graph in program.graphs())
-    assert remarks(program) == ["nothing is compressed: there is one worker, and nothing is sent to others"]
-
-
 def test_another_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"dtype is 'float8': say 'bfloat16' or 'float16'"):
         CompressExchange("float8")
-
-
-def test_it_needs_exchanges() -> None:
-    captured = handmade(1, WEIGHTS).evolve(workers=World(2).worker(0))
-    before = every_stage(captured, over_workers=True, **SMALL_BUCKETS)["share-parameters"]
-    with pytest.raises(PassError, match="'reduce-over-workers' must come before it"):
-        CompressExchange().run(before)
 
 
 @pytest.mark.slow

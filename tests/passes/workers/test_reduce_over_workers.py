@@ -5,7 +5,7 @@ import torch
 from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_programs import MUON, SMALL_BUCKETS, Weight, every_stage, handmade, targets
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, every_stage, handmade, handmade_of_worker, targets
 
 from mirrorc import World
 from mirrorc.analysis.communication.worker_schedule import schedule_hash, worker_schedule
@@ -22,13 +22,8 @@ from mirrorc.verifier.verifier import Verify, verify
 LARGE = [Weight("a", (300,)), Weight("b", (300,)), Weight("c", (2,))]
 
 
-def captured(world: World, rank: int, weights: list[Weight] = LARGE) -> Program:
-    workers = world.worker(rank)
-    return handmade(workers.devices_per_worker[rank], weights).evolve(workers=workers)
-
-
 def before(world: World, rank: int, weights: list[Weight] = LARGE) -> Program:
-    return every_stage_before(captured(world, rank, weights))
+    return every_stage_before(handmade_of_worker(world, rank, weights))
 
 
 def every_stage_before(program: Program, **options: float) -> Program:
@@ -89,16 +84,18 @@ def test_all_sums_are_waited_for_before_the_commit(compiler_pass: ReduceOverWork
 
 @pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"scales_loss": True}, {"check_finite": True}])
 def test_what_looks_at_all_sums_has_them_before_the_commit(options: dict[str, Any]) -> None:
-    program = every_stage(captured(World(2, 2), 0), over_workers=True, **SMALL_BUCKETS, **options)["lower-devices"]
+    program = every_stage(handmade_of_worker(World(2, 2), 0, LARGE), over_workers=True, **SMALL_BUCKETS, **options)[
+        "lower-devices"
+    ]
     verify(program)
     for graph in program.graphs():
         assert max(targets(graph, ops.wait)) < targets(graph, ops.commit)[0] < min(targets(graph, ops.update))
 
 
 def test_a_bound_of_each_element_needs_no_other_sum() -> None:
-    program = every_stage(captured(World(2), 0), over_workers=True, **SMALL_BUCKETS, max_grad_value=1.0)[
-        "lower-devices"
-    ]
+    program = every_stage(
+        handmade_of_worker(World(2), 0, LARGE), over_workers=True, **SMALL_BUCKETS, max_grad_value=1.0
+    )["lower-devices"]
     graph = program.graphs()[0]
     assert max(targets(graph, ops.commit)) < min(targets(graph, ops.wait))
 
@@ -174,7 +171,7 @@ def test_an_optimizer_that_runs_by_itself_gets_sums_over_all_workers(world: Worl
 def test_devices_without_shares_are_refused() -> None:
     pipeline = [one for one in default_pipeline(over_workers=True) if one.name != "share-parameters"]
     with pytest.raises(PassError, match="reduced whole on each of 2 devices, and a worker would send it as often"):
-        run_passes(captured(World(2, 2), 0), pipeline)
+        run_passes(handmade_of_worker(World(2, 2), 0, LARGE), pipeline)
 
 
 def test_what_is_computed_of_a_sum_is_computed_of_the_sum_over_workers() -> None:
@@ -225,7 +222,7 @@ def test_all_workers_of_a_world_have_one_schedule(
     for rank in range(len(per_worker)):
         options = {"bucket_cap_mb": cap / 2**20, "first_bucket_mb": first / 2**20}
         pipeline = default_pipeline(over_workers=True, **options)  # type: ignore[arg-type]
-        program = run_passes(captured(world, rank, weights), pipeline, [Verify()])
+        program = run_passes(handmade_of_worker(world, rank, weights), pipeline, [Verify()])
         assert Property.EXCHANGED in program.properties
         schedules.add((worker_schedule(program), schedule_hash(program)))
         assert len(worker_schedule(program)) == 1 + len(program.buckets)
@@ -236,7 +233,9 @@ def test_all_workers_of_a_world_have_one_schedule(
 def test_another_plan_and_another_world_are_another_schedule() -> None:
     def hash_of(world: World, weights: list[Weight] = LARGE, **options: float) -> str:
         given = {**SMALL_BUCKETS, **options}
-        return schedule_hash(every_stage(captured(world, 0, weights), over_workers=True, **given)["lower-devices"])
+        return schedule_hash(
+            every_stage(handmade_of_worker(world, 0, weights), over_workers=True, **given)["lower-devices"]
+        )
 
     hashes = [
         hash_of(World(2)),

@@ -1,19 +1,17 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from payloads import FirstElements
-from tiny_programs import SMALL_BUCKETS, Weight, every_stage, handmade, targets
+from tiny_programs import SMALL_BUCKETS, Weight, handmade_of_worker, targets
 
 from mirrorc import World
 from mirrorc.analysis.communication.compressed_sums import gradients_of_pack
-from mirrorc.errors import PassError, VerifyError
+from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
 from mirrorc.packing import EqualPacks
-from mirrorc.passes import SendPayload, default_pipeline
+from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import Verify, verify
 
@@ -21,10 +19,10 @@ WEIGHTS = [Weight("a", (30, 40)), Weight("b", (40,)), Weight("c", (3, 4)), Weigh
 
 
 def program_of(world: World, weights: list[Weight] = WEIGHTS, **options: Any) -> Program:
-    workers = world.worker(0)
-    captured = handmade(workers.devices_per_worker[0], weights).evolve(workers=workers)
     options = {"compression": FirstElements(), **options}
-    return run_passes(captured, default_pipeline(over_workers=True, **options), [Verify()])
+    return run_passes(
+        handmade_of_worker(world, weights=weights), default_pipeline(over_workers=True, **options), [Verify()]
+    )
 
 
 def remarks(program: Program) -> str:
@@ -76,12 +74,6 @@ def test_what_looks_at_sums_has_what_all_have_sent(options: dict[str, Any], take
         assert sums and all(own.all_input_nodes[0].target is ops.exchange_payload for own in sums)
 
 
-def test_one_worker_sends_nothing() -> None:
-    program = run_passes(handmade(2, WEIGHTS), default_pipeline(compression=FirstElements()))
-    assert not any(targets(graph, ops.exchange_payload) for graph in program.graphs())
-    assert remarks(program) == "nothing is compressed: there is one worker, and nothing is sent to others"
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -97,10 +89,3 @@ def test_other_keywords_are_refused(words: dict[str, Any], why: str) -> None:
     with pytest.raises(VerifyError) as error:
         verify(program)
     assert why in str(error.value)
-
-
-def test_it_needs_exchanges() -> None:
-    captured = handmade(1, WEIGHTS).evolve(workers=World(2).worker(0))
-    before = every_stage(captured, over_workers=True)["share-parameters"]
-    with pytest.raises(PassError, match="'reduce-over-workers' must come before it"):
-        SendPayload(FirstElements()).run(before)

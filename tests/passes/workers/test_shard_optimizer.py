@@ -5,7 +5,7 @@ import torch
 from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, targets
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade, handmade_of_worker, targets
 from torch import nn
 
 from mirrorc import World
@@ -25,8 +25,7 @@ LARGE = [Weight("a", (300,)), Weight("b", (300,)), Weight("c", (2,))]
 
 
 def captured(world: World, rank: int, weights: list[Weight] = LARGE, *, is_sharded: bool = True) -> Program:
-    workers = dataclasses.replace(world.worker(rank), shards_optimizer=is_sharded)
-    return handmade(workers.devices_per_worker[rank], weights).evolve(workers=workers)
+    return handmade_of_worker(world, rank, weights, is_sharded=is_sharded)
 
 
 def run_until(program: Program, last: str, **options: float) -> Program:

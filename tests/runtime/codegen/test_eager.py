@@ -1,7 +1,5 @@
 """Regions run operator by operator, whatever the layouts of their arguments are."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches are copied to GPUs that run late; the caller fills the same memory with the next batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,9 +8,9 @@ from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
 from late_streams import LateGpu
+from tiny_programs import sgd_step
 from torch.nn import functional as F
 
-import mirrorc
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.execution import executor, losses
 
@@ -85,8 +83,7 @@ def test_a_step_returns_when_its_batch_was_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(losses, "kept_for_caller", lambda loss: done.append(("kept", tuple(loss.shape))))
     monkeypatch.setattr(executor, "can_interleave", lambda program: False)
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with sgd_step(model, 2, loss_fn=F.mse_loss) as step:
         step(torch.ones(4, 3), target=torch.ones(4, 2))
     assert sorted(done[:-2], key=str) == sorted([("copied", (2, 3)), ("copied", (2, 2)), ("waited", None)] * 2, key=str)
     assert done[-2:] == [("kept", ())] * 2, "the caller reads losses that the devices' streams have made"

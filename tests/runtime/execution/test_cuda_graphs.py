@@ -1,7 +1,5 @@
 """How graphs are asked for of torch.cuda, and the memory that they read."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What is advised after a failure of a step is what the user can still do, and what is said to have changed may have changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step queues on its caller's streams, and what the devices' streams wait for, in the order in which a GPU needs it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What regions do with memory, on graphs written by hand and on what Inductor makes of them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

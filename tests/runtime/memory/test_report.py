@@ -1,7 +1,5 @@
 """The report's sums and its text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from mirrorc.runtime.memory.report import ActivationPeak, DeviceMemory, HeldMemory, LiveValue, MemoryReport

@@ -1,7 +1,5 @@
 """Handmade records: what each figure is, exactly, and what is advised."""
 
-from __future__ import annotations
-
 import operator
 import random
 import re
@@ -210,17 +208,19 @@ def ether() -> Iterator[str]:
     unregister_link("ether")
 
 
+HALVES = [
+    Weight("fc1", (MEBIBYTE,)),
+    Weight("fc2", (3, MEBIBYTE)),
+    Weight("fc3", (4, MEBIBYTE)),
+    Weight("fc4", (1024,)),
+]
+
+
 @pytest.mark.parametrize("link", ["nccl", "ether"])
 @pytest.mark.usefixtures("ether")
 def test_a_last_bucket_that_nothing_hides(link: str) -> None:
     """Bucket 0 is of 4 KiB and arrives meanwhile; bucket 1, of 8 MiB in equal halves, takes 4 ms after backward."""
-    halves = [
-        Weight("fc1", (MEBIBYTE,)),
-        Weight("fc2", (3, MEBIBYTE)),
-        Weight("fc3", (4, MEBIBYTE)),
-        Weight("fc4", (1024,)),
-    ]
-    program = program_of(2, halves, link=link, bucket_cap_mb=8, first_bucket_mb=0.05)
+    program = program_of(2, HALVES, link=link, bucket_cap_mb=8, first_bucket_mb=0.05)
     assert [bucket.num_bytes for bucket in program.buckets] == [4096, 8 * 2**20]
     own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
     found = explained(program, own, own)
@@ -232,13 +232,7 @@ def test_a_last_bucket_that_nothing_hides(link: str) -> None:
 
 
 def test_no_smaller_last_bucket_on_a_link_that_moves_nothing_before_the_wait() -> None:
-    halves = [
-        Weight("fc1", (MEBIBYTE,)),
-        Weight("fc2", (3, MEBIBYTE)),
-        Weight("fc3", (4, MEBIBYTE)),
-        Weight("fc4", (1024,)),
-    ]
-    program = program_of(2, halves, bucket_cap_mb=8, first_bucket_mb=0.05)
+    program = program_of(2, HALVES, bucket_cap_mb=8, first_bucket_mb=0.05)
     own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
     found = explained(program, own, own)
     assert found.buckets[1].transfer_ms == 4.0 and found.advice.startswith(

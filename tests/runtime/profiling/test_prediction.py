@@ -1,7 +1,5 @@
 """What is learned from steps of one plan of buckets foretells steps of other plans, where calls take what is assumed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

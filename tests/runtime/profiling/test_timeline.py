@@ -1,7 +1,5 @@
 """Traces are valid, and show what was recorded."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -9,6 +9,7 @@ import pytest
 import torch
 from interrupts import Interrupter, fail, interrupt, python_handles_interrupts
 from lockstep import Lockstep
+from tiny_programs import sgd_step
 from torch import nn
 from torch.nn import functional as F
 
@@ -44,8 +45,7 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_buffer_that_was_replaced_before_a_refused_call_is_used_by_the_next_one() -> None:
     torch.manual_seed(0)
     model, x = Scaled(), torch.randn(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+    with sgd_step(model, 2, lr=0.0) as step:
         step(x)
         model.a.data, kept = torch.full((4,), 3.0), model.b.data
         model.b.data = torch.ones(1)
@@ -59,9 +59,8 @@ def test_a_buffer_that_was_replaced_before_a_refused_call_is_used_by_the_next_on
 def test_an_interrupt_while_memory_is_laid_out_does_not_break_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = {"input": torch.randn(8, 4), "target": torch.randn(8, 64)}
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with sgd_step(model, 2, loss_fn=F.mse_loss) as step:
         with monkeypatch.context() as patch:
             patch.setattr(bucket_optimizers, "FlatOptimizer", once(bucket_optimizers.FlatOptimizer))
             with pytest.raises(KeyboardInterrupt):

@@ -1,113 +1,91 @@
 """Gradients of several calls over several workers: the update is that of one process on all examples of all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import selections
 from worker_habits import reference
-from worker_processes import LazyOutcomes, free_port, told
+from worker_processes import LazyOutcomes, workers
+from worker_training import assert_values, training
 
 CASES: dict[str, dict[str, Any]] = {
-    "2 x 1": {
-        "model": "mlp",
-        "devices": [1, 1],
-        "calls": [
+    "2 x 1": training(
+        [1, 1],
+        calls=[
             *(["accumulate", [4, 2]], ["accumulate", [1, 2]], ["step", [1, 4]], ["step", [1, 4]]),
             *(["accumulate", [0, 2]], ["zero_grad", [1, 4]], ["accumulate", [4, 0]], ["step", [1, 4]]),
         ],
-    },
-    "2 x 2, factors": {
-        "model": "table",
-        "devices": [2, 2],
-        "calls": [
+    ),
+    "2 x 2, factors": training(
+        [2, 2],
+        model="table",
+        calls=[
             *(["step", [4, 3]], ["accumulate", [4, 5]], ["step", [4, 3]]),
             *(["step", [4, 3]], ["accumulate", [4, 5]], ["step", [4, 3]]),
         ],
-        "options": {"exchange": "factors", "clip_grad_norm": 0.1},
-    },
-    "3 x (1, 2, 1)": {
-        "model": "mlp",
-        "optimizer": "SGD",
-        "devices": [1, 2, 1],
-        "calls": [["accumulate", [3, 5, 2]], ["accumulate", [0, 1, 4]], ["step", [1, 2, 3]], ["step", [1, 2, 3]]],
-    },
-    "dealt out": {
-        "model": "mlp",
-        "devices": [1, 2, 1],
-        "calls": [["step", [3, 2, 4]], ["accumulate", [3, 5, 2]], ["step", [1, 2, 3]], ["step", [1, 2, 3]]],
-        "options": {"shard_optimizer": True, "check_replicas_every": 1},
-    },
-    "sum": {
-        "model": "mlp",
-        "optimizer": "SGD",
-        "devices": [1, 1],
-        "calls": [["accumulate", [1, 2]], ["step", [2, 1]]],
-        "is_sum": True,
-    },
-    "dropped by one": {  # others keep gradients, also of more calls
-        "model": "mlp",
-        "devices": [1, 1],
-        "calls": [
+        options={"exchange": "factors", "clip_grad_norm": 0.1},
+    ),
+    "3 x (1, 2, 1)": training(
+        [1, 2, 1],
+        optimizer="SGD",
+        calls=[["accumulate", [3, 5, 2]], ["accumulate", [0, 1, 4]], ["step", [1, 2, 3]], ["step", [1, 2, 3]]],
+    ),
+    "dealt out": training(
+        [1, 2, 1],
+        calls=[["step", [3, 2, 4]], ["accumulate", [3, 5, 2]], ["step", [1, 2, 3]], ["step", [1, 2, 3]]],
+        options={"shard_optimizer": True, "check_replicas_every": 1},
+    ),
+    "sum": training([1, 1], optimizer="SGD", calls=[["accumulate", [1, 2]], ["step", [2, 1]]], is_sum=True),
+    "dropped by one": training(
+        [1, 1],
+        calls=[
             *(["accumulate", [4, 2]], ["nothing", [1, 1], [0, "zero_grad"]], ["step", [2, 5]], ["accumulate", [4, 2]]),
             *(["nothing", [1, 1], [1, "zero_grad"]], ["accumulate", [3, 1]], ["step", [2, 5]]),
         ],
-        "options": {"exchange": "factors"},
-    },
-    "left": {
-        "model": "mlp",
-        "devices": [1, 2, 1],
-        "calls": [
+        options={"exchange": "factors"},
+    ),  # others keep gradients, also of more calls
+    "left": training(
+        [1, 2, 1],
+        calls=[
             *(["accumulate", [3, 4, 2]], ["accumulate", [3, 4, 0]], ["step", [3, 4, 0]], ["accumulate", [3, 4, 0]]),
             *(["step", [3, 0, 0]], ["step", [3, 0, 0]], ["accumulate", [3, 0, 0]], ["step", [3, 0, 0]]),
         ],
-        "joins": True,
-    },
-    "recovers": {
-        "model": "mlp",
-        "devices": [1, 1],
-        "calls": [
+        joins=True,
+    ),
+    "recovers": training(
+        [1, 1],
+        calls=[
             *(["accumulate", [4, 2]], ["accumulate", [4, 2], [1, "fails"]], ["accumulate", [4, 2]]),
             *(["step", [2, 5], [0, "fails"]], ["step", [2, 5]]),
         ],
-    },
+    ),
 }
 FAST = ("2 x 1", "left", "recovers", "alone")
-ALONE: dict[str, Any] = {  # the first call is one in which all tell each other what they may send as factors
-    "model": "mlp",
-    "devices": [1, 1],
-    "calls": [
+ALONE: dict[str, Any] = training(
+    [1, 1],
+    calls=[
         *(["step", [2, 2], [1, "accumulate"]], ["step", [2, 2]], ["accumulate", [2, 3]]),
         *(["accumulate", [2, 3], [0, "step"]], ["step", [2, 2]]),
     ],
-    "options": {"exchange": "factors"},
-}
-
-
-def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
-    size, port = len(given["devices"]), free_port()
-    own = [{"variables": told(rank, size, port), "calls": given} for rank in range(size)]
-    return [*own, *[None] * (num_processes - size)]
+    options={"exchange": "factors"},
+)  # the first call is one in which all tell each other what they may send as factors
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases = {name: run(given) for name, given in (CASES | {"alone": ALONE}).items()}
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=200)
+    cases = {name: workers("calls", given) for name, given in (CASES | {"alone": ALONE}).items()}
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
 
 
-def assert_as_in_one_process(workers: list[Any], given: dict[str, Any]) -> None:
+def assert_as_in_one_process(outcomes: list[Any], given: dict[str, Any]) -> None:
     losses, values = reference(given)
-    for rank, own in enumerate(workers):
+    for rank, own in enumerate(outcomes):
         calls = zip(own["losses"], losses, strict=False)  # one that has left makes fewer
         for loss, expected in calls:
             assert expected is None or loss == pytest.approx(expected, rel=1e-9), rank
-        assert own["values"].keys() == values.keys()
-        for name, expected in values.items():
-            assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11), (rank, name)
-        assert own["values"] == workers[0]["values"]
+        assert_values(own["values"], values)
+        assert own["values"] == outcomes[0]["values"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Steps over workers that send sums in a narrower dtype, beside plain PyTorch that rounds gradients and their sum alike."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,69 +8,46 @@ import pytest
 import selections
 import torch
 from torch import nn
-from worker_processes import LazyOutcomes, free_port, outcomes, told
-from worker_training import batch, made, reference, values_of
+from worker_processes import LazyOutcomes, outcome, workers
+from worker_training import assert_values, batch, made, reference, training, values_of
 
 CASES: dict[str, dict[str, Any]] = {
-    "2 x 1": {"devices": [1, 1], "sizes": [[4, 4], [4, 2]], "compression": "bfloat16"},
-    "2 x 2": {"devices": [2, 2], "sizes": [[6, 1]], "compression": "float16", "optimizer": "SGD"},
-    "packs": {"devices": [1, 2], "sizes": [[4, 4], [0, 5]], "compression": "bfloat16", "options": {"packing": 3}},
-    "bound": {
-        "devices": [2, 1],
-        "sizes": [[4, 3]],
-        "compression": "float16",
-        "options": {"clip_grad_norm": 0.1, "check_finite": True, "early_update": False},
-    },
-    "several buckets": {
-        "devices": [1, 1],
-        "sizes": [[4, 4]],
-        "compression": "bfloat16",
-        "options": {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
-    },
-    "parts": {
-        "devices": [1, 1],
-        "sizes": [[6, 4]],
-        "compression": "bfloat16",
-        "options": {"microbatches": 2, "check_replicas_every": 1},
-    },
-    "by itself": {  # an optimizer that does not work element by element
-        "devices": [2, 1],
-        "sizes": [[4, 4], [5, 3]],
-        "compression": "bfloat16",
-        "optimizer": "Adafactor",
-        "options": {"check_replicas_every": 1},
-    },
-    "recovers": {
-        "devices": [1, 2],
-        "sizes": [[4, 4]],
-        "compression": "bfloat16",
-        "optimizer": "SGD",
-        "steps": 3,
-        "faults": [[0, 1, "operator"]],
-    },
+    "2 x 1": training([1, 1], [[4, 4], [4, 2]], compression="bfloat16"),
+    "2 x 2": training([2, 2], [[6, 1]], compression="float16", optimizer="SGD"),
+    "packs": training([1, 2], [[4, 4], [0, 5]], compression="bfloat16", options={"packing": 3}),
+    "bound": training(
+        [2, 1],
+        [[4, 3]],
+        compression="float16",
+        options={"clip_grad_norm": 0.1, "check_finite": True, "early_update": False},
+    ),
+    "several buckets": training(
+        [1, 1], [[4, 4]], compression="bfloat16", options={"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
+    ),
+    "parts": training([1, 1], [[6, 4]], compression="bfloat16", options={"microbatches": 2, "check_replicas_every": 1}),
+    "by itself": training(
+        [2, 1], [[4, 4], [5, 3]], compression="bfloat16", optimizer="Adafactor", options={"check_replicas_every": 1}
+    ),  # an optimizer that does not work element by element
+    "recovers": training(
+        [1, 2], [[4, 4]], compression="bfloat16", optimizer="SGD", steps=3, faults=[[0, 1, "operator"]]
+    ),
 }
-THREE = {"devices": [1, 2, 1], "sizes": [[4, 5, 3]], "compression": "bfloat16", "optimizer": "SGD", "steps": 6}
-APART = {"devices": [1, 1], "sizes": [[4, 4]], "compression": "bfloat16", "steps": 1}
+THREE = training([1, 2, 1], [[4, 5, 3]], compression="bfloat16", optimizer="SGD", steps=6)
+APART = training([1, 1], [[4, 4]], compression="bfloat16", steps=1)
 SLOW = ("2 x 1", "packs", "bound", "parts", "by itself")
 
 
 def given_to_workers(case: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     options = {"exchange": "dense", "compression": case["compression"], **case.get("options", {}), **more}
-    return {**case, "model": "mlp", "options": options}
-
-
-def run(given: dict[str, Any], port: int) -> list[Any]:
-    size = len(given["devices"])
-    own = [{"variables": told(rank, size, port), "train": given} for rank in range(size)]
-    return [*own, *[None] * (3 - size)]
+    return {**case, "options": options}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases = {name: run(given_to_workers(case), free_port()) for name, case in (CASES | {"three": THREE}).items()}
-    cases["apart"] = run(given_to_workers(APART), free_port())
+    cases = {name: workers("train", given_to_workers(case)) for name, case in (CASES | {"three": THREE}).items()}
+    cases["apart"] = workers("train", given_to_workers(APART))
     cases["apart"][1]["train"] = given_to_workers(APART, compression="float16")
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW), limit_seconds=250)
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW))
 
 
 def simulated(case: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -97,19 +72,13 @@ def simulated(case: Mapping[str, Any]) -> dict[str, list[float]]:
     return values_of(model)
 
 
-def assert_close(own: dict[str, list[float]], expected: dict[str, list[float]], rel: float, abs: float) -> None:
-    assert own.keys() == expected.keys()
-    for name, values in expected.items():
-        assert own[name] == pytest.approx(values, rel=rel, abs=abs), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but([one for one in CASES if one not in SLOW], list(CASES)))
 def test_gradients_are_rounded_on_their_worker_and_once_more_in_the_sum(found: Mapping[str, Any], case: str) -> None:
     first, second = found[case][:2]
     assert first["values"] == second["values"]
-    assert_close(first["values"], simulated(CASES[case]), rel=1e-9, abs=1e-12)
-    exact = reference({**CASES[case], "model": "mlp"}, range(CASES[case].get("steps", 4)))[1]
+    assert_values(first["values"], simulated(CASES[case]), rel=1e-9, abs=1e-12)
+    exact = reference(CASES[case], range(CASES[case].get("steps", 4)))[1]
     assert any(own != pytest.approx(exact[name], rel=1e-9, abs=1e-12) for name, own in first["values"].items())
 
 
@@ -117,8 +86,8 @@ def test_gradients_are_rounded_on_their_worker_and_once_more_in_the_sum(found: M
 def test_three_workers_have_equal_bits_near_the_exact_ones(found: Mapping[str, Any]) -> None:
     first, *others = found["three"]
     assert all(other["values"] == first["values"] for other in others)
-    _, exact = reference({**THREE, "model": "mlp"}, range(THREE["steps"]))
-    assert_close(first["values"], exact, rel=0.02, abs=0.005)
+    _, exact = reference(THREE, range(THREE["steps"]))
+    assert_values(first["values"], exact, rel=0.02, abs=0.005)
 
 
 def test_a_failed_step_leaves_all_as_it_was(found: Mapping[str, Any]) -> None:
@@ -142,15 +111,7 @@ def test_workers_that_compress_otherwise_are_refused_by_all(found: Mapping[str, 
 
 
 def test_a_worker_that_leaves_early_adds_nothing(tmp_path: Any) -> None:
-    case = {
-        "devices": [1, 1],
-        "sizes": [[4, 4], [3, 0], [5, 0]],
-        "compression": "bfloat16",
-        "optimizer": "SGD",
-        "decay": 1.0,
-    }
-    given = given_to_workers(case)
-    processes = [{"variables": told(rank, 2, port), "join": given} for port in [free_port()] for rank in range(2)]
-    first, second = outcomes(tmp_path, {"it": processes})["it"]
+    case = training([1, 1], [[4, 4], [3, 0], [5, 0]], compression="bfloat16", optimizer="SGD", decay=1.0)
+    first, second = outcome(tmp_path, workers("join", given_to_workers(case), num_processes=2))
     assert first["values"] == second["values"]
-    assert_close(first["values"], simulated({**case, "steps": 3}), rel=1e-9, abs=1e-12)
+    assert_values(first["values"], simulated({**case, "steps": 3}), rel=1e-9, abs=1e-12)

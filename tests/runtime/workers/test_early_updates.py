@@ -1,38 +1,28 @@
 """Buckets that are updated while others are in flight: a failure in between leaves parameters between two steps, and says so."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import selections
-from worker_processes import LazyOutcomes, free_port, outcomes, told
-from worker_training import reference
+from worker_processes import LazyOutcomes, outcomes, workers
+from worker_training import assert_values, reference, training
 
 CASES: dict[str, dict[str, Any]] = {
-    "2 x 1": {"devices": [1, 1], "sizes": [[4, 3]], "culprit": 1},
-    "2 x 2, the chief": {"devices": [2, 2], "sizes": [[4, 3]], "culprit": 0, "optimizer": "SGD"},
-    "(1, 2, 1)": {"devices": [1, 2, 1], "sizes": [[3, 4, 2]], "culprit": 1},
+    "2 x 1": training([1, 1], [[4, 3]], culprit=1),
+    "2 x 2, the chief": training([2, 2], [[4, 3]], culprit=0, optimizer="SGD"),
+    "(1, 2, 1)": training([1, 2, 1], [[3, 4, 2]], culprit=1),
 }
 
 DEALT: dict[str, dict[str, Any]] = {  # new parameters are lost, and not sums
-    "dealt out, 2 x 1": {"devices": [1, 1], "sizes": [[4, 3]], "culprit": 1, "options": {"shard_optimizer": True}},
-    "dealt out, clipped, (1, 2, 1)": {
-        "devices": [1, 2, 1],
-        "sizes": [[3, 4, 2]],
-        "culprit": 1,
-        "options": {"shard_optimizer": True, "clip_grad_norm": 0.1},
-    },
+    "dealt out, 2 x 1": training([1, 1], [[4, 3]], culprit=1, options={"shard_optimizer": True}),
+    "dealt out, clipped, (1, 2, 1)": training(
+        [1, 2, 1], [[3, 4, 2]], culprit=1, options={"shard_optimizer": True, "clip_grad_norm": 0.1}
+    ),
 }
 LOST = CASES | DEALT
 FAST = ("2 x 2, the chief", "dealt out, 2 x 1", "update")
-
-
-def each(size: int, **given: Any) -> list[Any]:
-    port = free_port()
-    return [*({"variables": told(rank, size, port), **given} for rank in range(size)), *[None] * (3 - size)]
 
 
 def cases(folder: Any, strikes: str, given: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
@@ -40,22 +30,16 @@ def cases(folder: Any, strikes: str, given: dict[str, dict[str, Any]]) -> dict[s
     for number, (name, own) in enumerate(given.items()):
         own_folder = folder / f"case-{number}"
         own_folder.mkdir()
-        lose = {**own, "strikes": strikes, "folder": str(own_folder)}
-        found[name] = each(len(own["devices"]), lose=lose)
+        found[name] = workers("lose", {**own, "strikes": strikes, "folder": str(own_folder)})
     return found
 
 
 SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
 TRAINED: dict[str, dict[str, Any]] = {
-    "2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [5, 2]]},
-    "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[6, 1]], "optimizer": "SGD"},
-    "(1, 2, 1)": {"model": "random", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [1, 2, 4]]},
-    "factors, 2 x 2": {
-        "model": "mlp",
-        "devices": [2, 2],
-        "sizes": [[4, 3]],
-        "options": {"exchange": "factors"},
-    },
+    "2 x 1": training([1, 1], [[4, 4], [5, 2]]),
+    "2 x 2": training([2, 2], [[6, 1]], optimizer="SGD"),
+    "(1, 2, 1)": training([1, 2, 1], [[3, 5, 2], [1, 2, 4]], model="random"),
+    "factors, 2 x 2": training([2, 2], [[4, 3]], options={"exchange": "factors"}),
 }
 
 
@@ -69,9 +53,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     for case, own in TRAINED.items():
         for early in (True, False):
             options = {"exchange": "dense", **SMALL, **own.get("options", {}), "early_update": early}  # "auto" measures
-            given[f"{case} {early}"] = each(len(own["devices"]), train={**own, "options": options})
+            given[f"{case} {early}"] = workers("train", {**own, "options": options})
     fast = [name for name in given if name.rpartition(" ")[0] in FAST_TRAINED]
-    return LazyOutcomes(tmp_path_factory.mktemp, given, fast, limit_seconds=200)
+    return LazyOutcomes(tmp_path_factory.mktemp, given, fast)
 
 
 @pytest.mark.parametrize("case", selections.slow_but(FAST_TRAINED, TRAINED))
@@ -87,7 +71,7 @@ def test_early_updates_give_the_same_bits(trained: Mapping[str, Any], case: str)
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     folder, other = tmp_path_factory.mktemp("cut"), tmp_path_factory.mktemp("update")
     given = cases(folder, "cut", LOST) | {"update": cases(other, "update", {"it": CASES["2 x 1"]})["it"]}
-    return LazyOutcomes(tmp_path_factory.mktemp, given, FAST, limit_seconds=200)
+    return LazyOutcomes(tmp_path_factory.mktemp, given, FAST)
 
 
 @pytest.fixture
@@ -107,11 +91,10 @@ def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(fa
     said = other["refused"].pop("step")
     assert "it raised ExecutionError: parameters are between" in said or "the connection" in said
     assert set(other["refused"].values()) == {"nothing"}
-    losses, values = reference({**CASES["2 x 1"], "model": "mlp"}, range(4))
+    losses, values = reference(CASES["2 x 1"], range(4))
     for own in (other, culprit):
         assert own["losses"] == pytest.approx(losses, rel=1e-12)
-        for name, value in values.items():
-            assert own["values"][name] == pytest.approx(value, rel=1e-9, abs=1e-11), name
+        assert_values(own["values"], values)
 
 
 @pytest.mark.slow
@@ -163,16 +146,15 @@ def test_nothing_uses_shows_or_saves_them_until_all_is_restored(found: Mapping[s
 
 @pytest.mark.parametrize("case", selections.slow_but(FAST, LOST))
 def test_training_goes_on_from_what_was_restored(found: Mapping[str, Any], case: str) -> None:
-    losses, values = reference({**LOST[case], "model": "mlp"}, range(4))
+    losses, values = reference(LOST[case], range(4))
     for own in found[case][: len(LOST[case]["devices"])]:
         assert own["losses"] == pytest.approx(losses, rel=1e-12)
-        for name, value in values.items():
-            assert own["values"][name] == pytest.approx(value, rel=1e-9, abs=1e-11), name
+        assert_values(own["values"], values)
 
 
 @pytest.mark.slow
 def test_the_survivors_of_a_killed_worker_say_what_was_updated(tmp_path: Any) -> None:
-    given = {"it": {"devices": [1, 2, 1], "sizes": [[3, 4, 2]], "culprit": 2}}
+    given = {"it": training([1, 2, 1], [[3, 4, 2]], culprit=2)}
     own = outcomes(tmp_path, cases(tmp_path, "kill", given), num_ended=1)["it"]
     for survivor in own[:2]:
         assert survivor["failed"].startswith("CommunicationError: training call 3 has failed: worker 2 (")

@@ -1,7 +1,5 @@
 """Workers whose data ends at different times: those that have left take part until all have, and all are as one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,60 +7,20 @@ import pytest
 import selections
 import torch
 from two_steps import adversaries_on_one_device
-from worker_processes import LazyOutcomes, free_port, outcomes, told
-from worker_training import reference
+from worker_processes import LazyOutcomes, outcome, workers
+from worker_training import assert_training, reference, training
 
 CASES: dict[str, dict[str, Any]] = {
-    "uneven": {
-        "model": "mlp",
-        "devices": [1, 2, 1],
-        "sizes": [[3, 5, 2], [3, 5, 2], [3, 5, 0], [3, 0, 0], [3, 0, 0]],
-        "decay": 0.7,
-        "more": [[3, 5, 2]],
-    },
-    "the chief leaves": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 5], [0, 5], [0, 5]], "decay": 0.7},
-    "factors": {
-        "model": "table",
-        "devices": [1, 1],
-        "sizes": [[3, 5], [0, 5], [0, 5]],
-        "decay": 0.7,
-        "options": {"exchange": "factors"},
-    },
-    "factors, prepared": {
-        "model": "mlp",
-        "devices": [1, 1],
-        "sizes": [[3, 0], [3, 0]],
-        "decay": 0.7,
-        "prepares": True,
-        "options": {"exchange": "factors"},
-    },
-    "statistics": {"model": "random", "devices": [1, 1], "sizes": [[4, 6], [4, 0], [4, 0]], "decay": 1.0},
-    "late": {
-        "model": "mlp",
-        "devices": [1, 1],
-        "sizes": [[3, 2], [3, 0]],
-        "decay": 0.7,
-        "pause": 5.0,
-        "options": {"timeout_seconds": 2.0},
-    },
-    "late, prepared": {
-        "model": "mlp",
-        "devices": [1, 1],
-        "sizes": [[3, 0]],
-        "decay": 0.7,
-        "pause": 3.5,
-        "prepares": True,
-        "options": {"timeout_seconds": 1.0},
-    },
-    "raises": {
-        "model": "mlp",
-        "devices": [1, 1],
-        "sizes": [[3, 5], [3, 0], [3, 0]],
-        "decay": 0.7,
-        "fault": [0, 2, "raise"],
-    },
-    "never": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 0], [3, 0]], "decay": 0.7},
-    "prepared": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 0], [3, 0]], "decay": 0.7, "prepares": True},
+    "uneven": training([1, 2, 1], [[3, 5, 2], [3, 5, 2], [3, 5, 0], [3, 0, 0], [3, 0, 0]], decay=0.7, more=[[3, 5, 2]]),
+    "the chief leaves": training([1, 1], [[3, 5], [0, 5], [0, 5]], decay=0.7),
+    "factors": training([1, 1], [[3, 5], [0, 5], [0, 5]], model="table", decay=0.7, options={"exchange": "factors"}),
+    "factors, prepared": training([1, 1], [[3, 0], [3, 0]], decay=0.7, prepares=True, options={"exchange": "factors"}),
+    "statistics": training([1, 1], [[4, 6], [4, 0], [4, 0]], model="random", decay=1.0),
+    "late": training([1, 1], [[3, 2], [3, 0]], decay=0.7, pause=5.0, options={"timeout_seconds": 2.0}),
+    "late, prepared": training([1, 1], [[3, 0]], decay=0.7, pause=3.5, prepares=True, options={"timeout_seconds": 1.0}),
+    "raises": training([1, 1], [[3, 5], [3, 0], [3, 0]], decay=0.7, fault=[0, 2, "raise"]),
+    "never": training([1, 1], [[3, 0], [3, 0]], decay=0.7),
+    "prepared": training([1, 1], [[3, 0], [3, 0]], decay=0.7, prepares=True),
 }
 TWO = ("together", "other", "gone", "nested", "within", "gathers", "in turn", "closed")  # see `two_steps`
 
@@ -70,25 +28,11 @@ PARITY = ("uneven", "the chief leaves", "late", "late, prepared", "prepared", "f
 SLOW = ("factors, prepared", "late", "late, prepared", "within", "gathers", "in turn", "closed")
 
 
-def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
-    size, port = len(given["devices"]), free_port()
-    own = [{"variables": told(rank, size, port), "join": given} for rank in range(size)]
-    return [*own, *[None] * (num_processes - size)]
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases = {name: run(given) for name, given in CASES.items()}
-    for how in TWO:
-        port = free_port()
-        cases[how] = [*({"variables": told(rank, 2, port), "two": how} for rank in range(2)), None]
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW), limit_seconds=150)
-
-
-def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
-    assert own.keys() == expected.keys()
-    for name, values in expected.items():
-        assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
+    cases = {name: workers("join", given) for name, given in CASES.items()}
+    cases |= {how: workers("two", how, size=2) for how in TWO}
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW))
 
 
 @pytest.mark.slow
@@ -98,8 +42,7 @@ def test_workers_that_have_left_make_the_updates_of_all(found: Mapping[str, Any]
     losses, values = reference(given, range(len(given["sizes"])))
     for rank, own in enumerate(found[case][: len(given["devices"])]):
         num_own = sum(sizes[rank] > 0 for sizes in given["sizes"])
-        assert own["losses"] == pytest.approx(losses[:num_own], rel=1e-9)
-        assert_equal(own["values"], values)
+        assert_training(own, losses[:num_own], values)
         assert own["rate"] == pytest.approx(0.05 * 0.7**num_own), "its scheduler stands still"
 
 
@@ -184,23 +127,15 @@ def test_a_worker_that_has_closed_its_prepared_step_is_not_waited_for(found: Map
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_ends_those_that_have_left(tmp_path: Any) -> None:
-    given = {
-        "model": "mlp",
-        "devices": [1, 1],
-        "sizes": [[3, 5], [0, 5], [0, 5]],
-        "decay": 0.7,
-        "fault": [1, 2, "kill"],
-    }
-    one = outcomes(tmp_path, {"it": run(given, 2)}, num_ended=1)["it"][0]
+    given = training([1, 1], [[3, 5], [0, 5], [0, 5]], decay=0.7, fault=[1, 2, "kill"])
+    one = outcome(tmp_path, workers("join", given, num_processes=2), num_ended=1)[0]
     assert "training call 3 has failed: worker 1 (" in one["error"]
     assert "No parameter was changed. End all workers" in one["error"]
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_in_a_block_of_two_steps_ends_those_that_have_left_it(tmp_path: Any) -> None:
-    port = free_port()
-    case = [{"variables": told(rank, 2, port), "two": "killed"} for rank in range(2)]
-    one = outcomes(tmp_path, {"it": case}, num_ended=1)["it"][0]
+    one = outcome(tmp_path, workers("two", "killed", 2, num_processes=2), num_ended=1)[0]
     assert (
         one["refused"].startswith("CommunicationError: training call ") and " has failed: worker 1 (" in one["refused"]
     )

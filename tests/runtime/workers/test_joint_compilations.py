@@ -1,7 +1,5 @@
 """Steps that workers compile together: one that fails on a worker fails on all at once, and the next one is as if it had not."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 from selections import slow_but
-from worker_processes import LazyOutcomes, free_port, outcomes, told
+from worker_processes import LazyOutcomes, free_port, outcome, told, workers
 
 GOOD = ["", "", ""]
 ATTEMPTS: dict[str, list[list[str]]] = {
@@ -41,11 +39,8 @@ FAILED = "failed in mirrorc.compile, which all workers call together: "
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases: dict[str, list[Any]] = {}
-    for name, attempts in (ATTEMPTS | DIFFER).items():
-        port = free_port()
-        cases[name] = [{"variables": told(rank, 3, port), "compiles": attempts} for rank in range(3)]
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=120)
+    cases = {name: workers("compiles", attempts, size=3) for name, attempts in (ATTEMPTS | DIFFER).items()}
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
 
 
 def of_each(found: Mapping[str, Any], case: str) -> list[tuple[Any, ...]]:
@@ -92,9 +87,8 @@ def test_those_who_wait_in_their_first_call_are_told_why_one_fails_before_it_has
 
 
 def test_a_worker_that_ends_before_it_comes_to_compile_is_named_to_all_others(tmp_path: Path) -> None:
-    port, attempts = free_port(), [GOOD, ["", "", "kill"]]
-    cases: dict[str, list[Any]] = {"": [{"variables": told(r, 3, port), "compiles": attempts} for r in range(3)]}
-    (_, first), (_, second) = (own["attempts"] for own in outcomes(tmp_path, cases, num_ended=1)[""])
+    case = workers("compiles", [GOOD, ["", "", "kill"]], size=3)
+    (_, first), (_, second) = (own["attempts"] for own in outcome(tmp_path, case, num_ended=1))
     assert first.startswith("CommunicationError: worker 2 ") and first == second
     assert first.endswith(
         "does not come to mirrorc.compile: its process has ended. End all workers, and start them again"
@@ -113,18 +107,18 @@ mirrorc.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), lo
 @pytest.mark.slow
 def test_what_ends_the_script_of_a_worker_that_has_joined_is_told_to_those_who_compile() -> None:
     port = free_port()
-    workers = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", ENDS], env={**os.environ, **told(rank, 2, port)}, stderr=subprocess.PIPE, text=True
         )
         for rank in range(2)
     ]
     try:
-        said = [worker.communicate(timeout=100)[1] for worker in workers]
+        said = [process.communicate(timeout=100)[1] for process in processes]
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
     assert "ValueError: there is no data" in said[1]
     assert "CommunicationError: worker 1 " in said[0]
     assert "does not come to mirrorc.compile: its process has ended, after ValueError: there is no data. End" in said[0]

@@ -1,24 +1,29 @@
 """Steps over several workers, which are processes on this machine: they are those of one process on the batches of all."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy
 import pytest
 import selections
-from worker_processes import LazyOutcomes, free_port, outcomes, told
-from worker_training import evaluation, in_one_process, reference, reference_by_shard
+from worker_processes import LazyOutcomes, outcome, workers
+from worker_training import (
+    assert_training,
+    assert_values,
+    evaluation,
+    in_one_process,
+    reference,
+    reference_by_shard,
+    training,
+)
 
 FACTORS = {"options": {"exchange": "factors"}}
 CASES: dict[str, dict[str, Any]] = {
-    "2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 2]], "stepped": 1, "evaluates": True},
-    "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD"},
-    "3 x (1, 2, 1)": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [3, 1, 2]]},
-    "checkpointed": {"model": "checkpointed", "devices": [1, 1], "sizes": [[4, 3]], "optimizer": "SGD"},
+    "2 x 1": training([1, 1], [[4, 4], [4, 2]], stepped=1, evaluates=True),
+    "2 x 2": training([2, 2], [[4, 4], [7, 1]], optimizer="SGD"),
+    "3 x (1, 2, 1)": training([1, 2, 1], [[3, 5, 2], [3, 1, 2]]),
+    "checkpointed": training([1, 1], [[4, 3]], model="checkpointed", optimizer="SGD"),
     "one recomputes": {
         "model": "wide",
         "devices": [1, 1],
@@ -26,23 +31,23 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": "SGD",
         "options": {"activation_memory": 400_000},  # 40 examples take more, 30 do not
     },
-    "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "steps": 6, "optimizer": "SGD"},
-    "rows": {"model": "rows", "devices": [2, 1], "sizes": [[4, 3], [0, 2]], "optimizer": "SGD"},
-    "bound": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 3]], "options": {"clip_grad_norm": 0.1}},
-    "parts": {"model": "mlp", "devices": [1, 1], "sizes": [[6, 4]], "options": {"microbatches": 2}},
-    "plain PyTorch": {
-        "model": "branching",
-        "devices": [2, 2],
-        "sizes": [[4, 3], [3, 5]],
-        "options": {"capture": "autograd", "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
-    },
-    "experts": {
-        "model": "mixture",
-        "devices": [1, 2],
-        "sizes": [[1, 2], [3, 2], [1, 1]],
-        "steps": 8,
-        "options": {"capture": "autograd", "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
-    },
+    "table": training([2, 1], [[4, 3]], model="table", steps=6, optimizer="SGD"),
+    "rows": training([2, 1], [[4, 3], [0, 2]], model="rows", optimizer="SGD"),
+    "bound": training([2, 2], [[4, 3]], options={"clip_grad_norm": 0.1}),
+    "parts": training([1, 1], [[6, 4]], options={"microbatches": 2}),
+    "plain PyTorch": training(
+        [2, 2],
+        [[4, 3], [3, 5]],
+        model="branching",
+        options={"capture": "autograd", "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
+    ),
+    "experts": training(
+        [1, 2],
+        [[1, 2], [3, 2], [1, 1]],
+        model="mixture",
+        steps=8,
+        options={"capture": "autograd", "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
+    ),
     "order": {
         "model": "layers",
         "devices": [1, 1],
@@ -50,106 +55,71 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4, "exchange": "dense"},
         "called": [["one", "two"], ["two", "one"]],  # so that gradients become ready in another order
     },
-    "packs": {"model": "mlp", "devices": [1, 2], "sizes": [[4, 4], [3, 5]], "options": {"packing": 3}},
-    "packs, bound": {
-        "model": "mlp",
-        "devices": [1, 1],
-        "sizes": [[4, 3], [0, 5]],
-        "options": {"packing": 4, "clip_grad_norm": 0.1, "gradient_order": "reversed"},
-    },
-    "packs and factors": {
-        "model": "table",
-        "devices": [1, 1],
-        "sizes": [[4, 3]],
-        "options": {"packing": 2, "early_update": False},
-    },
-    "factors, 2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [5, 2], [1, 3]], "steps": 6, **FACTORS},
-    "factors, 2 x 2": {"model": "table", "devices": [2, 2], "sizes": [[4, 3], [4, 5]], "steps": 6, **FACTORS},
-    "factors, one grows": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 5]], "optimizer": "SGD", **FACTORS},
-    "factors, empty": {"model": "table", "devices": [1, 1], "sizes": [[0, 3], [4, 2], [3, 0]], "steps": 6, **FACTORS},
-    "factors, tied": {"model": "tied", "devices": [1, 1, 1], "sizes": [[3, 4, 2]], "optimizer": "SGD", **FACTORS},
-    "factors, in parts": {
-        "model": "wide",
-        "devices": [1, 1],
-        "sizes": [[40, 30], [2, 0]],
-        **FACTORS,
-    },
-    "factors, bound": {
-        "model": "table",
-        "devices": [1, 1],
-        "sizes": [[4, 3], [2, 2]],
-        "options": {"exchange": "factors", "clip_grad_norm": 0.1, "microbatches": 2},
-    },
-    "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
-    "whole": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[9, 0, 1]], "is_whole": True},
-    "whole, random": {
-        "model": "random",
-        "devices": [1, 2, 1],
-        "sizes": [[4, 0, 0], [7, 1, 0], [5, 0, 0]],
-        "optimizer": "SGD",
-        "is_whole": True,
-    },
-    "empty": {
-        "model": "mlp",
-        "devices": [1, 2, 1],
-        "sizes": [[0, 0, 2], [3, 5, 2]],
-        "options": {"return_outputs": True},
-    },
-    "empty, random": {"model": "random", "devices": [1, 2], "sizes": [[0, 4]], "optimizer": "SGD", "steps": 1},
+    "packs": training([1, 2], [[4, 4], [3, 5]], options={"packing": 3}),
+    "packs, bound": training(
+        [1, 1], [[4, 3], [0, 5]], options={"packing": 4, "clip_grad_norm": 0.1, "gradient_order": "reversed"}
+    ),
+    "packs and factors": training([1, 1], [[4, 3]], model="table", options={"packing": 2, "early_update": False}),
+    "factors, 2 x 1": training([1, 1], [[4, 4], [5, 2], [1, 3]], steps=6, **FACTORS),
+    "factors, 2 x 2": training([2, 2], [[4, 3], [4, 5]], model="table", steps=6, **FACTORS),
+    "factors, one grows": training([1, 1], [[4, 4], [4, 5]], optimizer="SGD", **FACTORS),
+    "factors, empty": training([1, 1], [[0, 3], [4, 2], [3, 0]], model="table", steps=6, **FACTORS),
+    "factors, tied": training([1, 1, 1], [[3, 4, 2]], model="tied", optimizer="SGD", **FACTORS),
+    "factors, in parts": training([1, 1], [[40, 30], [2, 0]], model="wide", **FACTORS),
+    "factors, bound": training(
+        [1, 1],
+        [[4, 3], [2, 2]],
+        model="table",
+        options={"exchange": "factors", "clip_grad_norm": 0.1, "microbatches": 2},
+    ),
+    "random": training([1, 2], [[3, 6]], model="random", optimizer="SGD"),
+    "whole": training([1, 2, 1], [[9, 0, 1]], is_whole=True),
+    "whole, random": training(
+        [1, 2, 1], [[4, 0, 0], [7, 1, 0], [5, 0, 0]], model="random", optimizer="SGD", is_whole=True
+    ),
+    "empty": training([1, 2, 1], [[0, 0, 2], [3, 5, 2]], options={"return_outputs": True}),
+    "empty, random": training([1, 2], [[0, 4]], model="random", optimizer="SGD", steps=1),
 }
 PLACES: dict[str, dict[str, Any]] = {
-    "2 x 1": {"devices": [1, 1], "sizes": [[4, 4], [3, 5]]},
-    "2 x 2": {"devices": [2, 2], "sizes": [[4, 6], [7, 5]]},
-    "3 x (1, 2, 1)": {"devices": [1, 2, 1], "sizes": [[3, 5, 2], [2, 4, 4]]},
+    "2 x 1": training([1, 1], [[4, 4], [3, 5]]),
+    "2 x 2": training([2, 2], [[4, 6], [7, 5]]),
+    "3 x (1, 2, 1)": training([1, 2, 1], [[3, 5, 2], [2, 4, 4]]),
 }
 NORMALIZED = {  # by SGD: the bias before a normalization has gradients of rounding errors, which others scale up
-    f"normalized, {name}": {"model": "statistics", "optimizer": "SGD", **given} for name, given in PLACES.items()
+    f"normalized, {name}": {**given, "model": "statistics", "optimizer": "SGD"} for name, given in PLACES.items()
 }
-RANDOM = {f"random, {name}": {"model": "random", "optimizer": "SGD", **given} for name, given in PLACES.items()}
-WHOLE = {f"Adafactor, {name}": {"model": "mlp", "optimizer": "Adafactor", **given} for name, given in PLACES.items()}
+RANDOM = {f"random, {name}": {**given, "model": "random", "optimizer": "SGD"} for name, given in PLACES.items()}
+WHOLE = {f"Adafactor, {name}": {**given, "optimizer": "Adafactor"} for name, given in PLACES.items()}
 SELDOM = (*NORMALIZED, *RANDOM, *WHOLE)
 CASES = {name: {"steps": 5, **given} for name, given in (CASES | NORMALIZED | RANDOM | WHOLE).items()}
 FAULTS: dict[str, dict[str, Any]] = {
-    "recovers": {
-        "model": "mlp",
-        "devices": [1, 1],
-        "sizes": [[4, 4]],
-        "steps": 6,
-        "faults": [
+    "recovers": training(
+        [1, 1],
+        [[4, 4]],
+        steps=6,
+        faults=[
             [0, 1, "wrong batch"],
             [1, 1, "wrong batch"],
             [2, 1, "operator"],
             [3, 0, "operator"],
             [4, 1, "rate"],
         ],
-    },
-    "loads": {
-        "model": "random",
-        "devices": [1, 1],
-        "sizes": [[4, 4]],
-        "faults": [[1, 1, "evaluates"], [2, 0, "loads"]],
-    },
-    "factors, other threads": {
-        "model": "mlp",
-        "devices": [1, 1],
-        "sizes": [[4, 4]],
-        "steps": 2,
-        "threads": [1, 2],
-        "options": {"exchange": "factors"},
-    },
-    "groups": {"model": "twins", "devices": [1, 1], "sizes": [[4, 4]]},
-    "modes": {"model": "random", "devices": [1, 1], "sizes": [[4, 4]], "steps": 3, "faults": [[1, 1, "mode"]]},
-    "left out": {
-        "model": "layers",
-        "devices": [1, 1],
-        "sizes": [[4, 4]],
-        "steps": 1,
-        "options": {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
-        "called": [["one", "two"], ["one"]],
-    },
-    "leaves": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4]], "steps": 2, "faults": [[1, 1, "leave"]]},
-    "nothing": {"model": "mlp", "devices": [1, 1], "sizes": [[0, 0], [4, 0]], "steps": 2},
-    "other model": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4]]},
+    ),
+    "loads": training([1, 1], [[4, 4]], model="random", faults=[[1, 1, "evaluates"], [2, 0, "loads"]]),
+    "factors, other threads": training([1, 1], [[4, 4]], steps=2, threads=[1, 2], options={"exchange": "factors"}),
+    "groups": training([1, 1], [[4, 4]], model="twins"),
+    "modes": training([1, 1], [[4, 4]], model="random", steps=3, faults=[[1, 1, "mode"]]),
+    "left out": training(
+        [1, 1],
+        [[4, 4]],
+        model="layers",
+        steps=1,
+        options={"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
+        called=[["one", "two"], ["one"]],
+    ),
+    "leaves": training([1, 1], [[4, 4]], steps=2, faults=[[1, 1, "leave"]]),
+    "nothing": training([1, 1], [[0, 0], [4, 0]], steps=2),
+    "other model": training([1, 1], [[4, 4]]),
 }
 
 SLOW = (
@@ -168,34 +138,22 @@ SLOW = (
     *("whole, random", "rows"),
     *("3 x (1, 2, 1)", "one recomputes", "factors, in parts"),
 )
+EXACTLY = (1e-12, 2e-12)  # relative and absolute
 FAST = (CASES | FAULTS).keys() - {*SLOW, *SELDOM}
-
-
-def run(given: dict[str, Any], port: int, num_processes: int = 3) -> list[Any]:
-    size = len(given["devices"])
-    own = [{"variables": told(rank, size, port), "train": given} for rank in range(size)]
-    return [*own, *[None] * (num_processes - size)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases = {name: run(given, free_port()) for name, given in (CASES | FAULTS).items()}
+    cases = {name: workers("train", given) for name, given in (CASES | FAULTS).items()}
     cases["other model"][1]["train"] = {**FAULTS["other model"], "model": "table"}
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250, seldom=SELDOM)
-
-
-def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
-    assert own.keys() == expected.keys()
-    for name, values in expected.items():
-        numpy.testing.assert_allclose(own[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, seldom=SELDOM)
 
 
 @pytest.mark.slow
 def test_workers_without_examples_count_for_nothing(found: Mapping[str, Any]) -> None:
     losses, values = in_one_process(CASES["empty, random"])
     for own in found["empty, random"][:2]:
-        assert own["losses"] == pytest.approx(losses, rel=1e-12)
-        assert_equal(own["values"], values)
+        assert_training(own, losses, values, *EXACTLY)
     for rank, own in enumerate(found["empty"]):
         sizes = [CASES["empty"]["sizes"][number % 2][rank] for number in range(5)]
         assert own["outputs"] == [[size, 4] for size in sizes]
@@ -206,7 +164,7 @@ def test_a_step_without_any_example_is_refused_by_all(found: Mapping[str, Any]) 
     for own in found["nothing"][:2]:
         assert own["losses"][0].startswith("ValueError: no worker has examples in this step, which needs at least one")
         assert own["losses"][1] == pytest.approx(losses[0], rel=1e-12)
-        assert_equal(own["values"], values)
+        assert_values(own["values"], values, *EXACTLY)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +178,7 @@ def test_steps_are_those_of_one_process(found: Mapping[str, Any], case: str) -> 
     given = CASES[case]
     losses, values = reference(given, range(given["steps"]))
     for own in found[case][: len(given["devices"])]:
-        assert own["losses"] == pytest.approx(losses, rel=1e-12)
-        assert_equal(own["values"], values)
+        assert_training(own, losses, values, *EXACTLY)
         assert set(own["updates"]) <= {float(len(losses))} or given["model"] == "mixture"
     assert len({own["schedule"] for own in found[case][: len(given["devices"])]}) == 1
 
@@ -230,8 +187,7 @@ def test_steps_are_those_of_one_process(found: Mapping[str, Any], case: str) -> 
 def test_streams_and_statistics_are_those_of_all_replicas(found: Mapping[str, Any], case: str) -> None:
     losses, values = in_one_process(CASES[case])
     for own in found[case][: len(CASES[case]["devices"])]:
-        assert own["losses"] == pytest.approx(losses, rel=1e-12)
-        assert_equal(own["values"], values)
+        assert_training(own, losses, values, *EXACTLY)
 
 
 @pytest.mark.exhaustive
@@ -240,8 +196,7 @@ def test_each_shard_is_normalized_by_itself(found: Mapping[str, Any], case: str)
     """As in plain PyTorch on one device after the other; the model keeps the mean of the replicas' statistics."""
     losses, values = reference_by_shard(CASES[case])
     for own in found[case][: len(CASES[case]["devices"])]:
-        assert own["losses"] == pytest.approx(losses, rel=1e-12)
-        assert_equal(own["values"], values)
+        assert_training(own, losses, values, *EXACTLY)
 
 
 @pytest.mark.slow
@@ -254,7 +209,7 @@ def test_parts_of_a_batch_have_the_streams_and_statistics_of_one_process(found: 
             values,
         ):  # of a small batch, workers go on from the mean, one process from its replicas' own
             each.pop("1.running_mean", None), each.pop("1.running_var", None)
-        assert_equal(own["values"], values)
+        assert_values(own["values"], values, *EXACTLY)
 
 
 @pytest.mark.parametrize("case", selections.slow_but(FAST, [case for case in CASES if case.startswith("factors")]))
@@ -301,7 +256,7 @@ def test_after_a_failure_on_one_worker_all_go_on(found: Mapping[str, Any]) -> No
     first, second = found["recovers"][:2]
     for own in (first, second):
         assert own["losses"][5] == pytest.approx(losses[0], rel=1e-12)
-        assert_equal(own["values"], values)
+        assert_values(own["values"], values, *EXACTLY)
     for number in (0, 1):
         assert second["losses"][number].startswith("ValueError: arguments disagree on dim 0")
         assert f"training call {number + 1} has failed: worker 1 (" in first["losses"][number]
@@ -360,16 +315,15 @@ def test_another_model_is_refused_by_all(found: Mapping[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", selections.slow_but(["kill"], ["kill", "end", "stop"]))
 def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
-    given = {
-        "model": "mlp",
-        "devices": [1, 2, 1],
-        "sizes": [[4, 4, 4]],
-        "faults": [[2, 2, fault]],
-        "ends": True,
-        "options": {"timeout_seconds": 10.0 if fault == "stop" else 60.0},
-    }
+    given = training(
+        [1, 2, 1],
+        [[4, 4, 4]],
+        faults=[[2, 2, fault]],
+        ends=True,
+        options={"timeout_seconds": 10.0 if fault == "stop" else 60.0},
+    )
     num_ended = 0 if fault == "end" else 1
-    own = outcomes(tmp_path, {"it": run(given, free_port())}, num_ended=num_ended)["it"]
+    own = outcome(tmp_path, workers("train", given), num_ended=num_ended)
     for survivor in own[:2]:
         *made, error = survivor["losses"]
         assert len(made) == 2 and "training call 3 has failed: worker 2 (" in error
@@ -381,16 +335,10 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_lives_and_does_not_come_is_named(tmp_path: Any) -> None:
-    given = {
-        "model": "mlp",
-        "devices": [1, 1, 1],
-        "sizes": [[4, 4, 4]],
-        "faults": [[2, 1, "pause"]],
-        "pause": 20.0,
-        "ends": True,
-        "options": {"timeout_seconds": 8.0},
-    }
-    own = outcomes(tmp_path, {"it": run(given, free_port())})["it"]
+    given = training(
+        [1, 1, 1], [[4, 4, 4]], faults=[[2, 1, "pause"]], pause=20.0, ends=True, options={"timeout_seconds": 8.0}
+    )
+    own = outcome(tmp_path, workers("train", given))
     for rank in (0, 2):
         *made, error = own[rank]["losses"]
         assert len(made) == 2 and "training call 3 has failed: worker 1 (" in error
@@ -404,16 +352,15 @@ def test_a_worker_that_lives_and_does_not_come_is_named(tmp_path: Any) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_worker_that_fails_at_any_moment_is_named(tmp_path: Any, what: str, seed: int) -> None:
     moment, steps = random.Random(f"{what} {seed}").uniform(0, 0.6), 100_000
-    given = {
-        "model": "mlp",
-        "devices": [1, 2, 1],
-        "sizes": [[4, 4, 4]],
-        "steps": steps,
-        "faults": [[3, 2, f"after {moment} {what}"]],
-        "ends": True,
-        "options": {"timeout_seconds": 10.0 if what == "stop" else 60.0},
-    }
-    own = outcomes(tmp_path, {"it": run(given, free_port())}, num_ended=int(what != "raise"))["it"]
+    given = training(
+        [1, 2, 1],
+        [[4, 4, 4]],
+        steps=steps,
+        faults=[[3, 2, f"after {moment} {what}"]],
+        ends=True,
+        options={"timeout_seconds": 10.0 if what == "stop" else 60.0},
+    )
+    own = outcome(tmp_path, workers("train", given), num_ended=int(what != "raise"))
     values = {}
     for worker in own:
         assert "worker 2 (" in worker["losses"][-1] or worker is own[-1]

@@ -1,7 +1,5 @@
 """Gradients are clipped, scaled and checked as in one process where each worker has the sum of its part of them alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,77 +7,69 @@ from typing import Any
 import pytest
 import selections
 from sharded_habits import reference
-from worker_processes import LazyOutcomes, free_port, told
+from worker_processes import LazyOutcomes, workers
+from worker_training import training
 
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
 STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [2, 4]], ["step", [4, 2]], ["step", [4, 0]]]
 OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [0, 5, 2]], ["step", [3, 5, 2]], ["step", [3, 5, 2]]]
 ADDED: list[list[Any]] = [["accumulate", [3, 2, 2]], ["accumulate", [0, 2, 2]], ["step", [3, 5, 2]]]
 CASES: dict[str, dict[str, Any]] = {
-    "norm, 2 x 1": {"devices": [1, 1], "calls": STEPS, "bound": {"max": 0.1, "type": 2.0}},
-    "largest, 2 x 2": {"devices": [2, 2], "calls": STEPS, "bound": {"max": 0.01, "type": math.inf}},
-    "3-norm and value, accumulated": {
-        "devices": [1, 2, 1],
-        "calls": [OF_THREE[0], *ADDED, OF_THREE[1]],
-        "bound": {"max": 0.2, "type": 3.0},
-        "options": {**SMALL, "clip_grad_value": 0.02},
-    },
-    "groups": {
-        "devices": [1, 2, 1],
-        "calls": OF_THREE,
-        "groups": [[0, 2], [2, 3], [3, 6]],
-        "bound": [{"max": 0.1, "type": 2.0}, None, {"max": 0.02, "type": math.inf}],
-    },
-    "mixed": {"devices": [1, 1], "calls": STEPS, "is_mixed": True, "bound": {"max": 0.1, "type": 1.5}},
-    "mixed, 3 x (1, 2, 1)": {
-        "devices": [1, 2, 1],
-        "calls": OF_THREE,
-        "is_mixed": True,
-        "bound": {"max": 0.1, "type": 2.0},
-    },
-    "scaled": {
-        "devices": [1, 2, 1],
-        "calls": [*OF_THREE[:2], ["step", [3, 5, 2], [1, "nan"]], *ADDED, ["step", [3, 5, 2], [2, "nan"]], OF_THREE[3]],
-        "scaler": {"init_scale": 1024.0, "growth_interval": 2},
-        "bound": {"max": 0.1, "type": 2.0},
-    },
-    "scaled alone": {
-        "devices": [1, 1],
-        "calls": [STEPS[0], ["step", [2, 4], [1, "nan"]], *STEPS[1:]],
-        "scaler": {"init_scale": 8.0, "growth_interval": 3},
-        "options": {**SMALL, "microbatches": 2},
-    },
-    "factors, clipped and scaled": {
-        "devices": [1, 2, 1],
-        "calls": [*OF_THREE[:2], ["step", [3, 5, 2], [1, "nan"]], *ADDED, OF_THREE[3]],
-        "scaler": {"init_scale": 1024.0, "growth_interval": 2},
-        "bound": {"max": 0.1, "type": 2.0},
-        "options": {**SMALL, "exchange": "factors", "clip_grad_value": 0.02},
-    },
-    "checked": {
-        "devices": [1, 2, 1],
-        "calls": [OF_THREE[0], ["step", [3, 5, 2], [1, "nan"]], *OF_THREE[1:]],
-        "options": {**SMALL, "check_finite": True},
-    },
-    "skips": {
-        "devices": [1, 1],
-        "calls": [STEPS[0], ["step", [2, 2], [1, "nan"]], *STEPS[1:]],
-        "options": {**SMALL, "check_finite": "skip"},
-        "bound": {"max": 0.1, "type": 2.0},
-    },
+    "norm, 2 x 1": training([1, 1], calls=STEPS, bound={"max": 0.1, "type": 2.0}),
+    "largest, 2 x 2": training([2, 2], calls=STEPS, bound={"max": 0.01, "type": math.inf}),
+    "3-norm and value, accumulated": training(
+        [1, 2, 1],
+        calls=[OF_THREE[0], *ADDED, OF_THREE[1]],
+        bound={"max": 0.2, "type": 3.0},
+        options={**SMALL, "clip_grad_value": 0.02},
+    ),
+    "groups": training(
+        [1, 2, 1],
+        calls=OF_THREE,
+        groups=[[0, 2], [2, 3], [3, 6]],
+        bound=[{"max": 0.1, "type": 2.0}, None, {"max": 0.02, "type": math.inf}],
+    ),
+    "mixed": training([1, 1], calls=STEPS, is_mixed=True, bound={"max": 0.1, "type": 1.5}),
+    "mixed, 3 x (1, 2, 1)": training([1, 2, 1], calls=OF_THREE, is_mixed=True, bound={"max": 0.1, "type": 2.0}),
+    "scaled": training(
+        [1, 2, 1],
+        calls=[*OF_THREE[:2], ["step", [3, 5, 2], [1, "nan"]], *ADDED, ["step", [3, 5, 2], [2, "nan"]], OF_THREE[3]],
+        scaler={"init_scale": 1024.0, "growth_interval": 2},
+        bound={"max": 0.1, "type": 2.0},
+    ),
+    "scaled alone": training(
+        [1, 1],
+        calls=[STEPS[0], ["step", [2, 4], [1, "nan"]], *STEPS[1:]],
+        scaler={"init_scale": 8.0, "growth_interval": 3},
+        options={**SMALL, "microbatches": 2},
+    ),
+    "factors, clipped and scaled": training(
+        [1, 2, 1],
+        calls=[*OF_THREE[:2], ["step", [3, 5, 2], [1, "nan"]], *ADDED, OF_THREE[3]],
+        scaler={"init_scale": 1024.0, "growth_interval": 2},
+        bound={"max": 0.1, "type": 2.0},
+        options={**SMALL, "exchange": "factors", "clip_grad_value": 0.02},
+    ),
+    "checked": training(
+        [1, 2, 1],
+        calls=[OF_THREE[0], ["step", [3, 5, 2], [1, "nan"]], *OF_THREE[1:]],
+        options={**SMALL, "check_finite": True},
+    ),
+    "skips": training(
+        [1, 1],
+        calls=[STEPS[0], ["step", [2, 2], [1, "nan"]], *STEPS[1:]],
+        options={**SMALL, "check_finite": "skip"},
+        bound={"max": 0.1, "type": 2.0},
+    ),
 }
-CASES = {name: {"model": "mlp", "options": SMALL, **given} for name, given in CASES.items()}
+CASES = {name: {"options": SMALL, **given} for name, given in CASES.items()}
 FAST = ("groups", "factors, clipped and scaled", "checked")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases: dict[str, list[Any]] = {}
-    for name, given in CASES.items():
-        size, port = len(given["devices"]), free_port()
-        own = [{"variables": told(rank, size, port), "habits": given} for rank in range(size)]
-        cases[name] = [*own, *[None] * (3 - size)]
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
+    cases = {name: workers("habits", given) for name, given in CASES.items()}
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
 
 
 def is_near(own: Any, expected: Any) -> bool:

@@ -1,7 +1,5 @@
 """Steps whose optimizer is dealt out to workers are those of one process; what the optimizer shows is whole or refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,53 +7,39 @@ from typing import Any
 import pytest
 import selections
 import torch
-from sharded_training import state_of
+from sharded_training import State, state_of
 from torch import nn
-from worker_processes import LazyOutcomes, free_port, outcomes, told
-from worker_training import in_one_process, made, values_of, whole
+from worker_processes import LazyOutcomes, outcome, workers
+from worker_training import assert_training, assert_values, in_one_process, made, training, values_of, whole
 
 SMALL = {"options": {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}}
 FACTORS = {**SMALL["options"], "exchange": "factors"}
-TWO: dict[str, Any] = {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 4], [0, 4]], **SMALL}
+TWO: dict[str, Any] = training([1, 1], [[4, 4], [4, 4], [0, 4]], **SMALL)
 USES = ("state", "own step", "copy", "pickle", "read", "gather", "state")
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": {**TWO, "events": [[3, None, use] for use in USES]},
     "2 x 1 again": {**TWO},
-    "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD", **SMALL},
-    "3 x (1, 2, 1)": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [3, 1, 2]], **SMALL},
+    "2 x 2": training([2, 2], [[4, 4], [7, 1]], optimizer="SGD", **SMALL),
+    "3 x (1, 2, 1)": training([1, 2, 1], [[3, 5, 2], [3, 1, 2]], **SMALL),
     "factors, 2 x 1": {**TWO, "options": FACTORS},
-    "factors, 3 x (1, 2, 1)": {
-        "model": "mlp",
-        "devices": [1, 2, 1],
-        "sizes": [[3, 5, 2], [0, 5, 2]],
-        "options": FACTORS,
-        "events": [[3, None, "keep"], [3, None, "load"]],
-    },
-    "factors, 2 x 2": {
-        "model": "mlp",
-        "devices": [2, 2],
-        "sizes": [[4, 4], [7, 1]],
-        "optimizer": "SGD",
-        "options": FACTORS,
-    },
-    "factors, table": {
-        "model": "table",
-        "devices": [2, 1],
-        "sizes": [[4, 3], [2, 5]],
-        "optimizer": "SGD",
-        "options": {"exchange": "factors", "microbatches": 2},
-    },
-    "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "optimizer": "SGD"},
-    "rows": {"model": "rows", "devices": [1, 2], "sizes": [[4, 3], [2, 5]], "optimizer": "SGD"},
+    "factors, 3 x (1, 2, 1)": training(
+        [1, 2, 1], [[3, 5, 2], [0, 5, 2]], options=FACTORS, events=[[3, None, "keep"], [3, None, "load"]]
+    ),
+    "factors, 2 x 2": training([2, 2], [[4, 4], [7, 1]], optimizer="SGD", options=FACTORS),
+    "factors, table": training(
+        [2, 1], [[4, 3], [2, 5]], model="table", optimizer="SGD", options={"exchange": "factors", "microbatches": 2}
+    ),
+    "table": training([2, 1], [[4, 3]], model="table", optimizer="SGD"),
+    "rows": training([1, 2], [[4, 3], [2, 5]], model="rows", optimizer="SGD"),
     "parts": {**TWO, "options": {"microbatches": 2, "clip_grad_value": 0.01}},
-    "experts": {
-        "model": "mixture",
-        "devices": [1, 2],
-        "sizes": [[1, 2], [3, 2], [1, 1]],
-        "steps": 8,
-        "options": {"capture": "autograd"},
-        "events": [[3, None, "gather"], [5, None, "keep"], [5, None, "load"]],
-    },
+    "experts": training(
+        [1, 2],
+        [[1, 2], [3, 2], [1, 1]],
+        model="mixture",
+        steps=8,
+        options={"capture": "autograd"},
+        events=[[3, None, "gather"], [5, None, "keep"], [5, None, "load"]],
+    ),
     "moved": {**TWO, "events": [[2, None, "move"]]},
     "chief shifts": {**TWO, "events": [[2, 0, "shift"]]},
     "loaded": {**TWO, "events": [[2, None, "keep"], [4, None, "load"]], "steps": 6},
@@ -66,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chief clears": {**TWO, "events": [[2, 0, "clear"], [2, None, "gather"]]},
     "chief gathers": {**TWO, "events": [[2, 0, "gather"]], "ends": True},
     "joins": {**TWO, "events": [[4, None, "join and gather"]], "ends": True},
-    "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
+    "random": training([1, 2], [[3, 6]], model="random", optimizer="SGD"),
 }
 SENT = ("factors, 2 x 1", "factors, 3 x (1, 2, 1)", "factors, 2 x 2", "factors, table")
 FAST = ("2 x 1", "2 x 1 again", SENT[1], "parts", "loaded", "frozen, dealt")
@@ -84,18 +68,13 @@ PARITY = (
     "chief shifts",
 )
 FROZEN = ("frozen", "frozen, dealt")
-
-
-def run(given: dict[str, Any], port: int, num_processes: int = 3) -> list[Any]:
-    size = len(given["devices"])
-    own = [{"variables": told(rank, size, port), "shard": given} for rank in range(size)]
-    return [*own, *[None] * (num_processes - size)]
+CLOSE = (1e-10, 1e-12)  # relative and absolute
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases = {name: run(given, free_port()) for name, given in CASES.items()}
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
+    cases = {name: workers("shard", given) for name, given in CASES.items()}
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
 
 
 def reference(given: dict[str, Any], steps: Any) -> tuple[list[float], dict[str, list[float]], Any]:
@@ -119,10 +98,10 @@ def reference(given: dict[str, Any], steps: Any) -> tuple[list[float], dict[str,
     return losses, values_of(model), state_of(optimizer)
 
 
-def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
-    assert own.keys() == expected.keys()
-    for name, values in expected.items():
-        assert own[name] == pytest.approx(values, rel=1e-10, abs=1e-12), name
+def assert_state(actual: State, expected: State) -> None:
+    assert actual.keys() == expected.keys()
+    for number, entries in expected.items():
+        assert_values(actual[number], entries, *CLOSE)
 
 
 @pytest.mark.slow
@@ -132,11 +111,8 @@ def test_steps_and_state_are_those_of_one_process(found: Mapping[str, Any], case
     given = CASES[case]
     losses, values, state = reference(given, range(given.get("steps", 5)))
     for own in found[case][: len(given["devices"])]:
-        assert own["losses"] == pytest.approx(losses, rel=1e-10)
-        assert_equal(own["values"], values)
-        assert own["states"][-1].keys() == state.keys()
-        for number, entries in state.items():
-            assert_equal(own["states"][-1][number], entries)
+        assert_training(own, losses, values, *CLOSE)
+        assert_state(own["states"][-1], state)
         launched = ["scatter_sums", "gather_parameters", *(["gather_factors"] if case in SENT else [])]
         assert all(f"{name} over gloo" in own["explained"] for name in launched)
         assert "= gather_parameters(" in own["program"] and "= exchange(" not in own["program"]
@@ -148,7 +124,7 @@ def test_streams_and_statistics_are_those_of_all_replicas(found: Mapping[str, An
     losses, values = in_one_process({**CASES["random"], "steps": 5})
     for own in found["random"][:2]:
         assert own["losses"] == pytest.approx(losses, rel=1e-9)
-        assert_equal(own["values"], values)
+        assert_values(own["values"], values, *CLOSE)
 
 
 def test_two_runs_have_the_same_bits(found: Mapping[str, Any]) -> None:
@@ -186,17 +162,15 @@ def test_state_is_whole_or_refused(found: Mapping[str, Any]) -> None:
         ]
         assert all(remedy in text for text in own["said"])
         _, _, state = reference(CASES["2 x 1"], range(3))
-        for number, entries in state.items():
-            assert_equal(own["states"][0][number], entries)
+        assert_state(own["states"][0], state)
 
 
 def test_each_worker_takes_its_part_of_what_is_loaded(found: Mapping[str, Any]) -> None:
     losses, values, state = reference(CASES["loaded"], [0, 1, 4, 5])
     for own in found["loaded"][:2]:
         assert own["losses"][:2] + own["losses"][4:] == pytest.approx(losses, rel=1e-10)
-        assert_equal(own["values"], values)
-        for number, entries in state.items():
-            assert_equal(own["states"][-1][number], entries)
+        assert_values(own["values"], values, *CLOSE)
+        assert_state(own["states"][-1], state)
 
 
 @pytest.mark.slow
@@ -233,7 +207,7 @@ def test_workers_that_differ_are_told(found: Mapping[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_worker_that_is_lost_behind_the_commit_leaves_parameters_between_steps(tmp_path: Any) -> None:
     given = {**TWO, "events": [[2, 1, "die"]], "ends": True}
-    (one,) = outcomes(tmp_path, {"it": run(given, free_port(), 2)}, num_ended=1)["it"]
+    (one,) = outcome(tmp_path, workers("shard", given, num_processes=2), num_ended=1)
     assert "training call 3 has failed: worker 1 (" in one["losses"][2]
     assert re.search(
         r"It had committed: parameters are between those before and those after this step: buckets 0.* were updated in part",
@@ -243,15 +217,7 @@ def test_a_worker_that_is_lost_behind_the_commit_leaves_parameters_between_steps
 
 @pytest.mark.slow
 def test_workers_that_have_left_update_their_part(tmp_path: Any) -> None:
-    given = {
-        "model": "mlp",
-        "devices": [1, 2, 1],
-        "sizes": [[3, 5, 2], [3, 0, 2], [0, 0, 4]],
-        "decay": 0.7,
-        "options": {"shard_optimizer": True},
-    }
-    port = free_port()
-    cases = {"it": [{"variables": told(rank, 3, port), "join": given} for rank in range(3)]}
+    given = training([1, 2, 1], [[3, 5, 2], [3, 0, 2], [0, 0, 4]], decay=0.7, options={"shard_optimizer": True})
     model, optimizer = made("mlp", "AdamW", seed=0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     for number in range(3):
@@ -260,5 +226,5 @@ def test_workers_that_have_left_update_their_part(tmp_path: Any) -> None:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         scheduler.step()
-    for own in outcomes(tmp_path, cases)["it"]:
-        assert_equal(own["values"], values_of(model))
+    for own in outcome(tmp_path, workers("join", given)):
+        assert_values(own["values"], values_of(model), *CLOSE)

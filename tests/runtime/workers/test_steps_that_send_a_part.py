@@ -1,7 +1,5 @@
 """Steps over workers that send the largest elements of gradients alone, beside plain PyTorch that keeps the rest alike."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,82 +9,64 @@ import selections
 import torch
 from gradients_of_workers import Gradients, gradients_of_updates
 from torch import nn
-from worker_processes import LazyOutcomes, free_port, told
-from worker_training import batch, made, reference, values_of
+from worker_processes import LazyOutcomes, workers
+from worker_training import assert_values, batch, made, reference, training, values_of
 
 import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, pack_of
 
 CASES: dict[str, dict[str, Any]] = {
-    "2 x 1": {"devices": [1, 1], "sizes": [[4, 4], [4, 2]], "top_k": 0.1},
-    "1 and 2": {"devices": [1, 2], "sizes": [[4, 5]], "top_k": 0.05, "optimizer": "SGD"},
-    "three": {"devices": [2, 1, 1], "sizes": [[4, 4, 2]], "top_k": 0.1, "options": {"check_replicas_every": 1}},
-    "packs": {"devices": [1, 2], "sizes": [[4, 4], [0, 5]], "top_k": 0.1, "options": {"packing": 3}},
-    "skips": {  # a step whose gradients are not finite
-        "devices": [2, 1],
-        "sizes": [[4, 3]],
-        "top_k": 0.1,
-        "options": {"clip_grad_norm": 0.1, "check_finite": "skip"},
-        "faults": [[1, 1, "not finite"]],
-    },
-    "several buckets": {
-        "devices": [1, 2],
-        "sizes": [[4, 4]],
-        "top_k": 0.1,
-        "options": {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
-    },
-    "parts": {
-        "devices": [1, 1],
-        "sizes": [[6, 4]],
-        "top_k": 0.1,
-        "options": {"microbatches": 2, "early_update": False},
-    },
-    "accumulates": {  # and copies that each worker has of all parameters
-        "devices": [1, 1],
-        "sizes": [[4, 4], [4, 0], [4, 4]],
-        "top_k": 0.1,
-        "optimizer": "SGD",
-        "steps": 6,
-        "accumulates": [0, 2, 3],
-        "options": {"placement": "mirrored"},
-    },
-    "scaled": {  # the scale rises and falls between steps
-        "devices": [2, 1],
-        "sizes": [[4, 3]],
-        "top_k": 0.1,
-        "optimizer": "SGD",
-        "steps": 6,
-        "faults": [[3, 1, "not finite"]],
-        "scaler": {"init_scale": 1024.0, "growth_interval": 2},
-        "options": {"clip_grad_norm": 0.1},
-    },
-    "plain PyTorch": {
-        "devices": [1, 2],
-        "sizes": [[4, 4], [3, 5]],
-        "top_k": 0.1,
-        "optimizer": "SGD",
-        "options": {"capture": "autograd", "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
-    },
-    "by itself": {  # an optimizer that does not work element by element
-        "devices": [2, 1],
-        "sizes": [[4, 4], [5, 3]],
-        "top_k": 0.2,
-        "optimizer": "Adafactor",
-        "options": {"check_replicas_every": 1},
-    },
-    "recovers": {
-        "devices": [1, 2],
-        "sizes": [[4, 4]],
-        "top_k": 0.1,
-        "optimizer": "SGD",
-        "faults": [[2, 1, "operator"]],
-    },
+    "2 x 1": training([1, 1], [[4, 4], [4, 2]], top_k=0.1),
+    "1 and 2": training([1, 2], [[4, 5]], top_k=0.05, optimizer="SGD"),
+    "three": training([2, 1, 1], [[4, 4, 2]], top_k=0.1, options={"check_replicas_every": 1}),
+    "packs": training([1, 2], [[4, 4], [0, 5]], top_k=0.1, options={"packing": 3}),
+    "skips": training(
+        [2, 1],
+        [[4, 3]],
+        top_k=0.1,
+        options={"clip_grad_norm": 0.1, "check_finite": "skip"},
+        faults=[[1, 1, "not finite"]],
+    ),  # a step whose gradients are not finite
+    "several buckets": training(
+        [1, 2], [[4, 4]], top_k=0.1, options={"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
+    ),
+    "parts": training([1, 1], [[6, 4]], top_k=0.1, options={"microbatches": 2, "early_update": False}),
+    "accumulates": training(
+        [1, 1],
+        [[4, 4], [4, 0], [4, 4]],
+        top_k=0.1,
+        optimizer="SGD",
+        steps=6,
+        accumulates=[0, 2, 3],
+        options={"placement": "mirrored"},
+    ),  # and copies that each worker has of all parameters
+    "scaled": training(
+        [2, 1],
+        [[4, 3]],
+        top_k=0.1,
+        optimizer="SGD",
+        steps=6,
+        faults=[[3, 1, "not finite"]],
+        scaler={"init_scale": 1024.0, "growth_interval": 2},
+        options={"clip_grad_norm": 0.1},
+    ),  # the scale rises and falls between steps
+    "plain PyTorch": training(
+        [1, 2],
+        [[4, 4], [3, 5]],
+        top_k=0.1,
+        optimizer="SGD",
+        options={"capture": "autograd", "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
+    ),
+    "by itself": training(
+        [2, 1], [[4, 4], [5, 3]], top_k=0.2, optimizer="Adafactor", options={"check_replicas_every": 1}
+    ),  # an optimizer that does not work element by element
+    "recovers": training([1, 2], [[4, 4]], top_k=0.1, optimizer="SGD", faults=[[2, 1, "operator"]]),
 }
 GIVEN = [{"0.bias": [float(rank + element) for element in range(13)]} for rank in range(3)]
-GOES_ON = {"devices": [1, 1], "sizes": [[4, 4]], "top_k": 0.05, "steps": 2, "unsent": GIVEN}
-MANY = {"devices": [1, 1], "sizes": [[8, 8]], "top_k": 0.1, "optimizer": "SGD", "steps": 40, "batches": 1}
-LEAVES = {"devices": [1, 1], "sizes": [[4, 4], [3, 0], [3, 0]], "top_k": 0.1, "optimizer": "SGD", "decay": 1.0}
+GOES_ON = training([1, 1], [[4, 4]], top_k=0.05, steps=2, unsent=GIVEN)
+MANY = training([1, 1], [[8, 8]], top_k=0.1, optimizer="SGD", steps=40, batches=1)
+LEAVES = training([1, 1], [[4, 4], [3, 0], [3, 0]], top_k=0.1, optimizer="SGD", decay=1.0)
 SLOW = (
     *("2 x 1", "parts", "by itself", "plain PyTorch", "many"),
     *("skips", "recovers"),  # what no exchange does of its own has a fast case in `test_steps_with_payloads`
@@ -98,9 +78,7 @@ def options_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run(case: Mapping[str, Any], how: str = "train") -> list[Any]:
-    port, size = free_port(), len(case["devices"])
-    given = {**case, "model": "mlp", "options": options_of(case)}
-    return [*({"variables": told(rank, size, port), how: given} for rank in range(size)), *[None] * (3 - size)]
+    return workers(how, {**case, "options": options_of(case)})
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +86,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     cases = {name: run(case) for name, case in (CASES | {"goes on": GOES_ON, "many": MANY}).items()}
     cases["leaves"] = run(LEAVES, "join")
     cases["one loads"] = run({**GOES_ON, "loads_unsent": [0]})
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW), limit_seconds=250)
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW))
 
 
 def program_of(case: Mapping[str, Any]) -> mirrorc.Program:
@@ -179,13 +157,6 @@ def _send(
         own[name][elements] -= sent
 
 
-def assert_close(own: Mapping[str, Any], expected: Mapping[str, Any], abs: float = 1e-12) -> None:
-    assert own.keys() == expected.keys()
-    for name, values in expected.items():
-        given = values.tolist() if isinstance(values, torch.Tensor) else values
-        assert own[name] == pytest.approx(given, rel=1e-9, abs=abs), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but([one for one in CASES if one not in SLOW], list(CASES)))
 def test_what_is_not_sent_is_added_in_the_next_step(found: Mapping[str, Any], case: str) -> None:
@@ -193,16 +164,16 @@ def test_what_is_not_sent_is_added_in_the_next_step(found: Mapping[str, Any], ca
     model, unsent, _ = simulated(CASES[case])
     for own, expected in zip(found[case][:size], unsent, strict=True):
         assert own["values"] == found[case][0]["values"]
-        assert_close(own["values"], values_of(model))
-        assert_close(own["unsent"], expected)
-    exact = reference({**CASES[case], "model": "mlp"}, range(4))[1]
+        assert_values(own["values"], values_of(model), abs=1e-12)
+        assert_values(own["unsent"], expected, abs=1e-12)
+    exact = reference(CASES[case], range(4))[1]
     assert any(own != pytest.approx(exact[name], rel=1e-9) for name, own in found[case][0]["values"].items())
 
 
 @pytest.mark.slow
 def test_what_was_sent_and_what_was_not_is_the_sum_of_all_gradients(found: Mapping[str, Any]) -> None:
     model, unsent, of_all = simulated(MANY)
-    assert_close(found["many"][0]["values"], values_of(model), abs=1e-9)
+    assert_values(found["many"][0]["values"], values_of(model), abs=1e-9)
     for name, total in of_all.items():
         kept = sum(torch.tensor(own["unsent"][name], dtype=torch.float64) for own in found["many"][:2])
         sent = total.flatten() - sum(own[name] for own in unsent)
@@ -211,7 +182,7 @@ def test_what_was_sent_and_what_was_not_is_the_sum_of_all_gradients(found: Mappi
 
 @pytest.mark.slow
 def test_training_comes_as_far_as_with_whole_gradients(found: Mapping[str, Any]) -> None:
-    losses, _ = reference({**MANY, "model": "mlp"}, range(40))
+    losses, _ = reference(MANY, range(40))
     own = found["many"][0]["losses"]
     assert own[-1] < 0.5 * own[0] and losses[0] - own[-1] > 0.8 * (losses[0] - losses[-1])
 
@@ -220,8 +191,8 @@ def test_training_comes_as_far_as_with_whole_gradients(found: Mapping[str, Any])
 def test_what_three_workers_had_not_sent_is_dealt_out_to_two(found: Mapping[str, Any]) -> None:
     model, unsent, _ = simulated(GOES_ON)
     for own, expected in zip(found["goes on"][:2], unsent, strict=True):
-        assert_close(own["values"], values_of(model))
-        assert_close(own["unsent"], expected)
+        assert_values(own["values"], values_of(model), abs=1e-12)
+        assert_values(own["unsent"], expected, abs=1e-12)
 
 
 @pytest.mark.slow
@@ -241,8 +212,8 @@ def test_a_worker_that_has_left_sends_what_it_had_not(found: Mapping[str, Any]) 
     first, second = found["leaves"][:2]
     model, unsent, _ = simulated({**LEAVES, "steps": 3})
     assert first["values"] == second["values"]
-    assert_close(first["values"], values_of(model))
-    assert_close(second["unsent"], unsent[1])
+    assert_values(first["values"], values_of(model), abs=1e-12)
+    assert_values(second["unsent"], unsent[1], abs=1e-12)
 
 
 def test_bytes_with_and_without_are_explained(found: Mapping[str, Any]) -> None:

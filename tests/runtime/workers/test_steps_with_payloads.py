@@ -1,7 +1,5 @@
 """Steps over workers that send payloads: the example's PowerSGD beside plain PyTorch that multiplies and keeps the rest alike."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +10,8 @@ import torch
 from gradients_of_workers import Gradients, gradients_of_updates
 from power_sgd import PowerSGD
 from torch import nn
-from worker_processes import LazyOutcomes, free_port, told
-from worker_training import asked, batch, made, reference, values_of
+from worker_processes import LazyOutcomes, workers
+from worker_training import asked, assert_values, batch, made, reference, training, values_of
 
 import mirrorc
 from mirrorc.analysis.communication.compressed_sums import gradients_of_pack
@@ -22,70 +20,44 @@ from mirrorc.ir.nodes import calls_to, pack_of
 
 RANK_2 = {"rank": 2, "min_rate": 1.0}
 CASES: dict[str, dict[str, Any]] = {
-    "2 x 1": {"devices": [1, 1], "sizes": [[4, 4], [4, 2]], "power_sgd": {**RANK_2, "seed": 3}},
-    "three": {
-        "devices": [2, 1, 1],
-        "sizes": [[4, 4, 2]],
-        "power_sgd": {"rank": 1},
-        "options": {"check_replicas_every": 1},
-    },
-    "packs": {"devices": [1, 2], "sizes": [[4, 4], [0, 5]], "power_sgd": RANK_2, "options": {"packing": 3}},
-    "skips": {  # a step whose gradients are not finite
-        "devices": [2, 1],
-        "sizes": [[4, 3]],
-        "power_sgd": RANK_2,
-        "options": {"clip_grad_norm": 0.1, "check_finite": "skip"},
-        "faults": [[1, 1, "not finite"]],
-    },
-    "several buckets": {
-        "devices": [1, 2],
-        "sizes": [[4, 4]],
-        "power_sgd": RANK_2,
-        "options": {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
-    },
-    "accumulates": {
-        "devices": [1, 1],
-        "sizes": [[4, 4], [3, 0], [2, 5]],
-        "power_sgd": RANK_2,
-        "optimizer": "SGD",
-        "steps": 6,
-        "accumulates": [0, 2, 3],
-    },
-    "scaled": {  # the scale rises and falls between steps
-        "devices": [2, 1],
-        "sizes": [[4, 3]],
-        "power_sgd": RANK_2,
-        "optimizer": "SGD",
-        "steps": 6,
-        "faults": [[3, 1, "not finite"]],
-        "scaler": {"init_scale": 1024.0, "growth_interval": 2},
-        "options": {"clip_grad_norm": 0.1},
-    },
-    "other threads": {  # so matrix products may have other bits
-        "devices": [1, 1],
-        "sizes": [[4, 4]],
-        "power_sgd": RANK_2,
-        "threads": [1, 2],
-        "options": {"check_replicas_every": 1},
-    },
-    "recovers": {
-        "devices": [1, 2],
-        "sizes": [[4, 4]],
-        "power_sgd": RANK_2,
-        "optimizer": "SGD",
-        "faults": [[2, 1, "operator"]],
-    },
+    "2 x 1": training([1, 1], [[4, 4], [4, 2]], power_sgd={**RANK_2, "seed": 3}),
+    "three": training([2, 1, 1], [[4, 4, 2]], power_sgd={"rank": 1}, options={"check_replicas_every": 1}),
+    "packs": training([1, 2], [[4, 4], [0, 5]], power_sgd=RANK_2, options={"packing": 3}),
+    "skips": training(
+        [2, 1],
+        [[4, 3]],
+        power_sgd=RANK_2,
+        options={"clip_grad_norm": 0.1, "check_finite": "skip"},
+        faults=[[1, 1, "not finite"]],
+    ),  # a step whose gradients are not finite
+    "several buckets": training(
+        [1, 2], [[4, 4]], power_sgd=RANK_2, options={"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
+    ),
+    "accumulates": training(
+        [1, 1], [[4, 4], [3, 0], [2, 5]], power_sgd=RANK_2, optimizer="SGD", steps=6, accumulates=[0, 2, 3]
+    ),
+    "scaled": training(
+        [2, 1],
+        [[4, 3]],
+        power_sgd=RANK_2,
+        optimizer="SGD",
+        steps=6,
+        faults=[[3, 1, "not finite"]],
+        scaler={"init_scale": 1024.0, "growth_interval": 2},
+        options={"clip_grad_norm": 0.1},
+    ),  # the scale rises and falls between steps
+    "other threads": training(
+        [1, 1], [[4, 4]], power_sgd=RANK_2, threads=[1, 2], options={"check_replicas_every": 1}
+    ),  # so matrix products may have other bits
+    "recovers": training([1, 2], [[4, 4]], power_sgd=RANK_2, optimizer="SGD", faults=[[2, 1, "operator"]]),
 }
-FAILS = {"devices": [1, 1], "sizes": [[4, 4]], "payload": "FirstElements", "faults": [[1, 1, "payload"]]}
+FAILS = training([1, 1], [[4, 4]], payload="FirstElements", faults=[[1, 1, "payload"]])
 FAILS["options"] = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
-MANY = {"devices": [1, 1], "sizes": [[8, 8]], "power_sgd": RANK_2, "optimizer": "SGD", "steps": 40, "batches": 1}
-EXACT = {  # gradients have no higher rank than there are examples
-    "devices": [1, 2],
-    "sizes": [[1, 2]],
-    "power_sgd": {"rank": 3, "min_rate": 1.0},
-    "optimizer": "SGD",
-}
-RESUMED = {"devices": [1, 2], "sizes": [[4, 5]], "power_sgd": RANK_2, "steps": 5}
+MANY = training([1, 1], [[8, 8]], power_sgd=RANK_2, optimizer="SGD", steps=40, batches=1)
+EXACT = training(
+    [1, 2], [[1, 2]], power_sgd={"rank": 3, "min_rate": 1.0}, optimizer="SGD"
+)  # gradients have no higher rank than there are examples
+RESUMED = training([1, 2], [[4, 5]], power_sgd=RANK_2, steps=5)
 FAST = ("2 x 1", "skips", "recovers", "fails", "other names")
 
 
@@ -94,9 +66,7 @@ def options_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run(case: Mapping[str, Any], **more: Any) -> list[Any]:
-    port, size = free_port(), len(case["devices"])
-    given = {**case, "model": "mlp", "options": options_of(case), **more}
-    return [*({"variables": told(rank, size, port), "train": given} for rank in range(size)), *[None] * (3 - size)]
+    return workers("train", {**case, "options": options_of(case), **more})
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +77,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     cases["other names"] = run({**FAILS, "payload": "OtherNames", "steps": 1})
     cases["saves"] = run(RESUMED, steps=3, saves=folder)
     cases["resumes"] = run(RESUMED, first=3, loads=folder)
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
 
 
 def matrices_of(case: Mapping[str, Any]) -> list[str]:
@@ -162,13 +132,6 @@ def _sent(parts: list[torch.Tensor], factors: Gradients, name: str) -> torch.Ten
     return base @ total.T  # type: ignore[no-any-return]
 
 
-def assert_close(values: Mapping[str, Any], expected: Mapping[str, Any], abs: float = 1e-12) -> None:
-    assert values.keys() == expected.keys()
-    for name, tensor in expected.items():
-        numbers = tensor.flatten().tolist() if isinstance(tensor, torch.Tensor) else tensor
-        assert values[name] == pytest.approx(numbers, rel=1e-9, abs=abs), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but([name for name in FAST if name in CASES], list(CASES)))
 def test_what_factors_leave_out_is_added_in_the_next_step(outcomes: Mapping[str, Any], case: str) -> None:
@@ -176,25 +139,25 @@ def test_what_factors_leave_out_is_added_in_the_next_step(outcomes: Mapping[str,
     model, unsent, _ = simulated(CASES[case])
     for outcome, expected in zip(outcomes[case][:size], unsent, strict=True):
         assert outcome["values"] == outcomes[case][0]["values"]
-        assert_close(outcome["values"], values_of(model))
-        assert_close(outcome["unsent"], {name: expected.pop(name) for name in outcome["unsent"]})
+        assert_values(outcome["values"], values_of(model), abs=1e-12)
+        assert_values(outcome["unsent"], {name: expected.pop(name) for name in outcome["unsent"]}, abs=1e-12)
         assert not any(rest.any() for rest in expected.values()), "what is sent whole leaves nothing"
-    exact = reference({**CASES[case], "model": "mlp"}, range(4))[1]
+    exact = reference(CASES[case], range(4))[1]
     assert any(own != pytest.approx(exact[name], rel=1e-9) for name, own in outcomes[case][0]["values"].items())
 
 
 @pytest.mark.slow
 def test_matrices_of_no_higher_rank_are_updated_as_without(outcomes: Mapping[str, Any]) -> None:
-    _, exact = reference({**EXACT, "model": "mlp"}, range(4))
+    _, exact = reference(EXACT, range(4))
     for outcome in outcomes["exact"][:2]:
-        assert_close(outcome["values"], exact, abs=1e-10)
+        assert_values(outcome["values"], exact, abs=1e-10)
         assert all(abs(number) < 1e-10 for values in outcome["unsent"].values() for number in values)
 
 
 @pytest.mark.slow
 def test_what_was_sent_and_what_was_not_is_the_sum_of_all_gradients(outcomes: Mapping[str, Any]) -> None:
     model, unsent, of_all = simulated(MANY)
-    assert_close(outcomes["many"][0]["values"], values_of(model), abs=1e-8)
+    assert_values(outcomes["many"][0]["values"], values_of(model), abs=1e-8)
     assert matrices_of(MANY) and max(own[name].abs().max() for own in unsent for name in matrices_of(MANY)) > 1e-3
     for name, total in of_all.items():
         kept = sum(torch.tensor(own["unsent"][name], dtype=torch.float64) for own in outcomes["many"][:2])
@@ -204,7 +167,7 @@ def test_what_was_sent_and_what_was_not_is_the_sum_of_all_gradients(outcomes: Ma
 
 @pytest.mark.slow
 def test_training_comes_as_far_as_with_whole_gradients(outcomes: Mapping[str, Any]) -> None:
-    exact, _ = reference({**MANY, "model": "mlp"}, range(40))
+    exact, _ = reference(MANY, range(40))
     losses = outcomes["many"][0]["losses"]
     assert losses[-1] < 0.5 * losses[0] and exact[0] - losses[-1] > 0.8 * (exact[0] - exact[-1])
 

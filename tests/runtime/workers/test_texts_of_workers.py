@@ -1,14 +1,13 @@
 """Workers whose texts have lengths of their own train as one process does, with few programs each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import selections
-from worker_processes import LazyOutcomes, free_port, told
+from worker_processes import LazyOutcomes, workers
 from worker_texts import in_one_process, reference
+from worker_training import assert_training
 
 LENGTHS = [[6, 9], [7, 9], [11, 4], [5, 13], [8, 8], [12, 7]]
 BATCHES = [[[4, one], [4, other]] for one, other in LENGTHS]
@@ -51,12 +50,8 @@ AT_RANDOM = ("draws", "draws, each size")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases: dict[str, list[dict[str, Any] | None]] = {}
-    for name, given in CASES.items():
-        size, port = len(given["devices"]), free_port()
-        own = [{"variables": told(rank, size, port), "texts": given} for rank in range(size)]
-        cases[name] = [*own, *[None] * (3 - size)]
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
+    cases = {name: workers("texts", given) for name, given in CASES.items()}
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
 
 
 @pytest.mark.slow
@@ -65,9 +60,7 @@ def test_steps_are_those_of_one_process(found: Mapping[str, Any], case: str) -> 
     given = CASES[case]
     losses, values = reference(given)
     for own in found[case][: len(given["devices"])]:
-        assert own["losses"] == pytest.approx(losses[: len(own["losses"])], rel=1e-11)
-        for name, expected in values.items():
-            assert own["values"][name] == pytest.approx(expected, rel=1e-10, abs=1e-12), name
+        assert_training(own, losses[: len(own["losses"])], values, rel=1e-10, abs=1e-12)
         assert own["values"] == found[case][0]["values"]
 
 
@@ -76,9 +69,7 @@ def test_steps_are_those_of_one_process(found: Mapping[str, Any], case: str) -> 
 def test_random_streams_are_those_of_one_process(found: Mapping[str, Any], case: str) -> None:
     losses, values = in_one_process(CASES[case])
     for own in found[case][:2]:
-        assert own["losses"] == pytest.approx(losses, rel=1e-11)
-        for name, expected in values.items():
-            assert own["values"][name] == pytest.approx(expected, rel=1e-10, abs=1e-12), name
+        assert_training(own, losses, values, rel=1e-10, abs=1e-12)
         assert own["values"] == found[case][0]["values"]
 
 

@@ -1,7 +1,5 @@
 """Steps of workers on two hosts, which are network namespaces of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -66,25 +64,16 @@ def _start(command: Sequence[str], rank: int, given: dict[str, Any], interface: 
 
 @pytest.mark.parametrize("interface", ["", hosts.INTERFACE])
 def test_steps_over_two_hosts_are_those_of_one_process(interface: str) -> None:
-    given = {"model": "mlp", "devices": [1, 2], "sizes": [[4, 4], [5, 2]]}
+    given = worker_training.training([1, 2], [[4, 4], [5, 2]])
     losses, values = worker_training.reference(given, range(4))
     for own in trained(1.0, given, interface):
-        assert own["losses"] == pytest.approx(losses, rel=1e-9)
-        assert own["values"].keys() == values.keys()
-        for name, expected in values.items():
-            assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11)
+        worker_training.assert_training(own, losses, values)
 
 
 def test_a_cut_link_ends_both_workers() -> None:
-    given = {
-        "model": "mlp",
-        "devices": [1, 1],
-        "sizes": [[4, 4]],
-        "steps": 100_000,
-        "faults": [[2, 1, "after 0 cut"]],
-        "ends": True,
-        "options": {"timeout_seconds": 6.0},
-    }
+    given = worker_training.training(
+        [1, 1], [[4, 4]], steps=100_000, faults=[[2, 1, "after 0 cut"]], ends=True, options={"timeout_seconds": 6.0}
+    )
     chief, other = trained(1.0, given)
     errors = [own["losses"][-1] for own in (chief, other)]
     assert (

@@ -1,7 +1,5 @@
 """Options that steps over several workers have as those of one process do: with the same numbers, and errors on all workers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,112 +7,82 @@ import pytest
 import selections
 import torch
 from worker_habits import reference
-from worker_processes import LazyOutcomes, free_port, told
+from worker_processes import LazyOutcomes, workers
+from worker_training import assert_values, training
 
 STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [2, 4]], ["step", [4, 2]], ["step", [4, 0]]]
 OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [3, 5, 2]], ["step", [0, 5, 2]], ["step", [3, 5, 2]]]
 CASES: dict[str, dict[str, Any]] = {
-    "whole, 2 x 1": {"optimizer": "whole", "devices": [1, 1], "calls": [*STEPS, ["accumulate", [2, 1]], STEPS[0]]},
-    "whole, 2 x 2": {
-        "optimizer": "Adafactor",
-        "devices": [2, 2],
-        "calls": STEPS,
-        "options": {"clip_grad_norm": 0.1, "check_finite": True},
-    },
-    "whole, left": {
-        "optimizer": "whole",
-        "devices": [1, 1],
-        "calls": [["step", [4, 2]], ["step", [0, 3]], ["step", [0, 2]]],
-        "joins": True,
-    },
-    "noisy": {"optimizer": "noisy", "devices": [1, 2, 1], "calls": OF_THREE},
-    "drifts": {"optimizer": "drifts", "devices": [1, 1], "calls": STEPS[:2]},
-    "skips": {
-        "devices": [1, 2, 1],
-        "calls": [OF_THREE[0], ["step", [3, 5, 2], [1, "nan"]], ["step", [0, 5, 2], [2, "nan"]], OF_THREE[1]],
-        "options": {"check_finite": "skip", "clip_grad_norm": 0.1},
-    },
-    "refuses": {
-        "devices": [1, 1],
-        "calls": [
+    "whole, 2 x 1": training([1, 1], optimizer="whole", calls=[*STEPS, ["accumulate", [2, 1]], STEPS[0]]),
+    "whole, 2 x 2": training(
+        [2, 2], optimizer="Adafactor", calls=STEPS, options={"clip_grad_norm": 0.1, "check_finite": True}
+    ),
+    "whole, left": training(
+        [1, 1], optimizer="whole", calls=[["step", [4, 2]], ["step", [0, 3]], ["step", [0, 2]]], joins=True
+    ),
+    "noisy": training([1, 2, 1], optimizer="noisy", calls=OF_THREE),
+    "drifts": training([1, 1], optimizer="drifts", calls=STEPS[:2]),
+    "skips": training(
+        [1, 2, 1],
+        calls=[OF_THREE[0], ["step", [3, 5, 2], [1, "nan"]], ["step", [0, 5, 2], [2, "nan"]], OF_THREE[1]],
+        options={"check_finite": "skip", "clip_grad_norm": 0.1},
+    ),
+    "refuses": training(
+        [1, 1],
+        calls=[
             *(STEPS[0], ["step", [2, 2], [1, "nan"]], ["accumulate", [2, 3]], ["accumulate", [2, 2], [0, "nan"]]),
             *(STEPS[1], STEPS[2]),
         ],
-        "options": {"check_finite": True},
-    },
-    "bound": {"devices": [1, 2, 1], "calls": OF_THREE, "options": {"clip_grad_norm": 0.1}},
-    "compares": {"devices": [1, 2], "calls": [*STEPS, *STEPS], "options": {"check_replicas_every": 2}},
-    "bad memory": {
-        "devices": [1, 1],
-        "calls": [*STEPS[:2], ["step", [4, 2], [1, "flip parameter"]], ["step", [4, 2]], ["step", [4, 2]]],
-        "options": {"check_replicas_every": 2},
-    },
-    "bad state": {
-        "devices": [1, 1],
-        "calls": [STEPS[0], ["accumulate", [2, 2]], ["step", [4, 2], [0, "flip exp_avg"]]],
-        "options": {"check_replicas_every": 2},
-    },
-    "evaluates alone": {
-        "model": "random",
-        "devices": [1, 1],
-        "calls": [STEPS[0], ["step", [4, 2], [0, "evaluates"]], STEPS[0]],
-        "options": {"check_replicas_every": 1},
-    },
-    "writes other values": {
-        "devices": [1, 2],
-        "calls": [STEPS[0], ["step", [2, 4], [0, "halve"], [1, "double"]], *STEPS[:2]],
-    },
-    "writes elsewhere": {
-        "devices": [1, 1],
-        "calls": [*STEPS[:2], ["step", [2, 4], [0, "halve"], [1, "halve exp_avg"]], *STEPS[:2]],
-    },
-    "writes and evaluates": {
-        "devices": [1, 1],
-        "calls": [STEPS[0], ["step", [2, 4], [0, "halve"], [0, "evaluates"]], *STEPS[:2]],
-    },
-    "writes and looks": {
-        "devices": [1, 2],
-        "calls": [STEPS[0], ["step", [2, 4], [1, "double"], [1, "looks"]], *STEPS[:2]],
-    },
-    "writes beside state of another dtype": {
-        "optimizer": "NAdam",
-        "devices": [1, 1],
-        "calls": [*STEPS[:2], ["step", [2, 4], [0, "halve"]], *STEPS[:2]],
-    },
-    "writes alike": {
-        "devices": [1, 2],
-        "calls": [STEPS[0], ["step", [2, 4], *([r, w] for r in (0, 1) for w in ("halve", "double exp_avg"))], STEPS[0]],
-    },
-    "objects": {
-        "optimizer": "keeps",
-        "devices": [1, 1],
-        "calls": STEPS[:3],
-        "options": {"check_replicas_every": 1},
-    },
-    "bad object": {
-        "optimizer": "keeps what drifts",
-        "devices": [1, 1],
-        "calls": STEPS[:2],
-        "options": {"check_replicas_every": 1},
-    },
+        options={"check_finite": True},
+    ),
+    "bound": training([1, 2, 1], calls=OF_THREE, options={"clip_grad_norm": 0.1}),
+    "compares": training([1, 2], calls=[*STEPS, *STEPS], options={"check_replicas_every": 2}),
+    "bad memory": training(
+        [1, 1],
+        calls=[*STEPS[:2], ["step", [4, 2], [1, "flip parameter"]], ["step", [4, 2]], ["step", [4, 2]]],
+        options={"check_replicas_every": 2},
+    ),
+    "bad state": training(
+        [1, 1],
+        calls=[STEPS[0], ["accumulate", [2, 2]], ["step", [4, 2], [0, "flip exp_avg"]]],
+        options={"check_replicas_every": 2},
+    ),
+    "evaluates alone": training(
+        [1, 1],
+        model="random",
+        calls=[STEPS[0], ["step", [4, 2], [0, "evaluates"]], STEPS[0]],
+        options={"check_replicas_every": 1},
+    ),
+    "writes other values": training(
+        [1, 2], calls=[STEPS[0], ["step", [2, 4], [0, "halve"], [1, "double"]], *STEPS[:2]]
+    ),
+    "writes elsewhere": training(
+        [1, 1], calls=[*STEPS[:2], ["step", [2, 4], [0, "halve"], [1, "halve exp_avg"]], *STEPS[:2]]
+    ),
+    "writes and evaluates": training(
+        [1, 1], calls=[STEPS[0], ["step", [2, 4], [0, "halve"], [0, "evaluates"]], *STEPS[:2]]
+    ),
+    "writes and looks": training([1, 2], calls=[STEPS[0], ["step", [2, 4], [1, "double"], [1, "looks"]], *STEPS[:2]]),
+    "writes beside state of another dtype": training(
+        [1, 1], optimizer="NAdam", calls=[*STEPS[:2], ["step", [2, 4], [0, "halve"]], *STEPS[:2]]
+    ),
+    "writes alike": training(
+        [1, 2],
+        calls=[STEPS[0], ["step", [2, 4], *([r, w] for r in (0, 1) for w in ("halve", "double exp_avg"))], STEPS[0]],
+    ),
+    "objects": training([1, 1], optimizer="keeps", calls=STEPS[:3], options={"check_replicas_every": 1}),
+    "bad object": training([1, 1], optimizer="keeps what drifts", calls=STEPS[:2], options={"check_replicas_every": 1}),
 }
-CASES = {name: {"model": "mlp", **given} for name, given in CASES.items()}
 FAST = ("whole, 2 x 2", "drifts", "skips", "bound", "bad memory", "writes other values", "writes and evaluates")
 AS_ONE_PROCESS = [
     name for name in CASES if name not in ("drifts", "bad memory", "bad state", "evaluates alone", "bad object")
 ]
 
 
-def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
-    size, port = len(given["devices"]), free_port()
-    own = [{"variables": told(rank, size, port), "calls": given} for rank in range(size)]
-    return [*own, *[None] * (num_processes - size)]
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases = {name: run(given) for name, given in CASES.items()}
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
+    cases = {name: workers("calls", given) for name, given in CASES.items()}
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
 
 
 @pytest.mark.slow
@@ -125,8 +93,7 @@ def test_steps_are_those_of_one_process_and_equal_on_all_workers(found: Mapping[
     for own in found[case][: len(given["devices"])]:
         for loss, expected in zip(own["losses"], losses, strict=False):  # one that has left makes fewer
             assert expected is None or loss == pytest.approx(expected, rel=1e-9)
-        for name, expected in values.items():
-            assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11), name
+        assert_values(own["values"], values)
         assert (own["values"], own["state"]) == (found[case][0]["values"], found[case][0]["state"])
 
 

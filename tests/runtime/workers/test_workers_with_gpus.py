@@ -1,13 +1,11 @@
 """Workers with a GPU each, where there is none: gloo takes the place of NCCL, and CPUs that of GPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from worker_processes import free_port, outcomes, told
-from worker_training import in_one_process, reference
+from worker_processes import outcome, outcomes, workers
+from worker_training import assert_training, assert_values, in_one_process, reference, training
 
 from mirrorc.ir.devices import parse_devices
 from mirrorc.runtime.communication import Aborted
@@ -16,21 +14,16 @@ from mirrorc.runtime.workers.buckets.sharded_buckets import ShardedBuckets
 from mirrorc.runtime.workers.team.control_messages import on_host
 
 CASES: dict[str, dict[str, Any]] = {
-    "mlp": {"model": "mlp", "sizes": [[4, 4], [4, 2]], "stepped": 1},
-    "random": {"model": "random", "sizes": [[3, 6]], "optimizer": "SGD"},
-    "bound": {"model": "mlp", "sizes": [[0, 4], [2, 4]], "options": {"clip_grad_norm": 0.1, "bucket_cap_mb": 0.0005}},
-    "recovers": {
-        "model": "mlp",
-        "sizes": [[4, 4]],
-        "faults": [[0, 1, "wrong batch"], [1, 1, "operator"], [2, 0, "operator"]],
-    },
-    "factors": {"model": "mlp", "sizes": [[4, 4]], "options": {"exchange": "factors"}},
+    "mlp": training([1, 1], [[4, 4], [4, 2]], stepped=1),
+    "random": training([1, 1], [[3, 6]], model="random", optimizer="SGD"),
+    "bound": training([1, 1], [[0, 4], [2, 4]], options={"clip_grad_norm": 0.1, "bucket_cap_mb": 0.0005}),
+    "recovers": training([1, 1], [[4, 4]], faults=[[0, 1, "wrong batch"], [1, 1, "operator"], [2, 0, "operator"]]),
+    "factors": training([1, 1], [[4, 4]], options={"exchange": "factors"}),
 }
 
 
-def run(given: dict[str, Any]) -> list[dict[str, Any]]:
-    port, whole = free_port(), {"devices": [1, 1], "over_nccl": True, **given}
-    return [{"variables": told(rank, 2, port), "train": whole} for rank in range(2)]
+def run(given: dict[str, Any]) -> list[Any]:
+    return workers("train", {"over_nccl": True, **given}, num_processes=2)
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +31,29 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return outcomes(tmp_path_factory.mktemp("gpus"), {name: run(given) for name, given in CASES.items()})
 
 
-def assert_same(own: dict[str, Any], losses: list[float], values: dict[str, list[float]]) -> None:
-    assert own["losses"][-len(losses) :] == pytest.approx(losses, rel=1e-9)
-    for name, expected in values.items():
-        assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["mlp", "bound"])
 def test_steps_are_those_of_one_process(found: dict[str, Any], case: str) -> None:
-    losses, values = reference({"devices": [1, 1], **CASES[case]}, range(4))
+    losses, values = reference(CASES[case], range(4))
     for own in found[case]:
-        assert_same(own, losses, values)
+        assert_training(own, losses, values)
         assert "exchange over nccl-workers" in own["explained"] and own["gathered"] == 0
     assert found[case][0]["values"] == found[case][1]["values"]
 
 
 @pytest.mark.slow
 def test_streams_and_statistics_are_those_of_all_replicas(found: dict[str, Any]) -> None:
-    losses, values = in_one_process({"devices": [1, 1], **CASES["random"]})
+    losses, values = in_one_process(CASES["random"])
     for own in found["random"]:
-        assert_same(own, losses, values)
+        assert_training(own, losses, values)
 
 
 def test_after_a_failure_on_one_worker_all_go_on(found: dict[str, Any]) -> None:
-    losses, values = reference({"devices": [1, 1], **CASES["recovers"]}, [3])
+    losses, values = reference(CASES["recovers"], [3])
     first, second = found["recovers"]
     for own in (first, second):
-        assert_same(own, losses, values)
+        assert own["losses"][3] == pytest.approx(losses[0], rel=1e-9)
+        assert_values(own["values"], values)
     assert "it raised ValueError: arguments disagree on dim 0" in first["losses"][0]
     assert "OSError: the disk is full" in first["losses"][1] and "OSError: the disk is full" in second["losses"][1]
     assert "No parameter was changed. The step may be called again, on all workers." in second["losses"][2]
@@ -82,14 +70,9 @@ def test_factors_are_refused_where_nothing_gathers_them(found: dict[str, Any]) -
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_named(tmp_path: Any) -> None:
     """NCCL does not tell that a worker is gone: its kernel waits until it is aborted. The connections over gloo tell."""
-    given = {
-        "model": "mlp",
-        "sizes": [[4, 4]],
-        "faults": [[1, 1, "kill in forward"]],
-        "ends": True,
-        "options": {"early_update": False},  # so that the other one waits for a sum, and not for its vote
-    }
-    (own,) = outcomes(tmp_path, {"it": run(given)}, num_ended=1)["it"]
+    options = {"early_update": False}  # so that the other one waits for a sum, and not for its vote
+    given = training([1, 1], [[4, 4]], faults=[[1, 1, "kill in forward"]], ends=True, options=options)
+    (own,) = outcome(tmp_path, run(given), num_ended=1)
     assert isinstance(own["losses"][0], float)
     assert own["losses"][1].startswith("CommunicationError: training call 2 has failed: worker 1 (")
     assert "the connection to the other workers is closed" in own["losses"][1] and own["seconds"] < 60.0

@@ -1,7 +1,5 @@
 """Whether two trainings agree, and whether a refused call has left everything as it was."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

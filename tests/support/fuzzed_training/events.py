@@ -1,7 +1,5 @@
 """The events of a run: functions that do the same to both sides, each with a name and a seed for what it chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random

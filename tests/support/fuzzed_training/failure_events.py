@@ -1,7 +1,5 @@
 """Events in which a step is interrupted or fails: it leaves the state of before, or is whole."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

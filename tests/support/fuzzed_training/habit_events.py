@@ -1,7 +1,5 @@
 """Events that are other calls of a step: gradients of several calls, and evaluations."""
 
-from __future__ import annotations
-
 from random import Random
 
 from fuzzed_training.events import draw_batch, event

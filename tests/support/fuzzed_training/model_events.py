@@ -1,7 +1,5 @@
 """Events that change the model: writes of parameters and buffers, freezing, modes, copies and what is replaced."""
 
-from __future__ import annotations
-
 import copy
 import io
 from random import Random

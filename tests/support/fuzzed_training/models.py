@@ -1,7 +1,5 @@
 """Tiny models with the features that training events work on, and losses that read Python state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Events that change the optimizer: its state, its hyperparameters, its groups, and steps that the user makes with it."""
 
-from __future__ import annotations
-
 import copy
 import io
 from random import Random

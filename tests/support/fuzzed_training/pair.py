@@ -1,7 +1,5 @@
 """A model that mirrorc trains and its twin that plain PyTorch trains, through the same events."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Mapping
@@ -25,12 +23,7 @@ _KEPT_IN_VAIN = "has kept a gradient of .*, which this step does not train"
 
 @dataclass(frozen=True)
 class Doubt:
-    """Something that the next step may refuse.
-
-    Attributes:
-        pattern: of the message.
-        undo: takes it back, on both sides.
-    """
+    """Something that the next step may refuse, with a message of this pattern; ``undo`` takes it back, on both sides."""
 
     pattern: str
     undo: Callable[[], None]
@@ -40,17 +33,7 @@ class Doubt:
 
 
 class Pair:
-    """Both sides of a run.
-
-    Attributes:
-        mine, twin: the two sides.
-        sides: both, for events that do the same to each.
-        num_steps: steps that mirrorc has made.
-        num_calls: calls of the present step object.
-        num_steps_of_step: those that were made.
-        has_run: whether it has run anything.
-        log: what happened, for the message of a failure.
-    """
+    """Both sides of a run; ``num_calls`` and ``num_steps_of_step`` count those of the present step object."""
 
     def __init__(self, setting: Setting) -> None:
         models.SCALE, models.BETA = 1.0, 0.0

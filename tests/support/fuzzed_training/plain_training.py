@@ -1,7 +1,5 @@
 """A training step as its contract says, in plain PyTorch: one shard after the other, then one update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -16,20 +14,11 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class PlainTraining:
-    """Trains a model as a step on several devices must train it.
+    """Trains a model, in float64, as a step on several devices must train it.
 
     Each replica has values of its own of the buffers that forward writes while training; the model shows their mean, or
     replica 0's where they are integers. A replica without a shard, of a small batch, keeps its own, which do not count then.
     What the user writes between steps is every replica's. In eval mode a replica reads what the model shows.
-
-    Args:
-        model, optimizer: in float64.
-        distribution: the number of shards of a batch and of parts of each, and the bounds of gradients.
-        is_mean: whether the loss is a mean over examples, otherwise it is a sum.
-
-    Attributes:
-        num_accumulated: the number of examples whose gradients are kept for the next step.
-        grad_norm: the norm of the last step's gradients, before it is bounded.
     """
 
     def __init__(

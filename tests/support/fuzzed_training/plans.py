@@ -74,12 +74,7 @@ AS_THEY_ARE = Plans()
 
 
 def draw_plans(draw: Random, *, has_factors: bool) -> Plans:
-    """Plans that `mirrorc.compile` would take together; in one of two runs those that are there without any option.
-
-    Args:
-        draw: makes all choices.
-        has_factors: whether the pipeline leaves gradients as factors, so that these may be asked for.
-    """
+    """Plans that `mirrorc.compile` would take together; in one of two runs those that are there without any option."""
     if draw.random() < 0.5:
         return AS_THEY_ARE
     placement = draw.choice(PLACEMENTS)

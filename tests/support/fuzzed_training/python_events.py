@@ -1,7 +1,5 @@
 """Events that change Python state which forward or the loss reads, and code."""
 
-from __future__ import annotations
-
 from random import Random
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A second step of mirrorc that does the same as the first, whose bits it must give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -12,11 +10,7 @@ import mirrorc
 
 
 class Repetition:
-    """Trains the other side with mirrorc.
-
-    Args:
-        step: compiled as the one that it repeats.
-    """
+    """Trains the other side with mirrorc, by a step that was compiled as the one that it repeats."""
 
     def __init__(self, step: mirrorc.Step) -> None:
         self._step = step

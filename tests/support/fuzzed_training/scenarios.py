@@ -1,7 +1,5 @@
 """Whole runs: what they begin with and their events, as values that are drawn, made shorter and printed."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -53,11 +51,7 @@ class Scenario:
     events: tuple[Event, ...] = ()
 
     def play(self) -> Pair:
-        """Runs the events, and a step after the last.
-
-        Raises:
-            AssertionError: mirrorc and plain PyTorch differ; says after which event, and what.
-        """
+        """Runs the events, and a step after the last; an AssertionError says after which event the sides differ, and in what."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pair = Pair(self.setting)
@@ -86,15 +80,10 @@ def draw_scenario(
     is_repeated: bool = False,
     left_out: Collection[str] = NOT_REPEATABLE,
 ) -> Scenario:
-    """A run.
+    """A run. ``is_uneven``: batches of several sizes, and any number of devices; otherwise all shards have one shape.
 
-    Args:
-        random: makes all choices. Hypothesis repeats what it has drawn: in none of its 600 runs did the user run a model with
-            normalization between two steps on several devices.
-        max_events: the largest number of events.
-        is_uneven: batches of several sizes, and any number of devices; otherwise all shards have one shape, which is quick.
-        is_repeated: models with dropout; the other side is trained by mirrorc as well.
-        left_out: events and features; those that are known to fail are left out, too.
+    Hypothesis would repeat what it has drawn: in none of its 600 runs did the user run a model with normalization between two
+    steps on several devices.
     """
     left_out = {*left_out, *KNOWN_TO_FAIL}
     features = random.sample([name for name in FEATURES if name not in left_out], random.randint(0, 3))
@@ -131,11 +120,7 @@ def draw_scenario(
 
 
 def play_or_shorten(scenario: Scenario) -> None:
-    """Plays a run; if it fails, leaves out what it can so that it still fails.
-
-    Raises:
-        Exception: that of the shortest run that was found, with the run as a note.
-    """
+    """Plays a run; if it fails, leaves out what it can so that it still fails, and raises that with the run as a note."""
     error = _failure_of(scenario)
     while error is not None:
         failing = ((shorter, found) for shorter in _one_less(scenario) if (found := _failure_of(shorter)) is not None)

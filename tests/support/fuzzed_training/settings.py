@@ -1,7 +1,5 @@
 """What a run begins with: model, loss, optimizer, and how its step is compiled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,11 +54,6 @@ OPTIONAL_PASSES = ("share-parameters", "schedule-overlap", "place-gradients", "f
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a step is compiled: for how many devices, over which link, with which passes, plans, bucket sizes, checks and bounds.
-
-    Where it recomputes, backward computes again what it can.
-    """
-
     num_devices: int = 2
     link: str | None = None
     left_out: tuple[str, ...] = ()
@@ -115,14 +108,8 @@ class Setting:
     """What a run begins with.
 
     Attributes:
-        features: of the model, from `fuzzed_training.models.FEATURES`.
-        loss: a key of `fuzzed_training.models.LOSSES`.
-        optimizer: a key of `OPTIMIZERS`.
-        distribution: how the step is compiled.
         holds_all: whether the optimizer holds all parameters from the beginning, otherwise the heads' only.
-        is_uneven: whether batches have several sizes.
         is_repeated: whether the other side is trained by mirrorc, too, in the same way: then the bits are compared.
-        seed: of the model's values.
     """
 
     features: tuple[str, ...] = ()

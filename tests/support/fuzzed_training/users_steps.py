@@ -1,7 +1,5 @@
 """Events in which the user steps, with this optimizer or another one, or changes what a step of the optimizer does."""
 
-from __future__ import annotations
-
 from random import Random
 from types import MethodType
 from typing import Any

@@ -1,7 +1,5 @@
 """Mutations of how gradients are added over calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Mutations of operators: in regions, in the captured graph, and between operations of the IR."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +12,17 @@ from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
-from mutations.places import bodies, insert_like, is_value, next_like, pairs_alike, placed_nodes, type_of, with_argument
+from mutations.places import (
+    bodies,
+    bypass,
+    insert_like,
+    is_value,
+    next_like,
+    pairs_alike,
+    placed_nodes,
+    type_of,
+    with_argument,
+)
 from mutations.table import Edit, breaks
 
 aten = torch.ops.aten
@@ -103,14 +111,10 @@ def exchange_results_of_a_region(program: Program) -> Iterator[Edit]:
 def forget_to_write_a_slot(program: Program) -> Iterator[Edit]:
     """A region gives a slot as its gradient, and has written nothing into it."""
 
-    def edit(node: fx.Node) -> None:
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        node.graph.erase_node(node)
-
     for graph in region_bodies(program):
         for node in list(graph.nodes):
             if _writes(node) and is_slot(node.args[0]):
-                yield partial(edit, node)
+                yield partial(bypass, node)
 
 
 @breaks(in_regions=True)

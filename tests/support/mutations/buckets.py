@@ -1,7 +1,5 @@
 """Mutations of the bucket table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,6 +13,7 @@ from mirrorc.ir.program import Program, Stage
 from mutations.places import (
     pairs_alike,
     with_bucket,
+    without,
 )
 from mutations.table import Edit, breaks
 
@@ -81,7 +80,7 @@ def let_a_slot_leave_its_bucket(program: Program) -> Iterator[Edit]:
 def drop_a_slot(program: Program) -> Iterator[Edit]:
     """A variable's slot is missing from the table."""
     for bucket, place, _ in slots_of(program):
-        slots = (*bucket.slots[:place], *bucket.slots[place + 1 :])
+        slots = without(bucket.slots, place)
         yield partial(with_bucket, program, bucket.index, slots=slots)
 
 
@@ -90,7 +89,7 @@ def drop_a_bucket(program: Program) -> Iterator[Edit]:
     """A bucket is missing from the table, or two are exchanged."""
     is_plan = program.stage is Stage.CAPTURED  # without buckets it would count as not planned yet
     for place in range(len(program.buckets)) if len(program.buckets) > is_plan else ():
-        yield partial(program.evolve, buckets=(*program.buckets[:place], *program.buckets[place + 1 :]))
+        yield partial(program.evolve, buckets=without(program.buckets, place))
     for one, other in pairwise(program.buckets):
         exchanged = [{one: other, other: one}.get(bucket, bucket) for bucket in program.buckets]
         yield partial(program.evolve, buckets=tuple(exchanged))
@@ -116,10 +115,10 @@ def move_a_slot_to_another_bucket(program: Program) -> Iterator[Edit]:
 
     def edit(bucket: Bucket, place: int, other: Bucket) -> Program:
         slot = bucket.slots[place]
-        without = with_bucket(program, bucket.index, slots=(*bucket.slots[:place], *bucket.slots[place + 1 :]))
+        rest = with_bucket(program, bucket.index, slots=without(bucket.slots, place))
         moved = (*other.slots, replace(slot, offset=other.num_elements))
         size = other.num_elements + slot.num_elements + 16
-        return with_bucket(without, other.index, slots=moved, num_elements=size)
+        return with_bucket(rest, other.index, slots=moved, num_elements=size)
 
     for bucket, place, _ in slots_of(program) if program.stage >= Stage.PACKED else ():
         for other in program.buckets:

@@ -1,7 +1,5 @@
 """Mutations of what a step checks before it changes anything."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -20,6 +18,7 @@ from mutations.places import (
     with_argument,
     with_commits,
     with_keywords,
+    without,
 )
 from mutations.table import Edit, breaks
 
@@ -91,7 +90,7 @@ def leave_a_truth_out(program: Program) -> Iterator[Edit]:
     """A replica's commit is not told whether one value is finite, or whether any is."""
     for commit in placed_nodes(program, ops.commit):
         for place in range(len(truths_of(commit))):
-            yield partial(setattr, commit, "args", (*commit.args[:place], *commit.args[place + 1 :]))
+            yield partial(setattr, commit, "args", without(commit.args, place))
         if is_checked(commit):
             yield partial(_tell_nothing, [commit])
 

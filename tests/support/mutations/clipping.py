@@ -1,7 +1,5 @@
 """Mutations of how gradients are measured and scaled before updates take them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +11,17 @@ from mirrorc.analysis.buckets.rescaling import scaling_factor
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program
-from mutations.places import insert_like, next_like, placed_nodes, repeat, timelines, with_argument, with_keywords
+from mutations.places import (
+    bypass,
+    insert_like,
+    next_like,
+    placed_nodes,
+    repeat,
+    timelines,
+    with_argument,
+    with_keywords,
+    without,
+)
 from mutations.table import Edit, breaks, keeps
 
 
@@ -21,15 +29,10 @@ from mutations.table import Edit, breaks, keeps
 def take_what_is_not_clipped(program: Program) -> Iterator[Edit]:
     """An update takes a gradient as it was before it was scaled, or clipped."""
     for node in placed_nodes(program, *ops.RESCALING):
-        yield partial(_bypass, node)
+        yield partial(bypass, node)
     for node in placed_nodes(program, ops.update):
         if len(node.args) > 1:
             yield partial(setattr, node, "args", node.args[:1])
-
-
-def _bypass(node: fx.Node) -> None:
-    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-    node.graph.erase_node(node)
 
 
 @breaks
@@ -37,7 +40,7 @@ def measure_less(program: Program) -> Iterator[Edit]:
     """A norm leaves out one of the sums."""
     for node in placed_nodes(program, ops.norm):
         for place in range(len(node.args)) if len(node.args) > 1 else ():
-            yield partial(setattr, node, "args", (*node.args[:place], *node.args[place + 1 :]))
+            yield partial(setattr, node, "args", without(node.args, place))
 
 
 @breaks
@@ -58,7 +61,7 @@ def measure_elements_of_others(program: Program) -> Iterator[Edit]:
     """A worker measures a sum that every worker has as if others did not measure their elements of it."""
     for node in placed_nodes(program, torch.ops.aten.slice.Tensor):
         if any(user.target is ops.norm for user in node.users):
-            yield partial(_bypass, node)
+            yield partial(bypass, node)
             if node.args[2] != 0:
                 yield partial(setattr, node, "args", (*node.args[:2], 0, node.args[3]))
 
@@ -109,7 +112,7 @@ def exchange_less(program: Program) -> Iterator[Edit]:
     for commit in placed_nodes(program, ops.commit):
         for place, operand in enumerate(commit.args):
             if operand.target is ops.norm:  # type: ignore[union-attr]
-                yield partial(setattr, commit, "args", (*commit.args[:place], *commit.args[place + 1 :]))
+                yield partial(setattr, commit, "args", without(commit.args, place))
 
 
 @breaks
@@ -130,7 +133,7 @@ def divide_by_no_scale(program: Program) -> Iterator[Edit]:
     """A norm, or a factor, is not divided by the scale of the loss."""
     for node in placed_nodes(program, torch.ops.aten.div.Tensor):
         if getattr(node.args[-1], "target", None) is ops.loss_scale:
-            yield partial(_bypass, node)
+            yield partial(bypass, node)
 
 
 @breaks

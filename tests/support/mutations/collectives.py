@@ -1,7 +1,5 @@
 """Mutations of what is in flight: waits, launches, tags and links."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -12,6 +10,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program, Stage
 from mutations.places import (
+    bypass,
     call_graphs,
     pairs_alike,
     placed_nodes,
@@ -19,6 +18,7 @@ from mutations.places import (
     type_of,
     with_argument,
     with_keywords,
+    without,
 )
 from mutations.table import Edit, breaks
 
@@ -31,12 +31,8 @@ _LINKED = (*ops.REDUCTIONS, *ops.EXCHANGES, ops.send, ops.recv)
 def drop_a_wait(program: Program) -> Iterator[Edit]:
     """A wait is left out; what used its value uses the pending one."""
 
-    def edit(wait: fx.Node) -> None:
-        wait.replace_all_uses_with(wait.args[0])
-        wait.graph.erase_node(wait)
-
     for wait in placed_nodes(program, ops.wait):
-        yield partial(edit, wait)
+        yield partial(bypass, wait)
 
 
 @breaks
@@ -166,7 +162,7 @@ def leave_a_replica_out(program: Program) -> Iterator[Edit]:
     """A reduction of the mirrored graph joins all replicas but one."""
     for node in placed_nodes(program, *ops.REDUCTIONS) if program.graph is not None else ():
         for place in range(len(node.args)):
-            yield partial(setattr, node, "args", (*node.args[:place], *node.args[place + 1 :]))
+            yield partial(setattr, node, "args", without(node.args, place))
 
 
 @breaks

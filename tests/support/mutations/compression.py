@@ -1,10 +1,7 @@
 """Mutations of what makes sums narrow on their way to other workers, and wide again, and of what sends a part of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -13,7 +10,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program
-from mutations.places import placed_nodes
+from mutations.places import bypass, placed_nodes, with_keywords
 from mutations.table import Edit, breaks
 
 
@@ -21,24 +18,16 @@ from mutations.table import Edit, breaks
 def send_one_share_wide(program: Program) -> Iterator[Edit]:
     """A device offers its share as it is, where others have compressed theirs."""
 
-    def edit(node: fx.Node) -> None:
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        node.graph.erase_node(node)
-
     for node in placed_nodes(program, ops.compress):
-        yield partial(edit, node)
+        yield partial(bypass, node)
 
 
 @breaks
 def take_a_narrow_sum(program: Program) -> Iterator[Edit]:
     """An update takes the sum over workers while it is narrow."""
 
-    def edit(node: fx.Node) -> None:
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        node.graph.erase_node(node)
-
     for node in placed_nodes(program, ops.decompress):
-        yield partial(edit, node)
+        yield partial(bypass, node)
 
 
 @breaks
@@ -73,12 +62,8 @@ def widen_twice(program: Program) -> Iterator[Edit]:
 def send_a_part_without_the_rest(program: Program) -> Iterator[Edit]:
     """A device offers its share without what earlier steps have not sent."""
 
-    def edit(node: fx.Node) -> None:
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        node.graph.erase_node(node)
-
     for node in placed_nodes(program, ops.add_unsent):
-        yield partial(edit, node)
+        yield partial(bypass, node)
 
 
 @breaks
@@ -99,22 +84,16 @@ def add_the_rest_twice(program: Program) -> Iterator[Edit]:
 def send_another_count(program: Program) -> Iterator[Edit]:
     """A worker sends no element, or more than there are."""
 
-    def edit(node: fx.Node, count: int) -> None:
-        node.kwargs = {**node.kwargs, "count": count}
-
     for node in placed_nodes(program, ops.gather_largest):
-        yield partial(edit, node, 0)
-        yield partial(edit, node, node.meta["val"].value.numel() + 1)
+        yield partial(with_keywords, node, count=0)
+        yield partial(with_keywords, node, count=node.meta["val"].value.numel() + 1)
 
 
 @breaks
 def send_another_number_of_bytes(program: Program) -> Iterator[Edit]:
     """A worker sends a payload of no bytes, or of as many as the pack has, or one without a text."""
 
-    def edit(node: fx.Node, words: dict[str, Any]) -> None:
-        node.kwargs = {**node.kwargs, **words}
-
     for node in placed_nodes(program, ops.exchange_payload):
         value = node.meta["val"].value
         for words in ({"num_bytes": 0}, {"num_bytes": value.numel() * value.dtype.itemsize}, {"payload": ""}):
-            yield partial(edit, node, words)
+            yield partial(with_keywords, node, **words)

@@ -1,7 +1,5 @@
 """Mutations of buckets that are cut into packs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,7 +10,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack
 from mirrorc.ir.nodes import bucket_of, pack_of, replica_of
 from mirrorc.ir.program import Program
-from mutations.places import next_like, placed_nodes, with_argument, with_bucket, with_keywords
+from mutations.places import exchanged, next_like, placed_nodes, with_argument, with_bucket, with_keywords, without
 from mutations.table import Edit, breaks
 
 _NAMING = (ops.pack, ops.add_accumulated, ops.wait, *ops.REDUCTIONS, *ops.EXCHANGES)
@@ -63,9 +61,7 @@ def put_packs_together_in_another_order(program: Program) -> Iterator[Edit]:
     """A bucket is put together of its packs in another order."""
     for node in placed_nodes(program, ops.unpack):
         for place in range(len(node.args) - 1):
-            args = list(node.args)
-            args[place], args[place + 1] = args[place + 1], args[place]
-            yield partial(setattr, node, "args", tuple(args))
+            yield partial(setattr, node, "args", exchanged(node.args, place, place + 1))
 
 
 @breaks
@@ -73,7 +69,7 @@ def leave_a_pack_out(program: Program) -> Iterator[Edit]:
     """A bucket is put together of all its packs but one, or of one twice."""
     for node in placed_nodes(program, ops.unpack):
         for place in range(len(node.args)):
-            yield partial(setattr, node, "args", (*node.args[:place], *node.args[place + 1 :]))
+            yield partial(setattr, node, "args", without(node.args, place))
             if len(node.args) > 1:
                 yield partial(with_argument, node, place, node.args[place - 1])
 

@@ -1,7 +1,5 @@
 """Mutations of what a step returns beside its loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Mutations that keep what a program means: the verifier must let a pass make them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -77,31 +75,26 @@ def read_twice(program: Program) -> Iterator[Edit]:
             yield partial(edit, node, user)
 
 
+def _rename_nodes(graphs: list[fx.Graph]) -> None:
+    for graph in graphs:
+        for i, node in enumerate(graph.nodes):
+            if node.op not in ("placeholder", "output"):
+                node.name = f"value_{i}"
+
+
 @keeps
 def rename_all_nodes(program: Program) -> Iterator[Edit]:
     """Every node outside of regions has another name."""
 
-    def edit() -> None:
-        for graph in program.graphs():
-            for i, node in enumerate(graph.nodes):
-                if node.op not in ("placeholder", "output"):
-                    node.name = f"value_{i}"
-
-    yield edit
+    yield partial(_rename_nodes, program.graphs())
 
 
 @keeps(in_regions=True)
 def rename_values_in_regions(program: Program) -> Iterator[Edit]:
     """Every operator of a region has another name."""
 
-    def edit() -> None:
-        for region in program.regions.values():
-            for i, node in enumerate(region.graph_module.graph.nodes):
-                if node.op not in ("placeholder", "output"):
-                    node.name = f"value_{i}"
-
     if program.regions:
-        yield edit
+        yield partial(_rename_nodes, [region.graph_module.graph for region in program.regions.values()])
 
 
 def _moves_later(nodes: list[fx.Node], movable: tuple[object, ...], ordered: tuple[object, ...]) -> Iterator[Edit]:

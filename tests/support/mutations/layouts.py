@@ -1,7 +1,5 @@
 """Mutations of how values lie in memory: of operators that only lay them out, and of what reads memory in order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

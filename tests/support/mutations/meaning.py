@@ -4,8 +4,6 @@ Unlike the verifier it looks into regions at every stage, knows that some operat
 into slots.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Mutations of what replicas ask each other in forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -11,7 +9,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program, Stage
-from mutations.places import placed_nodes, timelines, with_keywords
+from mutations.places import bypass, placed_nodes, timelines, with_keywords
 from mutations.table import Edit, breaks
 
 
@@ -42,13 +40,9 @@ def exchange_two_meetings(program: Program) -> Iterator[Edit]:
 def leave_a_meeting_out(program: Program) -> Iterator[Edit]:
     """A replica goes on with its own value, and the others wait for it."""
 
-    def edit(node: fx.Node) -> None:
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        node.graph.erase_node(node)
-
     if program.num_replicas > 1:
         for node in placed_nodes(program, ops.sum_over_replicas):
-            yield partial(edit, node)
+            yield partial(bypass, node)
 
 
 @breaks

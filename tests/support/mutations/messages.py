@@ -1,7 +1,5 @@
 """Mutations of sums that devices make of messages: what is sent, in which round, and what is added where."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
@@ -16,6 +14,8 @@ from mirrorc.ir.program import Program
 from mutations.places import (
     all_of_packs_is_used,
     call_graphs,
+    exchange_args_and_order,
+    exchanged,
     placed_nodes,
     timelines,
     type_of,
@@ -48,14 +48,10 @@ def _messages(nodes: list[fx.Node]) -> list[fx.Node]:
 def exchange_two_chunks(program: Program) -> Iterator[Edit]:
     """A device sends two values of one type as each other's, under their tags."""
 
-    def edit(one: fx.Node, other: fx.Node) -> None:
-        one.args, other.args = other.args, one.args
-        other.append(one)
-
     for timeline in timelines(program) if all_of_packs_is_used(program) else ():
         for one, other in combinations(_messages(timeline), 2):
             if one.args != other.args and type_of(one.args[0]) == type_of(other.args[0]):  # type: ignore[arg-type]
-                yield partial(edit, one, other)
+                yield partial(exchange_args_and_order, one, other)
 
 
 @breaks
@@ -135,6 +131,4 @@ def join_chunks_in_another_order(program: Program) -> Iterator[Edit]:
             chunks: Any = node.args[0] if node.target is aten.cat.default and node.users else ()
             for one, other in combinations(range(len(chunks)), 2):
                 if type_of(chunks[one]) == type_of(chunks[other]):
-                    exchanged = list(chunks)
-                    exchanged[one], exchanged[other] = chunks[other], chunks[one]
-                    yield partial(with_argument, node, 0, exchanged)
+                    yield partial(with_argument, node, 0, exchanged(chunks, one, other))

@@ -1,7 +1,5 @@
 """Mutations of shards that are run in microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +9,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import form_of
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program
-from mutations.places import placed_nodes, with_keywords
+from mutations.places import exchanged, placed_nodes, with_keywords, without
 from mutations.table import Edit, breaks
 
 
@@ -67,7 +65,7 @@ def leave_out_the_factors_of_a_microbatch(program: Program) -> Iterator[Edit]:
     for node in placed_nodes(program, *ops.FACTORED):
         parts = _parts(node)
         for index in range(len(parts)) if len(parts) > 1 else ():
-            rest = (*parts[:index], *parts[index + 1 :])
+            rest = without(parts, index)
             yield partial(setattr, node, "args", tuple(factor for part in rest for factor in part))
 
 
@@ -90,7 +88,4 @@ def exchange_a_factor_of_two_microbatches(program: Program) -> Iterator[Edit]:
         first, *others = _parts(node)
         for index, part in enumerate(others):
             if part[0].meta["val"].shape == first[0].meta["val"].shape and part[1:] != first[1:]:
-                args = list(node.args)
-                place = len(first) * (index + 1)
-                args[0], args[place] = args[place], args[0]
-                yield partial(setattr, node, "args", tuple(args))
+                yield partial(setattr, node, "args", exchanged(node.args, 0, len(first) * (index + 1)))

@@ -1,7 +1,5 @@
 """Mutations of what is packed, and of the slots that regions are given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -15,6 +13,7 @@ from mirrorc.ir.program import Program, Stage
 from mutations.buckets import places_alike, slots_of
 from mutations.places import (
     call_graphs,
+    exchanged,
     is_value,
     next_like,
     pairs_alike,
@@ -26,6 +25,7 @@ from mutations.places import (
     with_argument,
     with_bucket,
     with_keywords,
+    without,
 )
 from mutations.table import Edit, breaks, keeps
 
@@ -42,19 +42,14 @@ def _whole_buckets(program: Program) -> list[Bucket]:
     return [bucket for bucket in program.buckets if not bucket.is_cut]
 
 
-def _exchange_in(pack: fx.Node, one: int, other: int) -> None:
-    args = list(pack.args)
-    args[one], args[other] = args[other], args[one]
-    pack.args = tuple(args)
-
-
 @breaks
 def exchange_two_gradients_of_a_pack(program: Program) -> Iterator[Edit]:
     """One replica packs two gradients of one type as each other's."""
     for packs in _packs_by_replica(program):
         for bucket in _whole_buckets(program):
             for one, other in places_alike(bucket) if packs else ():
-                yield partial(_exchange_in, packs[bucket.index], one, other)
+                pack = packs[bucket.index]
+                yield partial(setattr, pack, "args", exchanged(pack.args, one, other))
 
 
 def _factored(program: Program) -> list[fx.Node]:
@@ -96,11 +91,11 @@ def exchange_two_gradients_everywhere(program: Program) -> Iterator[Edit]:
     def edit(bucket: Bucket, one: int, other: int, with_notes: bool) -> None:
         names = bucket.slots[one].variable, bucket.slots[other].variable
         for packs in _packs_by_replica(program):
-            _exchange_in(packs[bucket.index], one, other)
+            packs[bucket.index].args = exchanged(packs[bucket.index].args, one, other)
         for graph in call_graphs(program) if with_notes else ():
             for call in region_calls(graph.nodes):
-                exchanged = dict(zip(names, names[::-1], strict=True))
-                noted = {exchanged.get(name, name): place for name, place in call.kwargs["gradients"].items()}  # type: ignore[union-attr]
+                other_name = dict(zip(names, names[::-1], strict=True))
+                noted = {other_name.get(name, name): place for name, place in call.kwargs["gradients"].items()}  # type: ignore[union-attr]
                 call.kwargs = {**call.kwargs, "gradients": noted}
 
     for bucket in _whole_buckets(program) if program.stage >= Stage.PACKED else ():
@@ -132,7 +127,7 @@ def drop_a_gradient_from_a_pack(program: Program) -> Iterator[Edit]:
     """A replica packs all gradients of a bucket but one."""
     for pack in placed_nodes(program, ops.pack):
         for place in range(len(pack.args)):
-            yield partial(setattr, pack, "args", (*pack.args[:place], *pack.args[place + 1 :]))
+            yield partial(setattr, pack, "args", without(pack.args, place))
 
 
 @breaks
@@ -152,8 +147,8 @@ def forget_a_gradient_everywhere(program: Program) -> Iterator[Edit]:
     def edit(bucket: Bucket, place: int) -> Program:
         for packs in _packs_by_replica(program):
             pack = packs[bucket.index]
-            pack.args = (*pack.args[:place], *pack.args[place + 1 :])
-        return with_bucket(program, bucket.index, slots=(*bucket.slots[:place], *bucket.slots[place + 1 :]))
+            pack.args = without(pack.args, place)
+        return with_bucket(program, bucket.index, slots=without(bucket.slots, place))
 
     for bucket, place, _ in slots_of(program) if program.stage >= Stage.PACKED else ():
         if len(bucket.slots) > 1 and not bucket.is_cut:

@@ -1,8 +1,6 @@
 """Where things are in a program, and how to change them there: what kinds of mutations share."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -128,6 +126,35 @@ def with_argument(node: fx.Node, place: int, value: Any) -> None:
 
 def with_keywords(node: fx.Node, **kwargs: Any) -> None:
     node.kwargs = {**node.kwargs, **kwargs}
+
+
+def exchanged(items: Sequence[Thing], one: int, other: int) -> tuple[Thing, ...]:
+    places = {one: other, other: one}
+    return tuple(items[places.get(place, place)] for place in range(len(items)))
+
+
+def without(items: Sequence[Thing], place: int) -> tuple[Thing, ...]:
+    return (*items[:place], *items[place + 1 :])
+
+
+def exchange_args(one: fx.Node, other: fx.Node) -> None:
+    one.args, other.args = other.args, one.args
+
+
+def exchange_args_and_order(one: fx.Node, other: fx.Node) -> None:
+    exchange_args(one, other)
+    other.append(one)
+
+
+def exchange_arguments(one: tuple[fx.Node, int], other: tuple[fx.Node, int]) -> None:
+    mine, theirs = one[0].args[one[1]], other[0].args[other[1]]
+    with_argument(*one, theirs)
+    with_argument(*other, mine)
+
+
+def bypass(node: fx.Node) -> None:
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    node.graph.erase_node(node)
 
 
 def repeat(node: fx.Node) -> fx.Node:

@@ -1,7 +1,5 @@
 """Mutations of what regions take from backwards of plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise

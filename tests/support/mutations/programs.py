@@ -1,7 +1,5 @@
 """Valid programs to change: all tiny models and handmade ones, on several devices, after every pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,17 +10,12 @@ from broken_meetings import Meeting
 from memory_order import first_in_memory
 from payloads import FirstElements
 from tiny_models import MODELS, TinyModel
-from tiny_programs import MUON, SMALL_BUCKETS, Gated, Weight, captured_model, handmade, outputs
+from tiny_programs import MUON, SMALL_BUCKETS, Gated, Weight, captured_call, captured_model, handmade, outputs
 from torch import fx, nn
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import ALGORITHMS, Ring, Tree
-from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.shards import split_call
-from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.eager.autograd_front_end import AutogradFrontEnd
-from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.compression import TopK
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
@@ -35,7 +28,6 @@ from mirrorc.passes import ChooseCheckpoints, ReserveMemory, ReuseArguments, def
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pipeline_edits import for_accumulation, for_evaluation, select_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.user.optimizer_groups import OptimizerGroups
 
 _WITHOUT_LIMITS = {one.name: one for one in (ReuseArguments(min_bytes=0), ReserveMemory(min_bytes=0))}
 _SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same
@@ -45,14 +37,7 @@ _WHOLE = {"min_factored_elements": 2**40}
 
 @dataclass(frozen=True)
 class Subject:
-    """A valid program, and the one that the pass was given that made it.
-
-    Attributes:
-        name: of the model and its devices.
-        made_by: the pass.
-        before: what it was given.
-        program: what it gave.
-    """
+    """A valid program, and the one that the pass was given that made it."""
 
     name: str
     made_by: Pass
@@ -65,15 +50,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Source:
-    """A captured program and the bucket sizes to compile it with.
-
-    Attributes:
-        name: of the model and its devices.
-        captured: the program.
-        caps: bucket sizes, and other options of the pipeline.
-        is_shared: whether to compile it with shared parameters as well.
-        since: the pass from which on its programs are subjects; all if empty.
-    """
+    """A captured program and the options to compile it with; ``since``: the pass from which on its programs are subjects."""
 
     name: str
     captured: Program
@@ -122,15 +99,7 @@ def model_sources(name: str) -> Iterator[Source]:
 
 
 def _captured(tiny: TinyModel) -> Program:
-    model = tiny.make(torch.float32)
-    call = flatten_call([], (), tiny.batch(5, torch.float32, 0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    training_call = TrainingCall(model, tiny.loss_fn, call.structure)
-    devices = parse_devices(["cpu:0", "cpu:1"])
-    state = ModelState(model, tiny.loss_fn)
-    return capture_program(
-        training_call, call, split_call(call, 2), devices, state, OptimizerGroups([optimizer]), {}
-    ).program
+    return captured_call(tiny.make(torch.float32), tiny.loss_fn, (), tiny.batch(5, torch.float32, 0), 2)
 
 
 class Branching(nn.Sequential):
@@ -286,11 +255,7 @@ def cut_into_packs() -> Iterator[Source]:
 
 
 def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
-    """Several buckets of equal shapes, of one gradient and of more, two dtypes, buffers, an optimizer that runs by itself.
-
-    Args:
-        num_devices: on how many devices are those that are there on 2 and on 3.
-    """
+    """Several buckets of equal shapes, of one gradient and of more, two dtypes, buffers, an optimizer that runs by itself."""
     pairs = [Weight(name, (200,)) for name in "abcdef"]
     caps = {"first_bucket_mb": 1700 / 2**20, "bucket_cap_mb": 1700 / 2**20}  # two gradients a bucket
     own = [Weight(name, (300,), rule=MUON) for name in "abc"]
@@ -424,9 +389,3 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
     yield Source("outputs, ragged on 3", captured_model(Returning(), 3, rows=2, keeps_outputs=True), SMALL_BUCKETS)
     yield Source("pairs on 1", handmade(1, pairs, buffer=True), caps)
     yield Source("own optimizer on 1", handmade(1, own), SMALL_BUCKETS)
-
-
-def all_sources() -> Iterator[Source]:
-    yield from handmade_sources()
-    for name in MODELS:
-        yield from model_sources(name)

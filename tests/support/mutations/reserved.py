@@ -1,10 +1,7 @@
 """Mutations of the memory that is reserved for results of regions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -12,7 +9,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
-from mutations.places import call_graphs
+from mutations.places import call_graphs, with_keywords
 from mutations.table import Edit, breaks
 
 
@@ -26,13 +23,10 @@ def _reserved(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
 def put_two_values_into_one_memory(program: Program) -> Iterator[Edit]:
     """Two results of one call lie in the same reserved memory."""
 
-    def edit(node: fx.Node, number: Any) -> None:
-        node.kwargs = {**node.kwargs, "number": number}
-
     for one, call in _reserved(program):
         for other in call.args:
             if other is not one and getattr(other, "target", None) is ops.reserved:
-                yield partial(edit, one, other.kwargs["number"])  # type: ignore[union-attr]
+                yield partial(with_keywords, one, number=other.kwargs["number"])  # type: ignore[union-attr]
 
 
 @breaks

@@ -1,7 +1,5 @@
 """Mutations of how regions write into the memory of arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Mutations of rows of tables that the device which steps sends to others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

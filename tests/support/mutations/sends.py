@@ -1,7 +1,5 @@
 """Mutations of how parameters get from the replica that has updated them to the others."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +11,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, origin_of
 from mirrorc.ir.program import Program
 from mutations.places import (
     all_of_packs_is_used,
+    exchange_args_and_order,
     next_like,
     pairs_alike,
     placed_nodes,
@@ -129,14 +128,10 @@ def send_too_early(program: Program) -> Iterator[Edit]:
 def send_the_parameters_of_another(program: Program) -> Iterator[Edit]:
     """Two buckets' parameters of one type are sent as each other's."""
 
-    def edit(one: fx.Node, other: fx.Node) -> None:
-        one.args, other.args = other.args, one.args
-        other.append(one)
-
     for timeline in timelines(program) if all_of_packs_is_used(program) else ():
         sends = [node for node in timeline if node.target is ops.send]
         for one, other in pairs_alike(sends, lambda send: (send.kwargs["destination"], type_of(send.args[0]))):  # type: ignore[arg-type]
-            yield partial(edit, one, other)
+            yield partial(exchange_args_and_order, one, other)
 
 
 @breaks
@@ -151,14 +146,10 @@ def send_in_another_round(program: Program) -> Iterator[Edit]:
 def store_what_was_received_for_another(program: Program) -> Iterator[Edit]:
     """Two buckets of one type get each other's parameters."""
 
-    def edit(one: fx.Node, other: fx.Node) -> None:
-        one.args, other.args = other.args, one.args
-        other.append(one)
-
     for timeline in timelines(program):
         stores = [node for node in timeline if node.target in (ops.store, ops.store_rows)]
         for one, other in pairs_alike(stores, lambda store: type_of(store.args[0])):  # type: ignore[arg-type]
-            yield partial(edit, one, other)
+            yield partial(exchange_args_and_order, one, other)
 
 
 @breaks

@@ -1,7 +1,5 @@
 """The table of mutations: ways to break a valid program, and ways to change it that keep what it means."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,11 +17,8 @@ class Kind:
     """A way to change a program.
 
     Attributes:
-        name: of its function.
-        description: in a line.
         places: gives an edit for each place in a program where it applies, in the same order each time.
         is_harmless: whether the program means the same afterwards, so that it must be accepted; else it must be refused.
-        in_regions: whether it changes the bodies of regions.
         is_judged: whether an edit counts only if `meaning` says that something else is computed (two values that are
             exchanged may be the same, such as a tensor and its detached self).
     """

@@ -1,7 +1,5 @@
 """Mutations of what a program says of itself: its devices, its arguments, its shards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Mutations of what is written, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +12,7 @@ from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Placement, Synchronization
 from mutations.places import (
+    exchange_args,
     is_value,
     next_like,
     pairs_alike,
@@ -66,30 +65,25 @@ def commit_twice(program: Program) -> Iterator[Edit]:
         yield partial(repeat, node)  # type: ignore[arg-type]
 
 
+def _of_the_same_replica(program: Program, commit: fx.Node, *operations: object) -> list[fx.Node]:
+    nodes = placed_nodes(program, *operations)
+    return [node for node in nodes if node.graph is commit.graph and replica_of(node) == replica_of(commit)]
+
+
 @breaks
 def commit_too_early(program: Program) -> Iterator[Edit]:
     """A replica commits before its last pack, after which something may still fail."""
     for commit in placed_nodes(program, ops.commit):
-        packs = [
-            n
-            for n in placed_nodes(program, ops.pack)
-            if n.graph is commit.graph and replica_of(n) == replica_of(commit)
-        ]
-        if packs:
-            yield partial(packs[-1].prepend, commit)
+        for pack in _of_the_same_replica(program, commit, ops.pack)[-1:]:
+            yield partial(pack.prepend, commit)
 
 
 @breaks
 def commit_too_late(program: Program) -> Iterator[Edit]:
     """A replica commits after its first update, which a failure of another one cannot undo."""
     for commit in placed_nodes(program, ops.commit):
-        own = [
-            n
-            for n in placed_nodes(program, *_UPDATES)
-            if n.graph is commit.graph and replica_of(n) == replica_of(commit)
-        ]
-        if own:
-            yield partial(own[0].append, commit)
+        for update in _of_the_same_replica(program, commit, *_UPDATES)[:1]:
+            yield partial(update.append, commit)
 
 
 @breaks
@@ -273,13 +267,10 @@ def write_another_value(program: Program) -> Iterator[Edit]:
 def exchange_two_writes(program: Program) -> Iterator[Edit]:
     """Two buffers of one type get each other's new values."""
 
-    def edit(one: fx.Node, other: fx.Node) -> None:
-        one.args, other.args = other.args, one.args
-
     for timeline in timelines(program):
         writes = [node for node in timeline if node.target is ops.write]
         for one, other in pairs_alike(writes, lambda node: type_of(node.all_input_nodes[0])):
-            yield partial(edit, one, other)
+            yield partial(exchange_args, one, other)
 
 
 @breaks

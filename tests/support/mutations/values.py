@@ -1,7 +1,5 @@
 """Mutations of what is computed from what, of types, and of whose a value is."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,6 +14,9 @@ from mirrorc.ir.program import Program, Stage
 from mutations.places import (
     bodies,
     call_graphs,
+    exchange_args,
+    exchange_arguments,
+    exchanged,
     is_value,
     kind_of,
     next_like,
@@ -80,9 +81,7 @@ def exchange_arguments_of_a_region(program: Program) -> Iterator[Edit]:
     """Two arguments of a region call, of one type, change places."""
 
     def edit(call: fx.Node, one: int, other: int) -> None:
-        args = list(call.args)
-        args[one], args[other] = args[other], args[one]
-        call.args = tuple(args)
+        call.args = exchanged(call.args, one, other)
 
     for line in _lines(program) if program.stage >= Stage.OUTLINED else ():
         for call in region_calls(line):
@@ -95,30 +94,22 @@ def exchange_arguments_of_a_region(program: Program) -> Iterator[Edit]:
 def exchange_arguments_of_two_regions(program: Program) -> Iterator[Edit]:
     """Two region calls get each other's value of one type."""
 
-    def edit(one: tuple[fx.Node, int], other: tuple[fx.Node, int]) -> None:
-        mine, theirs = one[0].args[one[1]], other[0].args[other[1]]
-        with_argument(*one, theirs)
-        with_argument(*other, mine)
-
     for line in _lines(program) if program.stage >= Stage.OUTLINED else ():
         given = [(call, place) for call in region_calls(line) for place, _ in _values_given(call)]
         for one, other in pairs_alike(given, lambda pair: type_of(pair[0].args[pair[1]])):  # type: ignore[arg-type]
             first = min(one[0], other[0])
             if one[0] is not other[0] and all(call.args[place] < first for call, place in (one, other)):  # type: ignore[operator]
-                yield partial(edit, one, other)
+                yield partial(exchange_arguments, one, other)
 
 
 @breaks(is_judged=True)
 def take_another_part_of_a_result(program: Program) -> Iterator[Edit]:
     """Two parts of a region's results, of one type, are taken for each other."""
 
-    def edit(one: fx.Node, other: fx.Node) -> None:
-        one.args, other.args = other.args, one.args
-
     for graph in call_graphs(program):
         for call in region_calls(graph.nodes):
             for one, other in pairs_alike(call.users, type_of):
-                yield partial(edit, one, other)
+                yield partial(exchange_args, one, other)
 
 
 @breaks

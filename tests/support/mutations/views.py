@@ -1,7 +1,5 @@
 """Mutations of when views of variables are used: a view has the variable's memory, whoever holds it, and whoever made it."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator
 from functools import partial

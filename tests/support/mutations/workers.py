@@ -1,8 +1,6 @@
 """Mutations of what workers exchange."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -22,14 +20,16 @@ def _exchanges(graph: fx.Graph) -> list[fx.Node]:
     return list(calls_to(graph, *ops.EXCHANGES))
 
 
-def _on_all(program: Program, edit: Callable[[fx.Node], None]) -> Iterator[Edit]:
+def _on_all(
+    program: Program, edit: Callable[[fx.Node], None], targets: Sequence[object] = ops.EXCHANGES
+) -> Iterator[Edit]:
     """An edit of each exchange, on all devices alike: the devices of a worker agree, and other workers do not."""
 
     def edit_all(place: int) -> None:
         for graph in program.graphs():
-            edit(_exchanges(graph)[place])
+            edit(list(calls_to(graph, *targets))[place])
 
-    for place in range(len(_exchanges(program.graphs()[0]))):
+    for place in range(len(list(calls_to(program.graphs()[0], *targets)))):
         yield partial(edit_all, place)
 
 
@@ -196,7 +196,7 @@ def leave_parameters_behind(program: Program) -> Iterator[Edit]:
             launch.graph.erase_node(wait)
         launch.graph.erase_node(launch)
 
-    yield from _on_all_gathers(program, edit)
+    yield from _on_all(program, edit, [ops.gather_parameters])
 
 
 @breaks
@@ -219,14 +219,3 @@ def gather_parameters_in_another_order(program: Program) -> Iterator[Edit]:
 
     for place in range(max(0, len(list(calls_to(program.graphs()[0], ops.gather_parameters))) - 1)):
         yield partial(edit, place)
-
-
-def _on_all_gathers(program: Program, edit: Callable[[fx.Node], None]) -> Iterator[Edit]:
-    """An edit of each gathering of parameters, on all devices alike."""
-
-    def edit_all(place: int) -> None:
-        for graph in program.graphs():
-            edit(list(calls_to(graph, ops.gather_parameters))[place])
-
-    for place in range(len(list(calls_to(program.graphs()[0], ops.gather_parameters)))):
-        yield partial(edit_all, place)

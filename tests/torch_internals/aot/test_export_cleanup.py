@@ -1,7 +1,5 @@
 """What AOTAutograd makes of operators that are called for an effect, and what is left of it."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

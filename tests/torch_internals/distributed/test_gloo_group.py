@@ -1,7 +1,5 @@
 """Groups of gloo that are registered nowhere, here between two threads of this process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A group of NCCL that is registered nowhere, here on a GPU whose streams run late."""
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Which sockets this process has, and which of them the other side has closed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

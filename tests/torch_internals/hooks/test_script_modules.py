@@ -1,7 +1,5 @@
 """Modules of TorchScript: what is known of them by torch's private objects."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

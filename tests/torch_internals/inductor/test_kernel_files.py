@@ -1,7 +1,5 @@
 """What becomes of files that Inductor keeps, when something has overwritten them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

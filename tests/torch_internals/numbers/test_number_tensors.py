@@ -1,7 +1,5 @@
 """Python numbers as inputs of a graph: dtypes and bits are those of PyTorch."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sizes as texts, and symbols that are made anew for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dynamo's symbols for sizes: how they are named, marked, compared without guards, bound and guarded."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

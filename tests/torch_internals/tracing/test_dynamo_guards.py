@@ -1,7 +1,5 @@
 """Dynamo's guards: what they watch, what is left out, and how they read in words."""
 
-from __future__ import annotations
-
 import gc
 import types
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a trace is seen to do to Python objects, and which prints and logs it calls."""
 
-from __future__ import annotations
-
 import collections
 import logging
 import time

@@ -1,7 +1,5 @@
 """What is told of Python objects that a trace reads or changes has the user's names, and none of Dynamo's expressions."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import re

@@ -1,7 +1,5 @@
 """Methods that a trace has entered: each way of replacing one is seen, whatever it is decorated with."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

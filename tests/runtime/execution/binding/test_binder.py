@@ -1,7 +1,5 @@
 """What a program's nodes are bound to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

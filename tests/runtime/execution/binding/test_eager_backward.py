@@ -1,7 +1,5 @@
 """A replica's function goes on while a backward of plain PyTorch runs, as far as its gradients are there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a wait does with its share while it is made, is what the nodes behind it would do with the whole."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,12 +1,11 @@
 """Tables whose rows are scattered behind the commit are those that are made before it, and nobody looks at them too soon."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
+from tiny_programs import sgd_step
 from torch import nn
 from torch.nn import functional as F
 
@@ -87,11 +86,8 @@ def test_what_is_made_late_is_what_would_be_made_at_once(
 def test_what_is_not_made_yet_is_not_called_infinite(options: dict[str, Any]) -> None:
     """The memory of a table holds what an earlier step has left there."""
     net = Lookup(50, root=0.0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x, target = torch.tensor([0, 1, 2, 3999]), torch.zeros(4, 50)
-    with mirrorc.compile(
-        net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", check_finite=True, **options
-    ) as step:
+    with sgd_step(net, 2, loss_fn=F.mse_loss, check_finite=True, **options) as step:
         with pytest.raises(mirrorc.NonFiniteError, match=r"'root' is not finite .* so is that of 1 other"):
             step(x, target=target * math.nan)
         with pytest.raises(
@@ -105,13 +101,12 @@ def test_what_is_not_made_yet_is_not_called_infinite(options: dict[str, Any]) ->
 def test_sums_of_finite_rows_may_overflow(row: float) -> None:
     """They are looked at when they may, and a step whose sums do not overflow in the end is made."""
     net = nn.Embedding(4000, 8)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     x, target = torch.full((4,), 7), torch.zeros(4, 8)
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output.detach() * 0 + (output - output.detach()) * (row / 1e18) * 32e18 + target).mean()
 
-    with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", check_finite="skip") as step:
+    with sgd_step(net, 2, lr=0.0, loss_fn=loss_fn, check_finite="skip") as step:
         step(x, target=target)
         assert step.num_skipped == (1 if row == 1e38 else 0)
 
@@ -127,8 +122,7 @@ def test_what_a_skipped_step_has_deferred_is_forgotten(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(binder.DeferredTables, "__init__", noting)
     net = nn.Embedding(4000, 50)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", check_finite="skip") as step:
+    with sgd_step(net, 2, loss_fn=F.mse_loss, check_finite="skip") as step:
         x, target = torch.tensor([0, 1, 3998, 3999]), torch.zeros(4, 50)
         target[2:] = math.inf  # of which the first device, which has the other rows, finds nothing
         step(x, target=target)

@@ -1,7 +1,5 @@
 """What a worker has not sent of its gradients: laid out for programs, kept over steps that take place, dealt out to others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What is said of tables before their rows are added is what is found when they are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Models that ask the replicas of all workers for values train as one device does on the batches of all workers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,21 +7,15 @@ from typing import Any
 import pytest
 import selections
 from torch import nn
-from worker_processes import LazyOutcomes, free_port, outcomes, told
-from worker_training import made, reference, values_of, whole
+from worker_processes import LazyOutcomes, outcome, workers
+from worker_training import assert_training, assert_values, made, reference, training, values_of, whole
 
-EVEN: dict[str, Any] = {"model": "coupled", "devices": [2, 2], "optimizer": "SGD", "sizes": [[6, 1], [6, 0]]}
+EVEN: dict[str, Any] = training([2, 2], [[6, 1], [6, 0]], model="coupled", optimizer="SGD")
 CASES: dict[str, dict[str, Any]] = {
-    "2 x 1": {"model": "coupled", "devices": [1, 1], "optimizer": "SGD", "sizes": [[4, 3]]},
+    "2 x 1": training([1, 1], [[4, 3]], model="coupled", optimizer="SGD"),
     "2 x 2": EVEN,
-    "3 x (1, 2, 1)": {
-        "model": "coupled",
-        "devices": [1, 2, 1],
-        "optimizer": "SGD",
-        "sizes": [[3, 5, 2], [0, 1, 3]],
-        "evaluates": True,
-    },
-    "synchronized": {"model": "synchronized", "devices": [1, 2], "optimizer": "SGD", "sizes": [[3, 5], [0, 4]]},
+    "3 x (1, 2, 1)": training([1, 2, 1], [[3, 5, 2], [0, 1, 3]], model="coupled", optimizer="SGD", evaluates=True),
+    "synchronized": training([1, 2], [[3, 5], [0, 4]], model="synchronized", optimizer="SGD"),
     "bound, packs": {**EVEN, "options": {"packing": 3, "clip_grad_norm": 0.1}},
     "factors": {**EVEN, "options": {"exchange": "factors"}},
     "autocast": {**EVEN, "devices": [1, 1], "autocast": "bfloat16"},  # which leaves 64 bits as they are
@@ -33,50 +25,31 @@ CASES: dict[str, dict[str, Any]] = {
 CASES = {name: {"steps": 5, **given} for name, given in CASES.items()}
 AGAIN = {"again": CASES["2 x 2"]}
 FAULTS: dict[str, dict[str, Any]] = {
-    "recovers": {
-        "model": "coupled",
-        "devices": [1, 2],
-        "optimizer": "SGD",
-        "sizes": [[4, 4]],
-        "steps": 3,
-        "faults": [[0, 1, "operator"], [1, 0, "operator"]],
-    }
+    "recovers": training(
+        [1, 2], [[4, 4]], model="coupled", optimizer="SGD", steps=3, faults=[[0, 1, "operator"], [1, 0, "operator"]]
+    )
 }
 JOINS: dict[str, dict[str, Any]] = {
-    "left": {"devices": [1, 1], "sizes": [[3, 5], [3, 0], [3, 0]], "more": [[3, 5]]},
-    "the chief leaves": {"devices": [2, 1], "sizes": [[3, 5], [0, 4]]},
+    "left": training([1, 1], [[3, 5], [3, 0], [3, 0]], more=[[3, 5]]),
+    "the chief leaves": training([2, 1], [[3, 5], [0, 4]]),
 }
-JOINS = {name: {"model": "coupled", "optimizer": "SGD", "decay": 0.7, **given} for name, given in JOINS.items()}
+JOINS = {name: {**given, "model": "coupled", "optimizer": "SGD", "decay": 0.7} for name, given in JOINS.items()}
 ACCUMULATES: dict[str, dict[str, Any]] = {
-    "accumulates": {
-        "model": "coupled",
-        "optimizer": "SGD",
-        "devices": [1, 2],
-        "calls": [["accumulate", [2, 3]], ["step", [4, 2]], ["step", [4, 0]]],
-    }
+    "accumulates": training(
+        [1, 2], model="coupled", optimizer="SGD", calls=[["accumulate", [2, 3]], ["step", [4, 2]], ["step", [4, 0]]]
+    )
 }
+EXACTLY = (1e-12, 1e-12)  # relative and absolute
 FAST = ("2 x 1", "recovers", "left")
 SELDOM = ("autocast", "dealt", "inductor")
 
 
-def run(kind: str, given: dict[str, Any]) -> list[Any]:
-    size, port = len(given["devices"]), free_port()
-    own = [{"variables": told(rank, size, port), kind: given} for rank in range(size)]
-    return [*own, *[None] * (3 - size)]
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases = {name: run("train", given) for name, given in (CASES | AGAIN | FAULTS).items()}
-    cases |= {name: run("join", given) for name, given in JOINS.items()}
-    cases |= {name: run("calls", given) for name, given in ACCUMULATES.items()}
-    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250, seldom=SELDOM)
-
-
-def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
-    assert own.keys() == expected.keys()
-    for name, values in expected.items():
-        assert own[name] == pytest.approx(values, rel=1e-12, abs=1e-12), name
+    cases = {name: workers("train", given) for name, given in (CASES | AGAIN | FAULTS).items()}
+    cases |= {name: workers("join", given) for name, given in JOINS.items()}
+    cases |= {name: workers("calls", given) for name, given in ACCUMULATES.items()}
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, seldom=SELDOM)
 
 
 @pytest.mark.slow
@@ -93,8 +66,7 @@ def test_steps_are_those_of_one_device(found: Mapping[str, Any], case: str) -> N
     losses, values = reference({**given, "model": plain}, range(given["steps"]))
     everyone = found[case][: len(given["devices"])]
     for own in everyone:
-        assert own["losses"] == pytest.approx(losses, rel=1e-12)
-        assert_equal(own["values"], values)
+        assert_training(own, losses, values, *EXACTLY)
         assert own["values"] == everyone[0]["values"], "all have the same bits"
         assert own["schedule"] == everyone[0]["schedule"]
 
@@ -115,7 +87,7 @@ def test_a_worker_that_fails_wakes_those_that_wait_for_its_values(found: Mapping
         assert "No parameter was changed. The step may be called again" in own["losses"][number]
     for own in (first, second):
         assert own["losses"][2] == pytest.approx(losses[0], rel=1e-12)
-        assert_equal(own["values"], values)
+        assert_values(own["values"], values, *EXACTLY)
 
 
 @pytest.mark.parametrize("case", selections.slow_but(FAST, JOINS))
@@ -124,8 +96,7 @@ def test_workers_that_have_left_take_part(found: Mapping[str, Any], case: str) -
     losses, values = reference(given, range(len(given["sizes"])))
     everyone = found[case][: len(given["devices"])]
     for rank, own in enumerate(everyone):
-        assert own["losses"] == pytest.approx(losses[: sum(sizes[rank] > 0 for sizes in given["sizes"])], rel=1e-12)
-        assert_equal(own["values"], values)
+        assert_training(own, losses[: sum(sizes[rank] > 0 for sizes in given["sizes"])], values, *EXACTLY)
         assert own["last"] == everyone[0]["last"]
 
 
@@ -144,19 +115,19 @@ def test_calls_that_accumulate_ask_all_replicas_of_their_own(found: Mapping[str,
             optimizer.zero_grad()
             kept = 0
     for own in found["accumulates"][:2]:
-        assert_equal(own["values"], values_of(model))
+        assert_values(own["values"], values_of(model), *EXACTLY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill in forward", "stop"])
 def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
-    given = {
-        "model": "coupled",
-        "devices": [1, 1, 1],
-        "sizes": [[4, 4, 4]],
-        "faults": [[2, 2, fault]],
-        "ends": True,
-        "options": {"timeout_seconds": 10.0 if fault == "stop" else 60.0},
-    }
-    for own in outcomes(tmp_path, {"it": run("train", given)}, num_ended=1)["it"][:2]:
+    given = training(
+        [1, 1, 1],
+        [[4, 4, 4]],
+        model="coupled",
+        faults=[[2, 2, fault]],
+        ends=True,
+        options={"timeout_seconds": 10.0 if fault == "stop" else 60.0},
+    )
+    for own in outcome(tmp_path, workers("train", given), num_ended=1)[:2]:
         assert re.search(r"training call 3 has failed: worker 2 \(.*No parameter was changed", own["losses"][2])

@@ -1,7 +1,5 @@
 """How far workers are, and who is behind."""
 
-from __future__ import annotations
-
 import pytest
 
 from mirrorc.runtime.workers.protocol.call_progress import Progress, least_far

@@ -1,7 +1,5 @@
 """What tells the bits of the optimizers' state: values of objects and containers, not their addresses or shortened texts."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What workers agree about when they begin a call together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

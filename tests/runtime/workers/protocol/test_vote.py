@@ -1,7 +1,5 @@
 """What workers tell each other before they commit: messages that are added up, and what comes of the sum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What workers tell each other in a store, where one of them does not come any more."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a worker does when it hears that another one has failed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How workers wait for one another in a store, when that stops to answer while they wait."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A lane whose collectives do not end."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
