@@ -45,7 +45,7 @@ def captured() -> Program:
 
 def choices_with(words: Words) -> WorkerChoices:
     net = model()
-    with sgd_step(net, loss_fn=nn.MSELoss(), world=World(2)) as step:
+    with sgd_step(net, None, loss_fn=nn.MSELoss(), world=World(2)) as step:
         options = replace(step._options, program_workers=WORKER)
     team: Any = SimpleNamespace(words=words, link=None)
     return WorkerChoices(options, 1, team)
