@@ -150,7 +150,9 @@ class StepReports(ABC):
         """
         last = self._runs.last_update
         num_groups = len(self._options.optimizers)
-        norms = last and measured_norms(self._state.told, last.program, num_groups, is_skipped=last.commit.is_skipped)
+        norms = last and measured_norms(
+            self._state.results, last.program, num_groups, is_skipped=last.commit.is_skipped
+        )
         if norms is None:
             raise ExecutionError(
                 "no norm was measured: it is after the first step that is compiled with clip_grad_norm=; math.inf only measures"

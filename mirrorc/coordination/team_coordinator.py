@@ -305,9 +305,9 @@ class TeamCoordinator:
         return self._agreed
 
     def examples(self, local: int) -> Examples:
-        kept_elsewhere = self.agreed.num_kept - self._state.accumulated.num_examples
+        calls_elsewhere = self.agreed.num_kept - self._state.accumulated.num_examples
         before = sum(self.agreed.present[: self.team.cluster.rank])
-        return Examples(local, self.agreed.num_examples, kept_elsewhere, before, self.agreed.num_present)
+        return Examples(local, self.agreed.num_examples, calls_elsewhere, before, self.agreed.num_present)
 
     def seed(self, local: int | None) -> int | None:
         return self.agreed.seed

@@ -44,8 +44,10 @@ def _function_of(node: fx.Node) -> Callable[..., Any]:
         return target
     schema = schema_of(target).arguments
     written = {argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write}
-    positional = [None if a.name in written else _layout(given) for a, given in zip(schema, node.args, strict=False)]
-    named = {name: None if name in written else _layout(given) for name, given in node.kwargs.items()}
+    positional = [
+        None if a.name in written else _layout(operand) for a, operand in zip(schema, node.args, strict=False)
+    ]
+    named = {name: None if name in written else _layout(operand) for name, operand in node.kwargs.items()}
     if not any(positional) and not any(named.values()):
         return target
 
@@ -73,10 +75,10 @@ def _by_position(node: fx.Node) -> Callable[..., Any]:
                 f"{target} addresses elements by their position in memory, and what it is given has the strides "
                 f"{value.stride()} where tracing found {inferred}: give it tensor.clone(memory_format=torch.contiguous_format)"
             )
-        given = [value, *args]
-        if len(given) > place and given[place] is not None:
-            given[place] += value.storage_offset()
-        return target(*given)
+        arguments = [value, *args]
+        if len(arguments) > place and arguments[place] is not None:
+            arguments[place] += value.storage_offset()
+        return target(*arguments)
 
     return by_position
 
@@ -93,8 +95,8 @@ def _layout(argument: Any) -> Any:
             return None
         return DimOrder.of(value) if has_symbols(value) else value.stride()
     if isinstance(argument, list | tuple):
-        found = [_layout(item) for item in argument]
-        return found if any(found) else None
+        layouts = [_layout(item) for item in argument]
+        return layouts if any(layouts) else None
     return None
 
 

@@ -48,9 +48,9 @@ class InductorBackend(Backend):
     def preferences(self, device: torch.device) -> dict[str, bool]:
         """Inductor calls oneDNN for convolutions, which is faster in channels-last format, and its tanh is slow."""
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
-        own = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
-        own["pads_products"] = device.type == "cuda"
-        return {**super().preferences(device), **own}
+        options = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
+        options["pads_products"] = device.type == "cuda"
+        return {**super().preferences(device), **options}
 
     def prepare(self, device: torch.device) -> None:
         if device.type == "cpu":

@@ -77,8 +77,8 @@ class RegionCompiler:
         return functions
 
     def keep_only(self, regions: Iterable[Region]) -> None:
-        kept = {id(region) for region in regions}
-        self._compiled = {key: value for key, value in self._compiled.items() if key[0] in kept}
+        ids = {id(region) for region in regions}
+        self._compiled = {key: value for key, value in self._compiled.items() if key[0] in ids}
 
     def compile(self, region: Region, device: torch.device) -> RegionFunction:
         """The region as a function that takes a list of arguments, which it empties, and returns a sequence of outputs."""

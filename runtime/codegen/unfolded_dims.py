@@ -64,51 +64,55 @@ def unfold_dims(graph: fx.Graph) -> int:
 
     Guarantees: values, strides, and aliasing stay.
     """
-    found = dict(_arrangements(graph))
+    arrangements = dict(_arrangements(graph))
     nodes_of_sizes = {
         size_key(node.meta["val"]): node
         for node in graph.find_nodes(op="placeholder")
         if is_symbolic(node.meta.get("val"))
     }
-    ends = [node for node, own in found.items() if own.unfolds and not _is_passed_on(node, found)]
-    num_changed = sum(_rewrite(node, found[node], nodes_of_sizes) for node in ends)
+    ends = [
+        node
+        for node, arrangement in arrangements.items()
+        if arrangement.unfolds and not _is_passed_on(node, arrangements)
+    ]
+    num_changed = sum(_rewrite(node, arrangements[node], nodes_of_sizes) for node in ends)
     if num_changed:
-        for node in reversed(found):
-            if not node.users and found[node].source is not node:
+        for node in reversed(arrangements):
+            if not node.users and arrangements[node].source is not node:
                 graph.erase_node(node)
     return num_changed
 
 
-def _is_passed_on(node: fx.Node, found: Mapping[fx.Node, _Arrangement]) -> bool:
-    return all(user in found and found[user].source is found[node].source for user in node.users)
+def _is_passed_on(node: fx.Node, arrangements: Mapping[fx.Node, _Arrangement]) -> bool:
+    return all(user in arrangements and arrangements[user].source is arrangements[node].source for user in node.users)
 
 
 def _arrangements(graph: fx.Graph) -> Iterator[tuple[fx.Node, _Arrangement]]:
     written = {value for node in graph.nodes for value in _written(node)}
-    found: dict[fx.Node, _Arrangement] = {}
+    arrangements: dict[fx.Node, _Arrangement] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             continue
         operand = node.args[0] if node.args else None
-        before = found.get(operand) if isinstance(operand, fx.Node) and operand not in written else None
-        own = None
+        before = arrangements.get(operand) if isinstance(operand, fx.Node) and operand not in written else None
+        arrangement = None
         if before is not None and not (before.is_copied and len(operand.users) > 1):  # type: ignore[union-attr]
-            own = _rearranged(node, before, sizes_key(value.shape))
-        if own is None:
+            arrangement = _rearranged(node, before, sizes_key(value.shape))
+        if arrangement is None:
             parts = [_Part(size) for size in sizes_key(value.shape)]
             dims = tuple(() if part.size == 1 else (part,) for part in parts)
-            own = _Arrangement(node, tuple(part for dim in dims for part in dim), dims)
-        found[node] = own
-        yield node, own
+            arrangement = _Arrangement(node, tuple(part for dim in dims for part in dim), dims)
+        arrangements[node] = arrangement
+        yield node, arrangement
 
 
 def _written(node: fx.Node) -> Iterator[Any]:
     if node.op != "call_function" or not is_operator(node.target):
         return
-    for argument, given in zip(schema_of(node.target).arguments, node.args, strict=False):
+    for argument, value in zip(schema_of(node.target).arguments, node.args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield given
+            yield value
 
 
 def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
@@ -127,19 +131,19 @@ def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _A
         place = int(node.args[1]) % (rank + 1)  # type: ignore[arg-type]
         return replace(before, dims=(*before.dims[:place], (), *before.dims[place:]))
     if target in _SQUEEZES:
-        given: Any = node.args[1]
-        named = {dim % rank for dim in ([given] if isinstance(given, int) else given)}
-        return replace(before, dims=tuple(own for dim, own in enumerate(before.dims) if own or dim not in named))
+        argument: Any = node.args[1]
+        named = {dim % rank for dim in ([argument] if isinstance(argument, int) else argument)}
+        return replace(before, dims=tuple(parts for dim, parts in enumerate(before.dims) if parts or dim not in named))
     return None
 
 
 def _permutation(node: fx.Node, rank: int) -> list[int]:
     dims = list(range(rank))
-    given: Any = node.args[1:]
+    arguments: Any = node.args[1:]
     if node.target is aten.permute.default:
-        return [dim % rank for dim in given[0]]
+        return [dim % rank for dim in arguments[0]]
     if rank > 1:
-        first, second = given if node.target is aten.transpose.int else (0, 1)
+        first, second = arguments if node.target is aten.transpose.int else (0, 1)
         dims[first], dims[second] = dims[second], dims[first]
     return dims
 
@@ -150,23 +154,23 @@ def _reshaped(before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None
     cuts: dict[_Part, tuple[_Part, _Part]] = {}
     dims: list[tuple[_Part, ...]] = []
     for size in sizes:
-        left, own = size, []
+        left, factors = size, []
         while left != 1:
             if not waiting:
                 return None
             part = waiting.popleft()
             more, rest = _quotient(left, part.size), _quotient(part.size, left)
             if more is not None:
-                own.append(part)
+                factors.append(part)
                 left = more
             elif rest is not None:
                 cuts[part] = _Part(left), _Part(rest)
-                own.append(cuts[part][0])
+                factors.append(cuts[part][0])
                 waiting.appendleft(cuts[part][1])
                 left = 1
             else:
                 return None
-        dims.append(tuple(own))
+        dims.append(tuple(factors))
     if waiting:
         return None
     folded = [dim for dim in before.dims if len(dim) > 1 and not all(isinstance(part.size, int) for part in dim)]
@@ -175,7 +179,7 @@ def _reshaped(before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None
 
 
 def _cut(parts: Sequence[_Part], cuts: Mapping[_Part, tuple[_Part, _Part]]) -> tuple[_Part, ...]:
-    return tuple(one for part in parts for one in (_cut(cuts[part], cuts) if part in cuts else (part,)))
+    return tuple(piece for part in parts for piece in (_cut(cuts[part], cuts) if part in cuts else (part,)))
 
 
 def _quotient(size: Any, divisor: Any) -> Any:
@@ -184,23 +188,23 @@ def _quotient(size: Any, divisor: Any) -> Any:
         return None
     if isinstance(size, int) and isinstance(divisor, int):
         return size // divisor if size % divisor == 0 else None
-    found = size / divisor
-    if not found.is_integer:
+    quotient = size / divisor
+    if not quotient.is_integer:
         return None
-    return int(found) if found.is_Integer else found
+    return int(quotient) if quotient.is_Integer else quotient
 
 
-def _rewrite(node: fx.Node, own: _Arrangement, nodes_of_sizes: Mapping[Any, fx.Node]) -> bool:
+def _rewrite(node: fx.Node, arrangement: _Arrangement, nodes_of_sizes: Mapping[Any, fx.Node]) -> bool:
     """Makes a value from its source with the same strides; returns True on success."""
-    last = [part for dim in own.dims for part in dim]
+    last = [part for dim in arrangement.dims for part in dim]
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    sizes: Sequence[Any] = sizes_key(own.source.meta["val"].shape)
-    if [part.size for part in own.parts] != list(sizes):
-        steps.append((aten.view.default, ([part.size for part in own.parts],), {}))
-    order = [own.parts.index(part) for part in last]
+    sizes: Sequence[Any] = sizes_key(arrangement.source.meta["val"].shape)
+    if [part.size for part in arrangement.parts] != list(sizes):
+        steps.append((aten.view.default, ([part.size for part in arrangement.parts],), {}))
+    order = [arrangement.parts.index(part) for part in last]
     if order != sorted(order):
         steps.append((aten.permute.default, (order,), {}))
-    if own.is_copied:
+    if arrangement.is_copied:
         steps.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
     sizes = sizes_key(node.meta["val"].shape)
     if [part.size for part in last] != list(sizes):
@@ -208,15 +212,15 @@ def _rewrite(node: fx.Node, own: _Arrangement, nodes_of_sizes: Mapping[Any, fx.N
     keys = [size for target, args, _ in steps if target is aten.view.default for size in args[0]]
     if not steps or any(not isinstance(key, int) and key not in nodes_of_sizes for key in keys):
         return False
-    made = own.source
+    made = arrangement.source
     with node.graph.inserting_before(node):
         for target, args, kwargs in steps:
-            given = tuple([nodes_of_sizes.get(item, item) for item in one] for one in args)
-            after = node.graph.call_function(target, (made, *given), kwargs)
-            after.meta = {**node.meta, "val": _value(target, (made, *given), kwargs)}
+            new_args = tuple([nodes_of_sizes.get(item, item) for item in items] for items in args)
+            after = node.graph.call_function(target, (made, *new_args), kwargs)
+            after.meta = {**node.meta, "val": _value(target, (made, *new_args), kwargs)}
             made = after
     if sizes_key(made.meta["val"].stride()) != sizes_key(node.meta["val"].stride()):
-        _erase_chain(made, own.source)
+        _erase_chain(made, arrangement.source)
         return False
     node.replace_all_uses_with(made)
     return True
@@ -230,7 +234,7 @@ def _erase_chain(node: fx.Node, source: fx.Node) -> None:
 
 
 def _value(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    given = fx.node.map_arg(args, lambda node: node.meta["val"])
-    with given[0].fake_mode:
-        made: torch.Tensor = target(*given, **kwargs)
+    values = fx.node.map_arg(args, lambda node: node.meta["val"])
+    with values[0].fake_mode:
+        made: torch.Tensor = target(*values, **kwargs)
     return made

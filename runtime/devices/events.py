@@ -55,12 +55,12 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def kept_for(tensor: torch.Tensor, stream: Any) -> None:
+def reserve_for(tensor: torch.Tensor, stream: Any) -> None:
     """Reserves the memory of a freed GPU tensor until a stream has done its queued work."""
     if tensor.is_cuda:
         tensor.record_stream(stream)
 
 
-def kept_for_caller(tensor: torch.Tensor) -> None:
+def reserve_for_caller(tensor: torch.Tensor) -> None:
     if tensor.is_cuda:
-        kept_for(tensor, torch.cuda.current_stream(tensor.device))
+        reserve_for(tensor, torch.cuda.current_stream(tensor.device))

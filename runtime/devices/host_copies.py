@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.runtime.devices.events import copied_to, kept_for, record_event, wait_event
+from mirrorc.runtime.devices.events import copied_to, record_event, reserve_for, wait_event
 
 
 class HostCopies:
@@ -29,12 +29,12 @@ class HostCopies:
             return copied_to(tensor, self._device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        own = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             copy = copied_to(tensor, self._device)
             self._read = record_event(self._device)
         wait_event(self._read, self._device)
-        kept_for(copy, own)
+        reserve_for(copy, current)
         return copy
 
     def wait_until_read(self) -> None:

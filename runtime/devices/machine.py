@@ -25,8 +25,8 @@ def processor_model() -> str:
     except OSError:
         return f"{platform.machine()} {platform.processor()}".strip()
     pairs = (line.partition(":") for line in first_core.splitlines())
-    told = {name.strip(): value.strip() for name, _, value in pairs}
-    return ", ".join([platform.machine(), *(f"{name} {told[name]}" for name in _FIELDS if name in told)])
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    return ", ".join([platform.machine(), *(f"{name} {fields[name]}" for name in _FIELDS if name in fields)])
 
 
 def product_facts(num_threads: int) -> dict[str, str]:
@@ -44,11 +44,11 @@ def product_facts(num_threads: int) -> dict[str, str]:
 
 def seconds_per_multiplication() -> float:
     with torch.no_grad():
-        one = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE)
+        matrix = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE)
         times = []
         for _ in range(4):  # the first is slow
             began = time.perf_counter()
-            torch.mm(one, one)
+            torch.mm(matrix, matrix)
             times.append(time.perf_counter() - began)
     return min(times) / _MEASURED_SIZE**3
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_LARGEST_KEPT = 32 * 2**20 - 2**16  # bytes: the largest block that glibc can be made to keep
+_LARGEST_CACHED = 32 * 2**20 - 2**16  # bytes: the largest block that glibc can be made to keep
 _HEAP_BYTES = 64 * 2**20  # of a heap of a thread
 _M_TOP_PAD = -2  # of <malloc.h>
 
 
-def keep_what_is_freed() -> None:
+def cache_freed_memory() -> None:
     """Makes glibc cache freed blocks of up to 32 MB for the next step.
 
     glibc adapts to the largest freed block. Blocks of up to this size come from a heap, and the end of a heap returns
@@ -24,7 +24,7 @@ def keep_what_is_freed() -> None:
     if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         libc.free.argtypes = [ctypes.c_void_p]
-        libc.free(libc.malloc(_LARGEST_KEPT))
+        libc.free(libc.malloc(_LARGEST_CACHED))
         libc.mallopt(_M_TOP_PAD, _HEAP_BYTES)  # glibc adapts no more from here on
 
 

@@ -16,7 +16,7 @@ import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device
-from mirrorc.runtime.devices.process_memory import keep_what_is_freed
+from mirrorc.runtime.devices.process_memory import cache_freed_memory
 from mirrorc.torch_internals import is_profiled, seen_by_profiler
 
 Job = Callable[[], Any]
@@ -38,7 +38,7 @@ class DevicePool:
 
     def __init__(self, devices: Sequence[Device], num_threads: int, timeout_seconds: float) -> None:
         self.devices = devices
-        keep_what_is_freed()
+        cache_freed_memory()
         self.num_threads = num_threads
         self.timeout_seconds = timeout_seconds
         self._inboxes: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in devices]
@@ -133,11 +133,11 @@ class DevicePool:
         is_stopped: bool,
     ) -> None:
         """The first failure, or ``is_stopped``, stops the others."""
-        is_told = False
+        has_called = False
         while None in results:
-            if not is_told and (is_stopped or any(result and not result[0] for result in results)):
+            if not has_called and (is_stopped or any(result and not result[0] for result in results)):
                 on_failure()
-                is_told = True
+                has_called = True
             self._await_a_result(deadline, results)
 
     def mark_stuck(self) -> None:

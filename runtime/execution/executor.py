@@ -38,7 +38,7 @@ from mirrorc.runtime.execution.profiler_ranges import seen
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
-from mirrorc.runtime.state.shares.gradient_shares import forget_what_is_written
+from mirrorc.runtime.state.shares.gradient_shares import forget_writes
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.buckets.exchanges import exchanges_of
 from mirrorc.runtime.workers.buckets.replica_values import WorkerValues
@@ -261,9 +261,9 @@ class Executor:
         self.is_interleaved = is_interleaved
         writer = (weakref.ref(self), is_interleaved)  # threads and interleaving each have their own pieces of shares
         if not self.state.keeps_gradients_of(writer):
-            forget_what_is_written(self._binder.pieces)
+            forget_writes(self._binder.pieces)
         elif self._is_exchanged:
-            forget_what_is_written(self._binder.summed_pieces)
+            forget_writes(self._binder.summed_pieces)
         self.state.give_gradients_to(writer)
 
     def _renew_step_graph(self) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
-from mirrorc.runtime.devices.events import kept_for_caller, wait_event
+from mirrorc.runtime.devices.events import reserve_for_caller, wait_event
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
 
-_MOST_KEPT = 16
+_MOST_CACHED = 16
 
 
 class Losses:
@@ -32,7 +32,7 @@ class Losses:
             return [None] * len(replica_weights)
         weights = tuple(weight * scale for weight in replica_weights) if scale != 1.0 else tuple(replica_weights)
         if weights not in self._weights:
-            if len(self._weights) >= _MOST_KEPT:  # this number may change in every step
+            if len(self._weights) >= _MOST_CACHED:  # this number may change in every step
                 self._weights.clear()
             graphs = [module.graph for module in self._program.device_graphs.values()]
             graph = graphs[self._program.first_present]
@@ -51,7 +51,7 @@ class Losses:
         home = self._program.devices[0].torch_device
         for (loss, event), device in zip(results, self._program.devices, strict=True):
             if loss is not None:
-                kept_for_caller(loss)
+                reserve_for_caller(loss)
             wait_event(event, home)
             wait_event(event, device.torch_device)  # the caller may reuse the shards' memory there
 

@@ -119,23 +119,24 @@ class _Walk:
         self.ledger.drop(passing)
 
     def _call_region(self, node: fx.Node, dying: Sequence[fx.Node]) -> None:
-        found = self.dry_runs[region_of(node)]
+        dry_run = self.dry_runs[region_of(node)]
         arguments: list[Any] = list(node.args)
         blocks: dict[Held, tuple[Block, ...]] = {i: self.values[argument] for i, argument in enumerate(arguments)}
         parts = sorted(node.users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
-        names = {found.results[i]: self.names.name(part) for i, part in reversed(list(enumerate(parts)))}
+        names = {dry_run.results[i]: self.names.name(part) for i, part in reversed(list(enumerate(parts)))}
         held = set(blocks)
         self.ledger.hold(block for place in held for block in blocks[place])  # the list of arguments
         self.ledger.drop(block for source in dying for block in self.values[source])
-        for step in found.steps:
-            for own in step.taken:
-                blocks[own] = (Block(own.num_bytes, names.get(own, f"{own.name} of {node.target}"), own.type),)
-                self.ledger.hold(blocks[own])
-                held.add(own)
+        for step in dry_run.steps:
+            for allocation in step.taken:
+                name = names.get(allocation, f"{allocation.name} of {node.target}")
+                blocks[allocation] = (Block(allocation.num_bytes, name, allocation.type),)
+                self.ledger.hold(blocks[allocation])
+                held.add(allocation)
             self._note_with((node, step), step.workspace, step.call)
             self.ledger.drop(block for place in step.dropped for block in blocks[place])
             held.difference_update(step.dropped)
-        for part, result in zip(parts, found.results, strict=True):
+        for part, result in zip(parts, dry_run.results, strict=True):
             self.values[part] = blocks[result] if result is not None else ()
             self.ledger.hold(self.values[part])
         self.ledger.note((node, None))
@@ -212,12 +213,12 @@ class _Walk:
     @accounts(ops.MEETINGS)
     def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         """The value, and until the end of the step a copy for other replicas and the sum over workers."""
-        (given,) = node.all_input_nodes
-        value = given.meta["val"]
-        self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(given)}", type_of(value))])
+        (source,) = node.all_input_nodes
+        value = source.meta["val"]
+        self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(source)}", type_of(value))])
         if self.program.meets_workers and self.replica == self.program.first_present:
             whole = node.meta["val"] if node.target is ops.rows_of_replicas else value
-            self.ledger.hold([Block(num_bytes_now(whole), f"sum of {self.names.name(given)}", type_of(whole))])
+            self.ledger.hold([Block(num_bytes_now(whole), f"sum of {self.names.name(source)}", type_of(whole))])
         return self._new(node), 0
 
     @accounts(ops.attend)
@@ -362,8 +363,8 @@ class _Walk:
             of_tables = self._temporary_bytes(operand, bytes_of_tables) if self._defers_tables(node) else 0
             rows = (Block(of_tables, self.names.name(node), "rows of tables"),) if of_tables else ()
             return rows, self._temporary_bytes(operand)
-        is_own = self.replica == 0 or place is SumPlace.EACH
-        return (self._of([operand]) if is_own else ()), 0
+        has_sum = self.replica == 0 or place is SumPlace.EACH
+        return (self._of([operand]) if has_sum else ()), 0
 
     def _bytes_to_gather(self, wait: fx.Node) -> int:
         """Temporary bytes of a sum of all devices' factors in a bucket, with copies of the factors."""

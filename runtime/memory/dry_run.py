@@ -78,18 +78,18 @@ def dry_run(region: Region, function: RegionFunction, device: torch.device) -> D
 def _dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
     module = retarget(region.graph_module, device)
     arguments = [_now(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
-    own = getattr(function, "graph_function", None)
-    if own is not None:
-        return _run(ast.parse(own.source), own.namespace, arguments, lambda line: own.nodes[line - 1])
+    eager = getattr(function, "graph_function", None)
+    if eager is not None:
+        return _run(ast.parse(eager.source), eager.namespace, arguments, lambda line: eager.nodes[line - 1])
     try:
         code, namespace = inductor_wrapper(function)
         return _run(ast.Module([code], []), {"self": None, **namespace}, arguments, lambda _: None)
     except Exception as error:  # noqa: BLE001 - Inductor's code may call functions that fail on fake tensors; a remark says so
         plain = generate(region.name, module.graph, lambda node: node.target)
-        found = _run(ast.parse(plain.source), plain.namespace, arguments, lambda line: plain.nodes[line - 1])
+        unfused = _run(ast.parse(plain.source), plain.namespace, arguments, lambda line: plain.nodes[line - 1])
         reason = str(error).strip().split("\n")[0]
         remark = f"{region.name} is counted as if it were not fused, its compiled code could not be followed: {reason}"
-        return DryRun(found.steps, found.results, remark)
+        return DryRun(unfused.steps, unfused.results, remark)
 
 
 def _now(value: Any) -> Any:
@@ -108,7 +108,7 @@ def _run(
         last = function.body[-1]
         assert isinstance(last, ast.Return) and last.value is not None, "a region's code ends by returning its outputs"
         results = follower.results(last.value)
-    return DryRun(tuple(_named_by_what_follows(steps)), results)
+    return DryRun(tuple(_named_by_next_call(steps)), results)
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -125,7 +125,7 @@ def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 _PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
 
 
-def _named_by_what_follows(steps: Sequence[DryStep]) -> list[DryStep]:
+def _named_by_next_call(steps: Sequence[DryStep]) -> list[DryStep]:
     """Preparation of memory for a later call gets that call's name."""
     named: list[DryStep] = []
     following = "return"
@@ -143,12 +143,12 @@ class _Follower:
         self._locals: dict[str, Any] = {"args": list(arguments)}
         self._held: dict[str, list[int]] = {}  # local name -> memory
         self._holders: Counter[int] = Counter()
-        self._found: dict[int, Held] = {}
+        self._memory: dict[int, Held] = {}
         self._workspace = 0
         self._places: defaultdict[int, list[int]] = defaultdict(list)  # memory -> arguments, of which some may be views
         for place, value in enumerate(arguments):
             for tensor in _tensors(value):
-                self._found.setdefault(storage_key(tensor), place)
+                self._memory.setdefault(storage_key(tensor), place)
                 self._places[storage_key(tensor)].append(place)
 
     def note_operator(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -165,26 +165,28 @@ class _Follower:
         for name in names:
             for tensor in _tensors(self._locals.get(name)):
                 key = storage_key(tensor)
-                if key not in self._found:
-                    own = Allocation(tensor.untyped_storage().nbytes(), node.name if node else name, type_of(tensor))
-                    self._found[key] = own
-                    taken.append(own)
+                if key not in self._memory:
+                    allocation = Allocation(
+                        tensor.untyped_storage().nbytes(), node.name if node else name, type_of(tensor)
+                    )
+                    self._memory[key] = allocation
+                    taken.append(allocation)
                 self._holders[key] += 1
                 self._held.setdefault(name, []).append(key)
         for key in before:
             self._holders[key] -= 1
             if not self._holders[key]:
                 alike: list[Held] = [*self._places.get(key, ())]
-                dropped += alike or [self._found[key]]
-                if not isinstance(self._found[key], int):  # an argument stays known
-                    del self._found[key]
+                dropped += alike or [self._memory[key]]
+                if not isinstance(self._memory[key], int):  # an argument stays known
+                    del self._memory[key]
         call = node.name if node is not None else _called(statement)
         return DryStep(call, node, tuple(taken), tuple(dropped), self._workspace)
 
     def results(self, value: ast.expr) -> tuple[Held | None, ...]:
         outputs = eval(compile(ast.Expression(value), "<region>", "eval"), self._globals, self._locals)
         keys = [storage_key(output) if isinstance(output, torch.Tensor) else None for output in outputs]
-        return tuple(self._found[key] if key is not None else None for key in keys)
+        return tuple(self._memory[key] if key is not None else None for key in keys)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

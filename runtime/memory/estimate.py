@@ -44,16 +44,16 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
     for bucket in program.buckets:
         if not bucket.rule.elementwise:
             alone.setdefault(id(state.optimizers.groups[bucket.rule.group][0]), []).append(bucket)
-    for own in alone.values():
-        tally.add_own_state(own, state.own_state_bytes(own))
-    found = _dry_runs(program, regions)
+    for buckets in alone.values():
+        tally.add_user_state(buckets, state.user_state_bytes(buckets))
+    dry_runs = _dry_runs(program, regions)
     temporaries = {index: update.temporary_bytes for index, update in updates.items()}
-    walks = [activations_of(program, replica, found, temporaries) for replica in range(program.num_replicas)]
+    walks = [activations_of(program, replica, dry_runs, temporaries) for replica in range(program.num_replicas)]
     for device, walk in zip(program.devices, walks, strict=True):
         tally.bytes[device.name,]["gradients"] += walk.kept
         tally.bytes[device.name,]["activations"] += walk.peak
     tally.add_reserved()
-    tally.remarks += [run.remark for run in found.values() if run.remark]
+    tally.remarks += [run.remark for run in dry_runs.values() if run.remark]
     tally.remarks += [remark.text for remark in program.remarks if remark.by == _CHOOSING]
     if not program.trains:
         tally.remarks.append(
@@ -64,12 +64,12 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
 
 
 def _dry_runs(program: Program, regions: Sequence[Mapping[str, RegionFunction]]) -> dict[str, DryRun]:
-    found: dict[str, DryRun] = {}
+    runs: dict[str, DryRun] = {}
     for device, functions in zip(program.devices, regions, strict=True):
         for name, function in functions.items():
-            if name not in found:
-                found[name] = dry_run(program.regions[name], function, device.torch_device)
-    return found
+            if name not in runs:
+                runs[name] = dry_run(program.regions[name], function, device.torch_device)
+    return runs
 
 
 class _Tally:
@@ -133,7 +133,7 @@ class _Tally:
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
         """Records the memory for parts, and returns its elements."""
-        found = 0
+        num_elements = 0
         for replica, module in enumerate(self.program.device_graphs.values()):
             update = next(
                 (node for node in calls_to(module.graph, ops.update) if bucket_of(node) == bucket.index), None
@@ -145,23 +145,23 @@ class _Tally:
             for piece in pieces_of_share(bucket, slots, replica, len(self.names)):
                 part = piece.largest_part(number, factors_of_shares(self.program, bucket.index))
                 self._parts[replica] = max(self._parts[replica], part * bucket.dtype.itemsize)
-                found += piece.stop - piece.start if part else 0
-        return found
+                num_elements += piece.stop - piece.start if part else 0
+        return num_elements
 
     def add_reserved(self) -> None:
-        for name, own, module in zip(self.names, self._parts, self.program.device_graphs.values(), strict=True):
+        for name, part_bytes, module in zip(self.names, self._parts, self.program.device_graphs.values(), strict=True):
             blocks: Counter[Any] = Counter()
             for node in calls_to(module.graph, ops.reserved):
                 value = node.meta["val"]
                 number = node.kwargs["number"]
                 blocks[number] = max(blocks[number], value.numel() * value.itemsize)
-            self._add((name,), "reserved", blocks.total() + own)
+            self._add((name,), "reserved", blocks.total() + part_bytes)
 
     def add_state(self, bucket: Bucket, update: UpdateMemory) -> None:
         per_element = sum(dtype.itemsize for dtype in update.state.values())
         scalars = sum(dtype.itemsize for dtype in update.scalars.values())
         shares = [(name, *bucket.updated(replica, len(self.names))) for replica, name in enumerate(self.names)]
-        own = bucket.num_elements if bucket.part is None else bucket.part.stop - bucket.part.start
+        num_elements = bucket.num_elements if bucket.part is None else bucket.part.stop - bucket.part.start
         updating = {
             name for name, start, stop in shares if start < stop
         }  # each has a flat optimizer with its own scalars
@@ -169,11 +169,11 @@ class _Tally:
         with_state = [owners for owners in copies if updating.intersection(owners)]
         for owners in with_state:
             num_flat = len(updating.intersection(owners))
-            self._add(owners, "optimizer_state", per_element * own + scalars * num_flat)
+            self._add(owners, "optimizer_state", per_element * num_elements + scalars * num_flat)
         # shown in the user's optimizer
         self._add((with_state or copies)[0], "optimizer_state", scalars * len(bucket.slots))
 
-    def add_own_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:
+    def add_user_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:
         """Counts it on the first replica's parameters."""
         owners = self._copies(buckets[0])[0]
         kind = buckets[0].rule.label.split(" ")[0]
@@ -187,15 +187,15 @@ class _Tally:
             self._add(owners, "optimizer_state", num_bytes)
 
     def _held(self, owners: Owners) -> HeldMemory:
-        own = self.bytes.get(owners, Counter[str]())
+        counts = self.bytes.get(owners, Counter[str]())
         return HeldMemory(
             devices=owners,
-            parameters=own["parameters"],
-            gradients=own["gradients"],
-            optimizer_state=None if owners in self.unknown else own["optimizer_state"],
-            buffers=own["buffers"],
-            activations=own["activations"],
-            reserved=own["reserved"],
+            parameters=counts["parameters"],
+            gradients=counts["gradients"],
+            optimizer_state=None if owners in self.unknown else counts["optimizer_state"],
+            buffers=counts["buffers"],
+            activations=counts["activations"],
+            reserved=counts["reserved"],
         )
 
     def report(self, walks: Sequence[Activations]) -> MemoryReport:

@@ -15,7 +15,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.runtime.devices.current import made_current
 from mirrorc.runtime.devices.events import has_happened
 
-NUM_KEPT_STEPS = 32  # the last ones, failed ones among them
+NUM_RECORDED_STEPS = 32  # the last ones, failed ones among them
 _SECONDS_OF_AN_ANCHOR = 8.0  # within this time, 32 bits tell milliseconds between events to a microsecond
 
 
@@ -33,7 +33,7 @@ class Clock:
     mark: Callable[[], Any] = staticmethod(time.perf_counter)
 
     def __init__(self) -> None:
-        self._noted: deque[Sequence[Any]] = deque(maxlen=NUM_KEPT_STEPS)
+        self._noted: deque[Sequence[Any]] = deque(maxlen=NUM_RECORDED_STEPS)
         self.note = self._noted.append
 
     def clear(self) -> None:

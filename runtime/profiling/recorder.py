@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.errors import ExecutionError
-from mirrorc.runtime.profiling.clocks import NUM_KEPT_STEPS, Clock, nanoseconds
+from mirrorc.runtime.profiling.clocks import NUM_RECORDED_STEPS, Clock, nanoseconds
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Recorder:
         self.clocks = clocks
         self.nodes: Sequence[Sequence[fx.Node]] = ()
         self._now = now
-        self._begun: deque[float] = deque(maxlen=NUM_KEPT_STEPS + 1)  # one more, to see whether any was dropped
-        self._failed: deque[float] = deque(maxlen=2 * NUM_KEPT_STEPS)  # a failure may be reported twice
+        self._begun: deque[float] = deque(maxlen=NUM_RECORDED_STEPS + 1)  # one more, to see whether any was dropped
+        self._failed: deque[float] = deque(maxlen=2 * NUM_RECORDED_STEPS)  # a failure may be reported twice
 
     @property
     def has_begun(self) -> bool:
@@ -97,8 +97,8 @@ class Recorder:
             for step in marks_of_steps:
                 if place := bisect.bisect(begun, clock.begun_seconds(step)):  # 0 for a step that was dropped
                     marks[begun[place - 1]][replica] = step
-        has_dropped = len(begun) > NUM_KEPT_STEPS
-        begun = [m for m in begun[-NUM_KEPT_STEPS:] if m not in failed and len(marks[m]) == len(noted)]
+        has_dropped = len(begun) > NUM_RECORDED_STEPS
+        begun = [m for m in begun[-NUM_RECORDED_STEPS:] if m not in failed and len(marks[m]) == len(noted)]
         return tuple(
             self._resolve(i == 0 and not has_dropped, moment, [marks[moment][r] for r in range(len(noted))])
             for i, moment in enumerate(begun)

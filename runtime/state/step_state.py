@@ -34,20 +34,20 @@ class StepState:
 
     Attributes:
         unsent: error feedback of gradient compression.
-        told: results of the last step for the caller, by name, such as the gradient norm.
+        results: results of the last step for the caller, by name, such as the gradient norm.
         torn: torn state, restored or not; None for none.
         saved_buffers: values of per-replica buffers, to save and to load.
     """
 
     def __init__(self, hold: Hold) -> None:
         self.num_skipped = 0
-        self.told: dict[str, torch.Tensor] = {}
+        self.results: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
         self._hold = hold
         self._is_closed = False
         self.accumulated = AccumulatedGradients(self.store.devices)
         self.unsent = UnsentGradients(self.store.devices[0].torch_device)
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # backup of an undoable step
+        self._backup: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # backup of an undoable step
         self.torn: TornState | None = None
         self.saved_buffers = SavedBuffers()
 
@@ -201,8 +201,8 @@ class StepState:
     def update_memory(self, bucket: Bucket) -> UpdateMemory:
         return self.optimizers.update_memory(bucket, self._parameters_of(bucket))
 
-    def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        return self.optimizers.own_state_bytes([(bucket, self._parameters_of(bucket)) for bucket in buckets])
+    def user_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
+        return self.optimizers.user_state_bytes([(bucket, self._parameters_of(bucket)) for bucket in buckets])
 
     def _parameters_of(self, bucket: Bucket) -> list[torch.Tensor]:
         return [self.store.tensors[slot.variable] for slot in bucket.slots]
@@ -221,11 +221,13 @@ class StepState:
         parameters of other workers may arrive after the failure.
         """
         if self.optimizers.is_fresh and not self.optimizers.are_sharded:
-            self._kept = [(own, own.to("cpu", copy=True)) for own in (*self.store.written(), *self.optimizers.held())]
+            self._backup = [
+                (tensor, tensor.to("cpu", copy=True)) for tensor in (*self.store.written(), *self.optimizers.held())
+            ]
 
     def finish(self) -> None:
         """Publishes the new state in the user's model and optimizer; idempotent."""
-        self._kept = None
+        self._backup = None
         self.optimizers.finish_step()
         self.store.count_update()
         self.store.aggregate()
@@ -242,7 +244,7 @@ class StepState:
 
         Accumulated gradients are dropped: a non-finite one would stay so.
         """
-        self._kept = None
+        self._backup = None
         self.accumulated.clear()
         self.num_skipped = number
         if self.loss_scale is not None:
@@ -254,22 +256,22 @@ class StepState:
         After a commit, variables may be partly updated, and replicas may differ.
         """
         self._held.gradients_writer = None
-        kept, self._kept = self._kept, None
+        backup, self._backup = self._backup, None
         if not has_committed:
             return True
         self.is_whole = False
-        for own, copy in kept or ():
-            own.copy_(copy)
-        if kept is None:
+        for tensor, copy in backup or ():
+            tensor.copy_(copy)
+        if backup is None:
             self.accumulated.clear()  # they may have been used in part
-        return kept is not None
+        return backup is not None
 
-    def tear(self, what: str) -> None:
+    def tear(self, buckets_clause: str) -> None:
         """Records a partial update by the abandoned step; ``what`` names its buckets."""
         groups, tensors = self.optimizers.groups, self.store.tensors
         trained = groups.parameters()
-        own = {name: tensor for name, tensor in tensors.items() if id(tensor) in trained}
-        self.torn = TornState(what, own, groups.optimizers)
+        trained_tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) in trained}
+        self.torn = TornState(buckets_clause, trained_tensors, groups.optimizers)
 
     def refuse_if_torn(self) -> None:
         refuse_torn(self._held.store.names.keys())

@@ -36,7 +36,7 @@ from mirrorc import CaptureError
 from mirrorc.compilation import progress
 from mirrorc.ir.buckets import Elements
 from mirrorc.runtime.state.optimizers.sharded_state import DealtState, watch_dealt_state
-from mirrorc.runtime.state.optimizers.user_steps import OwnSteps
+from mirrorc.runtime.state.optimizers.user_steps import InternalSteps
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "from-pytorch.md"
 KINDS = {"Same", "Leave out", "Other", "Refused", "Warned", "Not yet"}
@@ -219,8 +219,8 @@ def test_sharded_optimizer() -> None:
         assert bucket.part == Elements(bucket.num_elements // 2, bucket.num_elements)
     optimizer = ADAMW(model.parameters())
     optimizer.state[model[0].weight] = {"exp_avg": DealtState(torch.float64)}  # as the step of a worker leaves it
-    own_steps = OwnSteps()
-    watch_dealt_state(optimizer, own_steps)
+    internal_steps = InternalSteps()
+    watch_dealt_state(optimizer, internal_steps)
     with pytest.raises(mirrorc.ExecutionError, match=quoted("sharded-optimizer")):
         optimizer.state_dict()
     with Pair(make=ADAMW, shard_optimizer=True) as pair:  # in a process on its own it changes nothing

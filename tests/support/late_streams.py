@@ -106,4 +106,6 @@ class LateGpu:
         monkeypatch.setattr(events, "record_event", self.record_event)
         for name in ("record_event", "copied_to"):
             monkeypatch.setattr(host_copies, name, getattr(self, name))
-        monkeypatch.setattr(host_copies, "kept_for", lambda t, stream: self.kept.setdefault(id(t), []).append(stream))
+        monkeypatch.setattr(
+            host_copies, "reserve_for", lambda t, stream: self.kept.setdefault(id(t), []).append(stream)
+        )

@@ -58,12 +58,12 @@ def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) ->
 
 def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any, is_strided: bool) -> int:
     """The larger of two moments: the image's gradient, if needed; the weight's gradient next to the image's."""
-    given = sum(part.nbytes for part in result if part is not None)
+    result_bytes = sum(part.nbytes for part in result if part is not None)
     copied = _blocked(image) if image.shape[1] >= _UNBLOCKED_CHANNELS else 0
     of_weight = _blocked(gradient) + copied + _blocked_weight(weight)
     if result[0] is None:
-        return of_weight - given
+        return of_weight - result_bytes
     of_image = _blocked(gradient) + _blocked_weight(weight) + _blocked(image)
     if is_strided:  # the gradient is written twice (seen in torch 2.13)
         of_image = max(of_image, _blocked(image) + 2 * result[0].nbytes)
-    return max(of_image, of_weight + result[0].nbytes) - given
+    return max(of_image, of_weight + result[0].nbytes) - result_bytes

@@ -21,7 +21,7 @@ from mirrorc.runtime.execution.commit.part_visitors import BoundVisitor, NormVis
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
 from mirrorc.runtime.state.shares.deferred_tables import DeferredTables
-from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, forget_what_is_written
+from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, forget_writes
 from mirrorc.runtime.state.shares.pieces import bounding_by, scaling_by
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.state.variables.reserved_memory import OF_PARTS
@@ -41,7 +41,7 @@ def _bind_loss_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..
 @binds(ops.tell)
 def _bind_tell(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
     assert isinstance(binder.state, StepState), "an evaluation has no gradients"
-    values, name = binder.state.told, str(node.kwargs["what"])
+    values, name = binder.state.results, str(node.kwargs["what"])
 
     def tell(value: torch.Tensor, **_: Any) -> None:
         if replica == 0:
@@ -185,7 +185,7 @@ def _scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch
         number = factor.item()
         if not math.isfinite(number):
             scale_slots(gradient, factor)
-            forget_what_is_written(binder.pieces)
+            forget_writes(binder.pieces)
         elif number != 1.0 and not few.visit(gradient, scaling_by(number)):
             gradient.mul_(number)
         return gradient

@@ -13,7 +13,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
-from mirrorc.runtime.devices.events import kept_for_caller
+from mirrorc.runtime.devices.events import reserve_for_caller
 from mirrorc.torch_internals import has_symbols
 
 
@@ -52,11 +52,11 @@ class StepOutputs:
             for node in calls_to(module.graph, ops.gather):
                 output = self._outputs.setdefault(str(node.kwargs["output"]), _Output(str(node.kwargs["how"])))
                 output.types[replica] = node.all_input_nodes[0].meta["val"]
-        is_one_memory = all(device.type == "cpu" for device in self._devices)
+        is_shared_memory = all(device.type == "cpu" for device in self._devices)
         self._written = {
             name
             for name, output in self._outputs.items()
-            if is_one_memory and output.how == "concatenated" and not output.has_symbols
+            if is_shared_memory and output.how == "concatenated" and not output.has_symbols
         }
         self._wholes: dict[str, torch.Tensor] = {}
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
@@ -90,7 +90,7 @@ class StepOutputs:
         """The outputs of the ended step, by name; an output that is not joined is a list of its parts."""
         for parts in self._parts.values():
             for part in parts.values():
-                kept_for_caller(part)
+                reserve_for_caller(part)
         with torch.no_grad():
             outputs = {
                 name: self._together(name, output, num_examples or self._num_examples)

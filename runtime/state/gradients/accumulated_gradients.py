@@ -21,14 +21,14 @@ class Examples:
     """Example counts of a call.
 
     Attributes:
-        kept_elsewhere: of earlier calls with sums on other workers.
+        calls_elsewhere: of earlier calls with sums on other workers.
         present_before: replicas with examples on earlier workers.
         num_present: replicas with examples on all workers; 0 without other workers, where the local count applies.
     """
 
-    own: int
+    local: int
     of_all: int
-    kept_elsewhere: int = 0
+    calls_elsewhere: int = 0
     present_before: int = 0
     num_present: int = 0
 
@@ -156,15 +156,15 @@ class AccumulatedGradients:
         part = _power_below(size / max(size, self._last_update)) if scale != 1.0 else 1.0
         unit = counts.unit if counts.num_calls else scale * part / size
         trained = {slot.variable for bucket in program.buckets for slot in bucket.slots}
-        num_calls, num_examples = counts.num_calls + 1, counts.num_examples + examples.own
+        num_calls, num_examples = counts.num_calls + 1, counts.num_examples + examples.local
         self._begun = _Counts(num_calls, num_examples, unit, counts.names | trained, counts.used | trained)
         return unit * size
 
     def begin_step(self, program: Program, examples: Examples, scale: float) -> float:
         """As `begin_call`, for an updating step."""
-        if not (self.num_calls or examples.kept_elsewhere):
+        if not (self.num_calls or examples.calls_elsewhere):
             return scale
-        local, together = examples.of_all, self.num_examples + examples.kept_elsewhere + examples.of_all
+        local, together = examples.of_all, self.num_examples + examples.calls_elsewhere + examples.of_all
         if program.loss_reduction != "mean":
             local = together = 1
         self._last_update = together

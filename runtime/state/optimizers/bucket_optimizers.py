@@ -17,7 +17,7 @@ from mirrorc.runtime.state.optimizers.flat_state import FlatState, Laid, Shown, 
 from mirrorc.runtime.state.optimizers.sharded_state import has_dealt_state, refuse_dealt_state, watch_dealt_state
 from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
 from mirrorc.runtime.state.optimizers.user_state import ShownNumbers, ShownState, are_the_same
-from mirrorc.runtime.state.optimizers.user_steps import OwnSteps, UserSteps
+from mirrorc.runtime.state.optimizers.user_steps import InternalSteps, UserSteps
 from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.variables.variables import VariableStore
 from mirrorc.torch_internals import storage_key
@@ -40,7 +40,7 @@ class BucketOptimizers:
     views of replica 0's flat state, so ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
-        own_steps: steps by mirrorc itself with optimizers of these variables.
+        internal_steps: steps by mirrorc itself with optimizers of these variables.
         is_captured: capture in CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as torch's
             fused kernels require.
 
@@ -49,13 +49,13 @@ class BucketOptimizers:
     """
 
     def __init__(
-        self, groups: OptimizerGroups, store: VariableStore, own_steps: OwnSteps, *, is_captured: bool = False
+        self, groups: OptimizerGroups, store: VariableStore, internal_steps: InternalSteps, *, is_captured: bool = False
     ) -> None:
         self.groups = groups
-        self.user_steps = UserSteps(groups.optimizers, own_steps)
+        self.user_steps = UserSteps(groups.optimizers, internal_steps)
         self.owner = next(_numbers)
         self.is_whole = True
-        self._own_steps, self._store, self._shown = own_steps, store, ShownState()
+        self._internal_steps, self._store, self._shown = internal_steps, store, ShownState()
         self._state = FlatState((), self._flat_optimizer, self._user_states)
         self._entries: list[int] = []
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
@@ -259,7 +259,7 @@ class BucketOptimizers:
         trains = {s.variable: self.groups[f.bucket.rule.group][0] for f in self._state.buckets for s in f.bucket.slots}
         if self.are_sharded:
             for optimizer in self.groups.optimizers:
-                watch_dealt_state(optimizer, self._own_steps)
+                watch_dealt_state(optimizer, self._internal_steps)
         self._shown.put(
             list({id(optimizer): optimizer for optimizer in trains.values()}.values()),
             (
@@ -276,7 +276,7 @@ class BucketOptimizers:
         state = {} if has_dealt_state(optimizer) else optimizer.state.get(first, {})
         return update_memory(optimizer, index, bucket.dtype, first.device, state)
 
-    def own_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
+    def user_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
         """Bytes of state in optimizers that step by themselves; None before their first step."""
         states = [
             self.groups[bucket.rule.group][0].state.get(parameter, {})
@@ -313,7 +313,7 @@ class BucketOptimizers:
         try:
             with (
                 torch.enable_grad(),
-                self._own_steps.running(running),
+                self._internal_steps.running(running),
             ):  # as in a training loop: its hooks may use autograd
                 for optimizer in running:
                     optimizer.step()

@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 import torch
 
 from mirrorc.errors import ExecutionError
-from mirrorc.runtime.state.optimizers.user_steps import OwnSteps
+from mirrorc.runtime.state.optimizers.user_steps import InternalSteps
 from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
 _REMEDY = (
     "call step.gather_optimizer_state() on all workers before; it makes the state whole until the next step. Of a step that is "
     "closed, load state that was saved, or clear it: optimizer.state.clear()"
 )
-_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[OwnSteps]] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[InternalSteps]] = weakref.WeakKeyDictionary()
 
 
 class DealtState:
@@ -41,8 +41,8 @@ class DealtState:
         _refuse("the optimizer is copied or saved")
 
 
-def _refuse(what: str) -> NoReturn:
-    raise ExecutionError(f"{what}, but with shard_optimizer=True each worker has a part of it: {_REMEDY}")
+def _refuse(use: str) -> NoReturn:
+    raise ExecutionError(f"{use}, but with shard_optimizer=True each worker has a part of it: {_REMEDY}")
 
 
 def has_dealt_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -54,13 +54,13 @@ def has_dealt_state(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def refuse_dealt_state(optimizer: torch.optim.Optimizer, what: str) -> None:
+def refuse_dealt_state(optimizer: torch.optim.Optimizer, use: str) -> None:
     """Refuses the use of an optimizer with incomplete state."""
     if has_dealt_state(optimizer):
-        _refuse(what)
+        _refuse(use)
 
 
-def watch_dealt_state(optimizer: torch.optim.Optimizer, own_steps: OwnSteps) -> None:
+def watch_dealt_state(optimizer: torch.optim.Optimizer, internal_steps: InternalSteps) -> None:
     """Makes ``state_dict()`` and ``step()`` of an optimizer raise an error while its state is incomplete.
 
     A class that skips ``Optimizer.__init__`` takes no hooks. It runs by itself, so its state is never sharded.
@@ -70,7 +70,7 @@ def watch_dealt_state(optimizer: torch.optim.Optimizer, own_steps: OwnSteps) -> 
         optimizer.register_state_dict_pre_hook(_before_state_dict)
         optimizer.register_step_pre_hook(UncountedHook(_before_step))
     if optimizer in _watched:
-        _watched[optimizer].add(own_steps)
+        _watched[optimizer].add(internal_steps)
 
 
 def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
@@ -78,5 +78,5 @@ def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer) -> None:
-    if not any(own.has(optimizer) for own in _watched.get(optimizer, ())):  # a copy has the hook, too
+    if not any(steps.has(optimizer) for steps in _watched.get(optimizer, ())):  # a copy has the hook, too
         refuse_dealt_state(optimizer, f"{type(optimizer).__name__}.step() was called")

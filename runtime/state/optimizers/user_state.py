@@ -23,23 +23,23 @@ class ShownNumbers:
         own: each scalar with its number of repeats, or a row with one value per repeat.
     """
 
-    def __init__(self, own: Sequence[tuple[torch.Tensor, int]]) -> None:
-        self._own = [number.detach() for number, _ in own]
-        self.shown: list[torch.Tensor] = list(self._own)
+    def __init__(self, scalars: Sequence[tuple[torch.Tensor, int]]) -> None:
+        self._scalars = [number.detach() for number, _ in scalars]
+        self.shown: list[torch.Tensor] = list(self._scalars)
         self.flats: list[torch.Tensor] = []
         by_kind: dict[Any, list[int]] = defaultdict(list)
-        for i, number in enumerate(self._own):
+        for i, number in enumerate(self._scalars):
             by_kind[number.dtype, number.device].append(i)
         for places in by_kind.values():
-            flat = torch.cat([self._own[i].expand(own[i][1]) for i in places])
+            flat = torch.cat([self._scalars[i].expand(scalars[i][1]) for i in places])
             self.flats.append(flat)
-            for i, part in zip(places, flat.split([own[i][1] for i in places]), strict=True):
+            for i, part in zip(places, flat.split([scalars[i][1] for i in places]), strict=True):
                 self.shown[i] = part
         self._compared = [flat for flat in self.flats if flat.device.type == "cpu"]  # a GPU would be waited for
         self._written = [flat.clone() for flat in self._compared]
 
     def write(self) -> None:
-        copy_each(self.shown, self._own)
+        copy_each(self.shown, self._scalars)
         copy_each(self._written, self._compared)
 
     def are_as_written(self) -> bool:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
 
-class OwnSteps:
+class InternalSteps:
     def __init__(self) -> None:
         self._running: Sequence[torch.optim.Optimizer] = ()
 
@@ -39,7 +39,7 @@ class UserSteps:
         of_others: ids of other stepped parameters, until they are mirrored.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], own_steps: OwnSteps) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], internal_steps: InternalSteps) -> None:
         self.have_written = False
         self._when_idle: list[weakref.WeakMethod[Callable[[], bool]]] = []
         self._optimizers = tuple(optimizers)
@@ -50,7 +50,7 @@ class UserSteps:
         def call(method: Callable[[UserSteps, torch.optim.Optimizer], None]) -> UncountedHook:
             def hook(optimizer: torch.optim.Optimizer) -> None:
                 watcher = itself()
-                if watcher is not None and not own_steps.has(optimizer):
+                if watcher is not None and not internal_steps.has(optimizer):
                     method(watcher, optimizer)
 
             return UncountedHook(hook)
@@ -66,9 +66,9 @@ class UserSteps:
         self.of_others.clear()
 
     def stepped(self) -> set[int]:
-        return self.of_others | (self._own_parameters() if self.have_written else set())
+        return self.of_others | (self._watched_parameters() if self.have_written else set())
 
-    def _own_parameters(self) -> set[int]:
+    def _watched_parameters(self) -> set[int]:
         return set().union(*map(_ids_of_parameters, self._optimizers))
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,26 +78,26 @@ class UserSteps:
         if id(optimizer) in self._had_gradients or _has_gradients(optimizer):  # a closure may have made them
             self.have_written = True
         else:
-            any(told() for told in [method() for method in self._when_idle] if told is not None)
+            any(callback() for callback in [method() for method in self._when_idle] if callback is not None)
 
     def _end_of_another(self, optimizer: torch.optim.Optimizer) -> None:
         """Runs in every thread after every step of any optimizer except flat ones, which call no hooks."""
-        if any(optimizer is own for own in self._optimizers):
+        if any(optimizer is parameters for parameters in self._optimizers):
             return
-        own, stepped = self._own_parameters(), _ids_of_parameters(optimizer)
-        if not own.isdisjoint(stepped):
+        parameters, stepped = self._watched_parameters(), _ids_of_parameters(optimizer)
+        if not parameters.isdisjoint(stepped):
             self.have_written = True
-        self.of_others |= stepped - own
+        self.of_others |= stepped - parameters
 
-    def tell_when_idle(self, told: Callable[[], bool]) -> None:
+    def tell_when_idle(self, callback: Callable[[], bool]) -> None:
         """Registers a callback for steps without gradients; callbacks run until one returns True."""
-        self._when_idle = [*(other for other in self._when_idle if other() is not None), weakref.WeakMethod(told)]
+        self._when_idle = [*(other for other in self._when_idle if other() is not None), weakref.WeakMethod(callback)]
 
-    def forget(self, told: Callable[[], bool]) -> None:
-        self._when_idle = [other for other in self._when_idle if other() not in (None, told)]
+    def forget(self, callback: Callable[[], bool]) -> None:
+        self._when_idle = [other for other in self._when_idle if other() not in (None, callback)]
 
     def go_on_from(self, others: Sequence[UserSteps]) -> None:
-        self.of_others |= set().union(*(other.stepped() for other in others)) - self._own_parameters()
+        self.of_others |= set().union(*(other.stepped() for other in others)) - self._watched_parameters()
 
     def go_on_as(self, other: UserSteps) -> None:
         self.have_written, self._when_idle = other.have_written, other._when_idle

@@ -21,17 +21,17 @@ class Callers:
 
     def join(self, others: Sequence[Callers]) -> None:
         """Serializes the calls of several groups of steps; raises an error if calls of several of them run now."""
-        apart = {id(one.now): one.now for one in (self, *others)}.values()
+        apart = {id(callers.now): callers.now for callers in (self, *others)}.values()
         running = [calls for calls in apart if calls]
         if len(running) > 1:
             raise ExecutionError(
                 "another step over some of the same parameters is running in another thread: steps run one after the other; "
                 "call them from one thread, or guard them with a lock"
             )
-        kept = running[0] if running else self.now
-        for one in list(_callers):
-            if any(one.now is calls for calls in apart):
-                one.now = kept
+        running_call = running[0] if running else self.now
+        for callers in list(_callers):
+            if any(callers.now is calls for calls in apart):
+                callers.now = running_call
 
 
 _callers: weakref.WeakSet[Callers] = weakref.WeakSet()

@@ -115,14 +115,14 @@ def take_in(
     known = [other for other in list(_held) if other is not held and other.is_open]
     others = [other for other in known if other.first_in_common(tensors.values(), either)]
     held.callers.join([other.callers for other in others])
-    _merge([*(other for other in others if other.can_become_one_with(held)), held], is_running=True)
+    _merge([*(other for other in others if other.can_merge_with(held)), held], is_running=True)
     hold.held.take_in(hold, tensors, counters, written)
 
 
 def _merge(states: Sequence[HeldState], *, is_running: bool = False) -> HeldState | None:
     """Merges states into the first; None for incompatible states, or for one in use without ``is_running``."""
     is_ready = is_running or len(states) == 1 or not any(held.callers.now for held in states)
-    if not states or not is_ready or not all(a.can_become_one_with(b) for a, b in combinations(states, 2)):
+    if not states or not is_ready or not all(a.can_merge_with(b) for a, b in combinations(states, 2)):
         return None
     for other in states[1:]:
         states[0].absorb(other)

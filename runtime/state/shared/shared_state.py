@@ -11,7 +11,7 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.runtime.devices.uninterrupted import completed
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.optimizers.user_steps import OwnSteps
+from mirrorc.runtime.state.optimizers.user_steps import InternalSteps
 from mirrorc.runtime.state.shared.call_owner import Callers
 from mirrorc.runtime.state.variables.members import counters_among
 from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
@@ -26,8 +26,8 @@ class Hold:
     Only the step's own state refers to it, so it ends with that.
     """
 
-    def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, what: str) -> None:
-        self.held, self.store, self.optimizers, self.what = held, store, optimizers, what
+    def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, model_name: str) -> None:
+        self.held, self.store, self.optimizers, self.model_name = held, store, optimizers, model_name
 
 
 class HeldState:
@@ -54,7 +54,7 @@ class HeldState:
         self.callers = Callers()
         self.is_used = False
         self.remark = remark
-        self._own_steps = OwnSteps()
+        self._internal_steps = InternalSteps()
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors other than variables, by id
         self._unwritten: set[int] = set()  # ids of unwritten variables outside of models
         self.is_captured = is_captured
@@ -73,7 +73,7 @@ class HeldState:
         return set().union(*(optimizers.groups.parameters() for optimizers in self._open_optimizers()))
 
     def written(self) -> set[int]:
-        buffers = {id(one) for one in self.store.tensors.values() if not isinstance(one, torch.nn.Parameter)}
+        buffers = {id(tensor) for tensor in self.store.tensors.values() if not isinstance(tensor, torch.nn.Parameter)}
         return self.trained() | (buffers - self._unwritten)
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
@@ -90,21 +90,22 @@ class HeldState:
 
     def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:
         """Test for steps that can share its memory: same devices, and optimizers of equal or disjoint parameters."""
-        own, each = groups.parameters(), [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
-        are_apart = all(own == other or own.isdisjoint(other) for other in each)
+        parameters = groups.parameters()
+        each = [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
+        are_apart = all(parameters == other or parameters.isdisjoint(other) for other in each)
         return not self.is_captured and tuple(self.store.devices) == tuple(devices) and are_apart
 
-    def hold(self, tensors: Mapping[str, torch.Tensor], groups: OptimizerGroups, what: str) -> Hold:
+    def hold(self, tensors: Mapping[str, torch.Tensor], groups: OptimizerGroups, model_name: str) -> Hold:
         """Adds a step, possibly with further variables, such as those of its loss.
 
         Steps with the same optimizers, or equal lists, share one state and one update.
         """
-        names = names_in_store(tensors, self.store, what)
+        names = names_in_store(tensors, self.store, model_name)
         self.store.add({names[name]: tensor for name, tensor in tensors.items()}, counters_among(tensors))
         self._unwritten -= {id(tensor) for tensor in tensors.values()}
         known = (optimizers for optimizers in self._open_optimizers() if optimizers.groups.numbers_as(groups))
         optimizers = next(known, None) or self._optimizers_for(groups)
-        hold = Hold(self, StepVariables(tensors, names, self.store, optimizers.owner), optimizers, what)
+        hold = Hold(self, StepVariables(tensors, names, self.store, optimizers.owner), optimizers, model_name)
         self._optimizers.setdefault(optimizers, weakref.WeakSet()).add(hold)
         self._num_holds += 1
         if not self.callers.now:  # otherwise, the next call does it
@@ -112,7 +113,7 @@ class HeldState:
         return hold
 
     def _optimizers_for(self, groups: OptimizerGroups) -> BucketOptimizers:
-        new = BucketOptimizers(groups, self.store, self._own_steps, is_captured=self.is_captured)
+        new = BucketOptimizers(groups, self.store, self._internal_steps, is_captured=self.is_captured)
         new.user_steps.go_on_from([optimizers.user_steps for optimizers in self._open_optimizers()])
         return new
 
@@ -124,7 +125,7 @@ class HeldState:
         written: Collection[str],
     ) -> None:
         """See `registry.take_in`."""
-        names = names_in_store(tensors, self.store, hold.what)
+        names = names_in_store(tensors, self.store, hold.model_name)
         new = {id(tensor) for tensor in tensors.values()} - self.store.names.keys()
         unwritten = (self._unwritten | new) - {id(tensors[name]) for name in written if name in tensors}
         by_id = {id(tensors[name]): id(tensors[counter]) for name, counter in counters.items()}
@@ -136,7 +137,7 @@ class HeldState:
 
         completed(put_in_place)
 
-    def can_become_one_with(self, other: HeldState) -> bool:
+    def can_merge_with(self, other: HeldState) -> bool:
         are_same = tuple(self.store.devices) == tuple(other.store.devices)
         return are_same and not (self.is_captured or other.is_captured) and self.trained().isdisjoint(other.trained())
 
@@ -145,21 +146,21 @@ class HeldState:
 
         Per-replica buffers stay in place, and parameters until the next layout.
         """
-        holds = {optimizers: list(own) for optimizers, own in other._optimizers.items() if own}
-        what = next((hold.what for own in holds.values() for hold in own), "model")
-        names = names_in_store(other.store.tensors, self.store, what)
+        holds = {optimizers: list(open_holds) for optimizers, open_holds in other._optimizers.items() if open_holds}
+        model_name = next((hold.model_name for open_holds in holds.values() for hold in open_holds), "model")
+        names = names_in_store(other.store.tensors, self.store, model_name)
         read = {id(tensor) for tensor in (*self.store.tensors.values(), *other.store.tensors.values())}
         unwritten = read - self.written() - other.written()
         take_over_variables = self.store.taking_over(other.store, names)
         moved: list[tuple[Hold, BucketOptimizers, StepVariables]] = []
         joined = dict(self._optimizers)
-        for optimizers, own in holds.items():
+        for optimizers, open_holds in holds.items():
             new = self._optimizers_for(optimizers.groups)
             new.user_steps.go_on_as(optimizers.user_steps)
-            for hold in own:
+            for hold in open_holds:
                 known = {name: names[other.store.names[id(tensor)]] for name, tensor in hold.store.tensors.items()}
                 moved.append((hold, new, hold.store.moved(known, self.store, new.owner)))
-            joined[new] = weakref.WeakSet(own)
+            joined[new] = weakref.WeakSet(open_holds)
         layout, num_holds = max(self.layout, other.layout) + 1, self._num_holds + other._num_holds
 
         def put_in_place() -> None:
@@ -210,7 +211,7 @@ class HeldState:
 
     def release(self) -> None:
         """Drops variables without an open step. No other step may run."""
-        holds = [hold for own in self._optimizers.values() for hold in own]
+        holds = [hold for open_holds in self._optimizers.values() for hold in open_holds]
         ids = {id(tensor) for hold in holds for tensor in hold.store.tensors.values()}
 
         def put_in_place() -> None:

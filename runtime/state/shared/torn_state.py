@@ -25,9 +25,9 @@ class TornState:
     """
 
     def __init__(
-        self, what: str, parameters: Mapping[str, torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+        self, buckets_clause: str, parameters: Mapping[str, torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        self.what = what
+        self._clause = buckets_clause
         self._parameters = {name: Watched.of(tensor, None) for name, tensor in parameters.items()}
         self._ids = {id(tensor) for tensor in parameters.values()}
         self._states = [
@@ -64,9 +64,11 @@ class TornState:
     def guard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuses `state_dict` of the model, its modules and the optimizers, and copies and pickles of the model."""
         refusal = _Refusal(self)
-        owners = [one for one in model.modules() if self.concerns([id(own) for own in one.parameters(recurse=False)])]
+        owners = [owner for owner in model.modules() if self.concerns([*map(id, owner.parameters(recurse=False))])]
         self._handles += [module.register_state_dict_pre_hook(refusal) for module in owners]
-        self._handles += [own.register_state_dict_pre_hook(refusal) for own in optimizers if calls_step_hooks(own)]
+        self._handles += [
+            optimizer.register_state_dict_pre_hook(refusal) for optimizer in optimizers if calls_step_hooks(optimizer)
+        ]
 
     def concerns(self, ids: Collection[int]) -> bool:
         return not self._ids.isdisjoint(ids)
@@ -80,7 +82,7 @@ class TornState:
         missing += [f"the state of {listed(optimizers)}"] if optimizers else []
         raise ExecutionError(
             "parameters are between those before and those after a step, which has failed while it updated: "
-            f"{self.what}. Nothing uses, shows or saves them until model and optimizer are restored: load a checkpoint with "
+            f"{self._clause}. Nothing uses, shows or saves them until model and optimizer are restored: load a checkpoint with "
             f"load_state_dict of both. Still to be restored: {listed(missing)}"
         )
 

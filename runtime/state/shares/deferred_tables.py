@@ -128,7 +128,7 @@ def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
         sums = rows.new_zeros(len(distinct), rows.shape[1]).index_add_(0, numbers, rows)
         _assign(group, distinct, sums)
         norms.append(torch.linalg.vector_norm(sums, dtype=torch.float64))
-    norm = math.hypot(*(one.item() for one in norms))
+    norm = math.hypot(*(norm_of_width.item() for norm_of_width in norms))
     return norm if math.isfinite(norm) else None
 
 
@@ -152,10 +152,10 @@ def _selected(tables: Sequence[DeferredTable]) -> tuple[torch.Tensor, torch.Tens
     lengths = torch.tensor([len(places) for _, _, places in parts])
     columns = _numbers(tables)[:, [number for number, _, _ in parts]]
     first, stop, left_out, offset = columns.repeat_interleave(lengths, dim=1, output_size=len(places))
-    own = (places >= first) & (places < stop)
+    is_inside = (places >= first) & (places < stop)
     if any(table.piece.padding_idx >= 0 for table in tables):
-        own &= places != left_out
-    selected = own.nonzero().squeeze(1)
+        is_inside &= places != left_out
+    selected = is_inside.nonzero().squeeze(1)
     rows = torch.cat([rows for _, rows, _ in parts])
     return (places + offset).index_select(0, selected), rows.index_select(0, selected)
 

@@ -35,8 +35,10 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: i
         if first >= last:
             continue
         if place in number_of:
-            own = factored[number_of[place]]
-            pieces += makes_shares_of.of(own.form.operation).cut(slot, number_of[place], first, last, **own.details)
+            gradient = factored[number_of[place]]
+            pieces += makes_shares_of.of(gradient.form.operation).cut(
+                slot, number_of[place], first, last, **gradient.details
+            )
         elif pieces and isinstance(pieces[-1], SumPiece):
             pieces[-1] = SumPiece(pieces[-1].start, last)  # with the gap between them, which is zero
         else:
@@ -44,7 +46,7 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: i
     return pieces
 
 
-def forget_what_is_written(pieces: Sequence[Piece]) -> None:
+def forget_writes(pieces: Sequence[Piece]) -> None:
     """Makes the next step write shares completely, since the buckets may have been overwritten."""
     for piece in pieces:
         piece.forget()
@@ -175,7 +177,7 @@ def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
         is_summed: later additions of other replicas' gradients, so that the bucket holds more than the last step made.
     """
     if is_summed:
-        forget_what_is_written(bucket.pieces)
+        forget_writes(bucket.pieces)
     make_share([bucket], 0)
 
 

@@ -93,12 +93,12 @@ class ProductPiece(Rectangle):
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         (m, n), pairs = self._sizes(), [part for replica in factors for part in replica[self.factored]]
         num_inner = sum(left.shape[1] for left, _ in pairs)
-        return num_inner * (m + n) * pairs[0][0].itemsize if _is_one_product(m, n, num_inner, len(pairs)) else 0
+        return num_inner * (m + n) * pairs[0][0].itemsize if _is_single_product(m, n, num_inner, len(pairs)) else 0
 
 
 def _joined(pairs: Pairs) -> Pairs:
     (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
-    if not _is_one_product(m, n, sum(left.shape[1] for left, _ in pairs), len(pairs)):
+    if not _is_single_product(m, n, sum(left.shape[1] for left, _ in pairs), len(pairs)):
         return pairs
     left = torch.cat([left.t() for left, _ in pairs]).t()
     return [(left, torch.cat([right for _, right in pairs]))]
@@ -110,5 +110,5 @@ def _add_products(pairs: Pairs, out: torch.Tensor) -> None:
         out.addmm_(left, right)
 
 
-def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
+def _is_single_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
     return num_inner * (m + n) < m * n * (num_pairs - 1)

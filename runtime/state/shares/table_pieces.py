@@ -55,12 +55,12 @@ class TablePiece(Rectangle):
     def _select(self, factors: Factors) -> OwnRows:
         """The rows of a part that belong to this rectangle."""
         rows, places = self.rows_and_places(factors)
-        own = self._own(places)
-        if own is None:  # the batch may be overwritten before the next step clears the rows
+        positions = self._positions_of_rows(places)
+        if positions is None:  # the batch may be overwritten before the next step clears the rows
             return places.to(torch.int64, copy=True) - self.rows.start, rows
-        return places.index_select(0, own).long() - self.rows.start, rows.index_select(0, own)
+        return places.index_select(0, positions).long() - self.rows.start, rows.index_select(0, positions)
 
-    def _own(self, places: torch.Tensor) -> torch.Tensor | None:
+    def _positions_of_rows(self, places: torch.Tensor) -> torch.Tensor | None:
         """Positions of the rectangle's rows among some rows of the table; None for all."""
         conditions = [places >= self.rows.start] if self.rows.start else []
         if self.rows.stop < self.num_rows:
@@ -119,12 +119,12 @@ class TablePiece(Rectangle):
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         """The bytes of the rows selected from one part, if the shares get equal parts."""
-        found = [rows for own in factors for rows, _ in own[self.factored]]
+        parts = [rows for replica_factors in factors for rows, _ in replica_factors[self.factored]]
         if (
             self.rows == slice(0, self.num_rows)
             and self.padding_idx < 0
-            and all(rows.dim() == 2 or rows.is_contiguous() for rows in found)
+            and all(rows.dim() == 2 or rows.is_contiguous() for rows in parts)
         ):
             return 0
-        rows = max(found, key=torch.Tensor.numel)
+        rows = max(parts, key=torch.Tensor.numel)
         return rows.numel() // len(factors) * rows.itemsize

@@ -68,13 +68,13 @@ def allocate_per_replica(
         seen = flats[0] if len(flats) == 1 else torch.empty_like(flats[0])
         offset = 0
         for variable, size in zip(members, sizes, strict=True):
-            own = tensors[variable.name].detach()
+            value = tensors[variable.name].detach()
             views = [flat[offset : offset + size].view(variable.shape) for flat in flats]
             shown = seen[offset : offset + size].view(variable.shape)
             for view in (*views, shown):
-                view.copy_(own)
+                view.copy_(value)
             layout.values[variable.name], layout.homes[variable.name] = views, shown
-            layout.own.add(variable.name)
+            layout.separate.add(variable.name)
             offset += size
         if len(flats) > 1:
             by_name = {variable.name: size for variable, size in zip(members, sizes, strict=True)}
@@ -83,11 +83,11 @@ def allocate_per_replica(
 
 def shared_copies(tensor: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
     """Tensors of an unwritten variable, one per replica: the user's tensor, and one copy per other torch device."""
-    own, copies = tensor.detach(), {}
-    copies[own.device] = own
+    original, copies = tensor.detach(), {}
+    copies[original.device] = original
     for device in devices:
         if device.torch_device not in copies:
-            copies[device.torch_device] = own.to(device.torch_device)
+            copies[device.torch_device] = original.to(device.torch_device)
     return [copies[device.torch_device] for device in devices]
 
 

@@ -56,7 +56,7 @@ class Moved(enum.Enum):
 
     NOTHING = enum.auto()
     BUFFERS = enum.auto()  # buffers first written by this program
-    BUCKETS = enum.auto()  # parameters and gradients of the program's own buckets, and maybe buffers
+    BUCKETS = enum.auto()  # parameters and gradients of the program's buckets, and maybe buffers
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Layout:
         planned: memory of the buckets, by owner: the number of their optimizers. Owners with common parameters share
             the memory of equal buckets.
         aggregates: per-replica variables in the user's model.
-        own: variables with a separate tensor on every replica.
+        separate: variables with a separate tensor on every replica.
         homes: for each variable laid out here, the future memory of the user's tensor; None if it keeps its memory.
         program: weak reference to the last program of the layout.
     """
@@ -77,7 +77,7 @@ class Layout:
     planned: dict[int, list[FlatBucket]] = field(default_factory=dict)
     values: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     aggregates: list[ShownBuffers] = field(default_factory=list)
-    own: set[str] = field(default_factory=set)
+    separate: set[str] = field(default_factory=set)
     homes: dict[str, torch.Tensor | None] = field(default_factory=dict)
     program: Callable[[], Program | None] = lambda: None
 
@@ -94,16 +94,18 @@ class Layout:
 
     def without_buckets(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
         return replace(
-            self, planned={}, own={name for name in self.own if not isinstance(tensors[name], torch.nn.Parameter)}
+            self,
+            planned={},
+            separate={name for name in self.separate if not isinstance(tensors[name], torch.nn.Parameter)},
         )
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
         """A copy with the variables of another layout under new names, without its buckets; and their former names."""
-        taken = {name for name in other.values if names[name] not in self.values or name in other.own}
+        taken = {name for name in other.values if names[name] not in self.values or name in other.separate}
         both = replace(
             self,
             values={**self.values, **{names[name]: other.values[name] for name in taken}},
-            own=self.own | {names[name] for name in other.own},
+            separate=self.separate | {names[name] for name in other.separate},
             aggregates=[*self.aggregates, *(shown.renamed(names) for shown in other.aggregates)],
             program=lambda: None,  # the next one is laid out anew
         )
@@ -112,9 +114,10 @@ class Layout:
     def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
         """A copy with only these variables and those in common memory with them; and the names of all of these."""
         aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
-        kept = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
-        values = {name: values for name, values in self.values.items() if name in kept}
-        return replace(self, values=values, own=self.own & kept, aggregates=aggregates, program=lambda: None), kept
+        remaining = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
+        values = {name: values for name, values in self.values.items() if name in remaining}
+        separate = self.separate & remaining
+        return replace(self, values=values, separate=separate, aggregates=aggregates, program=lambda: None), remaining
 
     def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
         """Removes buckets that conflict with a new plan.
@@ -134,7 +137,8 @@ def names_in(buckets: Sequence[FlatBucket]) -> set[str]:
     return {slot.variable for flat in buckets for slot in flat.bucket.slots}
 
 
-def _lie_alike(one: Sequence[Bucket], other: Sequence[Bucket]) -> bool:
-    return len(one) == len(other) and all(
-        replace(a, rule=b.rule) == b and a.rule.takes_rows == b.rule.takes_rows for a, b in zip(one, other, strict=True)
+def _lie_alike(plan: Sequence[Bucket], other: Sequence[Bucket]) -> bool:
+    return len(plan) == len(other) and all(
+        replace(a, rule=b.rule) == b and a.rule.takes_rows == b.rule.takes_rows
+        for a, b in zip(plan, other, strict=True)
     )

@@ -47,12 +47,12 @@ class Members:
             {**other.counters, **self.counters},
         )
 
-    def only(self, kept: Collection[str]) -> Members:
-        names = {key: name for key, name in self.names.items() if name in kept}
+    def only(self, remaining: Collection[str]) -> Members:
+        names = {key: name for key, name in self.names.items() if name in remaining}
         return Members(
-            {name: tensor for name, tensor in self.tensors.items() if name in kept},
+            {name: tensor for name, tensor in self.tensors.items() if name in remaining},
             names,
-            self.guarded.intersection(kept),
+            self.guarded.intersection(remaining),
             {key: counter for key, counter in self.counters.items() if key in names and counter in names},
         )
 
@@ -67,9 +67,9 @@ class Members:
 
 def counters_among(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
     """The counters of a model's statistics; a statistic and its counter are buffers of one module."""
-    found = {}
+    counters = {}
     for name, tensor in tensors.items():
         counter = tensors.get(f"{name.rpartition('.')[0]}.{_COUNTER}".removeprefix("."))
         if counter is not None and counter is not tensor and not isinstance(tensor, torch.nn.Parameter):
-            found[id(tensor)] = id(counter)
-    return found
+            counters[id(tensor)] = id(counter)
+    return counters

@@ -63,12 +63,12 @@ def mirrored_variables(program: Program, store: StepVariables, names: Mapping[st
     Args:
         names: from each further name to the program's name.
     """
-    found = {
+    variables = {
         name: MirroredVariable(variable, program.devices, store)
         for name, variable in program.variables.items()
         if name in store.tensors
     }
     for name, variable in names.items():
-        if variable in found:
-            found.setdefault(name.removeprefix("model."), found[variable])
-    return found
+        if variable in variables:
+            variables.setdefault(name.removeprefix("model."), variables[variable])
+    return variables

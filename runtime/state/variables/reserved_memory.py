@@ -26,13 +26,13 @@ class ReservedMemory:
         """A contiguous, uninitialized tensor in a block; thread-safe across replicas."""
         num_elements = torch.Size(shape).numel()
         num_bytes = num_elements * dtype.itemsize
-        found = self._blocks.get((replica, number))
-        if found is None or found.numel() < num_bytes:
-            del found
+        block = self._blocks.get((replica, number))
+        if block is None or block.numel() < num_bytes:
+            del block
             self._blocks.pop((replica, number), None)  # freed before the larger one is allocated
-            found = torch.empty(num_bytes, dtype=torch.uint8, device=self._devices[replica])
-            self._blocks[replica, number] = found
-        return found[:num_bytes].view(dtype).view(tuple(shape))
+            block = torch.empty(num_bytes, dtype=torch.uint8, device=self._devices[replica])
+            self._blocks[replica, number] = block
+        return block[:num_bytes].view(dtype).view(tuple(shape))
 
     def release(self) -> None:
         self._blocks.clear()

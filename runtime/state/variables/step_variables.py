@@ -108,9 +108,9 @@ class StepVariables:
         known = self._renamed.get(id(program))
         if known is None or known[0]() is not program:
             self._renamed = {key: pair for key, pair in self._renamed.items() if pair[0]() is not None}
-            own = {name: variable for name, variable in program.variables.items() if name in self._names}
+            variables = {name: variable for name, variable in program.variables.items() if name in self._names}
             renamed = program.evolve(
-                variables={self._names[name]: self._of_store(variable) for name, variable in own.items()},
+                variables={self._names[name]: self._of_store(variable) for name, variable in variables.items()},
                 buckets=tuple(self.bucket_in_store(bucket) for bucket in program.buckets),
             )
             known = self._renamed[id(program)] = weakref.ref(program), renamed
@@ -125,7 +125,7 @@ class StepVariables:
         return variable if name == variable.name else replace(variable, name=name)
 
 
-def names_in_store(tensors: Mapping[str, torch.Tensor], store: VariableStore, what: str) -> dict[str, str]:
+def names_in_store(tensors: Mapping[str, torch.Tensor], store: VariableStore, model_name: str) -> dict[str, str]:
     """A name in a store for each of a step's tensors: the present name, or a new one.
 
     If a new name is taken, all get the model's name as a prefix, so that a module's variables stay together.
@@ -133,5 +133,5 @@ def names_in_store(tensors: Mapping[str, torch.Tensor], store: VariableStore, wh
     new = [name for name, tensor in tensors.items() if id(tensor) not in store.names]
     prefix = ""
     while any(f"{prefix}{name}" in store.tensors for name in new):
-        prefix += f"{what}."
+        prefix += f"{model_name}."
     return {name: store.names.get(id(tensor), f"{prefix}{name}") for name, tensor in tensors.items()}

@@ -51,11 +51,11 @@ class ShownBuffers:
     ) -> None:
         self._shown = shown
         self._flats = flats
-        self._kept = shown.clone()
-        self._now, self._then = _bits(shown), _bits(self._kept)
+        self._reference = shown.clone()
+        self._now, self._then = _bits(shown), _bits(self._reference)
         starts = [0, *accumulate(sizes.values())]
         self._members = [
-            _Member(name, slice(start, end), shown[start:end], self._kept[start:end], name in counted)
+            _Member(name, slice(start, end), shown[start:end], self._reference[start:end], name in counted)
             for name, (start, end) in zip(sizes, pairwise(starts), strict=True)
         ]
         self.names = frozenset(sizes)
@@ -88,10 +88,10 @@ class ShownBuffers:
             elif written[member.name] is Aggregation.SAME:
                 for flat in absent:
                     flat[member.place].copy_(member.now)
-        self._kept.copy_(shown)
+        self._reference.copy_(shown)
 
     def note(self) -> None:
-        self._kept.copy_(self._shown)
+        self._reference.copy_(self._shown)
 
     def written_by_user(self) -> list[str]:
         members = self._members
@@ -113,13 +113,13 @@ class CopiesOfShown:
         self._pairs: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, name: str, shown: torch.Tensor) -> list[torch.Tensor]:
-        found = []
+        tensors = []
         for device in self._devices:
             place = device.torch_device
             if place != shown.device and (name, place) not in self._pairs:
                 self._pairs[(name, place)] = shown, shown.to(place)
-            found.append(shown if place == shown.device else self._pairs[(name, place)][1])
-        return found
+            tensors.append(shown if place == shown.device else self._pairs[(name, place)][1])
+        return tensors
 
     def keep_only(self, names: Collection[str]) -> None:
         self._pairs = {key: pair for key, pair in self._pairs.items() if key[0] in names}

@@ -31,7 +31,7 @@ class VariableStore:
     """Memory of every variable on every replica.
 
     The user's parameters belong to replica 0, as views of its flat buffers. Devices of one memory share variables that
-    no step writes. Each replica has its own buffers if the forward writes them, and the user's buffer holds their
+    no step writes. Each replica has buffers of its own if the forward writes them, and the user's buffer holds their
     aggregate after every step. The user's writes between steps are detected and mirrored.
 
     Several steps may hold a store, see `step_variables`; ``owner`` is the number of a step's optimizers.
@@ -82,10 +82,10 @@ class VariableStore:
 
     def keep_only(self, ids: Collection[int]) -> None:
         """Drops variables whose tensors have other ids, except those in common memory with the rest."""
-        layout, kept = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
-        watched = {name: watched for name, watched in self._watched.items() if name in kept}
-        self._copies.keep_only(kept)
-        self._layout, self._watched, self._members = layout, watched, self._members.only(kept)
+        layout, names = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
+        watched = {name: watched for name, watched in self._watched.items() if name in names}
+        self._copies.keep_only(names)
+        self._layout, self._watched, self._members = layout, watched, self._members.only(names)
         self._moved &= self.names.keys()
 
     def buckets_of(self, owner: int) -> Sequence[FlatBucket]:
@@ -100,8 +100,8 @@ class VariableStore:
         layout = self._layout  # another step may read it now: nothing in it is changed in place
         layout.planned = {other: flats for other, flats in layout.planned.items() if other != owner}
         self._trained = {other: trained for other, trained in self._trained.items() if other != owner}
-        parameters = {name for name in layout.own if isinstance(self.tensors[name], torch.nn.Parameter)}
-        layout.own = layout.own - (parameters - layout.in_buckets)
+        parameters = {name for name in layout.separate if isinstance(self.tensors[name], torch.nn.Parameter)}
+        layout.separate = layout.separate - (parameters - layout.in_buckets)
 
     def values(self, name: str) -> list[torch.Tensor]:
         """The tensors of a variable, in order of replicas; a shared tensor repeats."""
@@ -118,7 +118,7 @@ class VariableStore:
         """
         name = variable.name
         is_shown = variable.synchronization is Synchronization.MIRRORED and variable.role is Role.BUFFER
-        if not is_shown or name not in self._layout.own:
+        if not is_shown or name not in self._layout.separate:
             return self.values(name)
         home = self._watched[name].home
         assert home is not None, f"{name} is per-replica, so it is shown somewhere"
@@ -133,11 +133,11 @@ class VariableStore:
         Raises:
             ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or other processes.
         """
-        old, given = self._layout, self._given_memory()
-        if old.program() is program and not given:
+        old, moved = self._layout, self._moved_by_user()
+        if old.program() is program and not moved:
             return old
-        planned = {other: flats for other, flats in old.planned.items() if given.isdisjoint(names_in(flats))}
-        new = Layout(Moved.NOTHING, planned, dict(old.values), list(old.aggregates), set(old.own))
+        planned = {other: flats for other, flats in old.planned.items() if moved.isdisjoint(names_in(flats))}
+        new = Layout(Moved.NOTHING, planned, dict(old.values), list(old.aggregates), set(old.separate))
         new.program = weakref.ref(program)
         if program.trains and (owner not in planned or new.plan_of(owner) != program.buckets):
             self._lay_out_buckets(new, program.buckets, owner)
@@ -145,17 +145,17 @@ class VariableStore:
             flats is not old.planned[other] for other, flats in planned.items()
         )
         if has_other_buckets:
-            new.own = {name for name in new.own if not isinstance(self.tensors[name], torch.nn.Parameter)}
-            new.own |= new.in_buckets
+            new.separate = {name for name in new.separate if not isinstance(self.tensors[name], torch.nn.Parameter)}
+            new.separate |= new.in_buckets
         written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
         self._written, self._writing = {v.name: v.aggregation for v in written}, program.present
-        first_written = [variable for variable in written if variable.name not in new.own]
+        first_written = [variable for variable in written if variable.name not in new.separate]
         if first_written:
             allocate_per_replica(new, first_written, self.tensors, self.devices, self._members.counted())
         counters = [self._members.counter_of(name) for name in program.variables] if self._has_copies else []
         for name in (*program.variables, *filter(None, counters)):
             is_constant = name not in self.tensors  # of the captured graph; its executor holds it
-            if not is_constant and name not in new.own and (name not in new.values or has_other_buckets):
+            if not is_constant and name not in new.separate and (name not in new.values or has_other_buckets):
                 new.values[name] = shared_copies(self.tensors[name], self.devices)
                 new.homes[name] = None
         has_moved = planned.get(owner) is not old.planned.get(owner)
@@ -170,12 +170,12 @@ class VariableStore:
         check_members(plan, self.tensors)
         old, planned = self._layout, {slot.variable for bucket in plan for slot in bucket.slots}
         moved = self._moved.union(*(store.names for store in list(_stores) if store is not self))
-        held = {name: own for name, own in self.tensors.items() if name in planned and id(own) not in moved}
+        held = {name: tensor for name, tensor in self.tensors.items() if name in planned and id(tensor) not in moved}
         warn_of_holders(held, (*self.tensors.values(), *(v for name in held for v in old.values.get(name, ()))))
         return_freed_memory()  # gradients get untouched pages: some slots are never written
         new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
 
-    def _given_memory(self) -> set[str]:
+    def _moved_by_user(self) -> set[str]:
         """Memory of other steps over the same model does not count."""
         moved = [watched.tensor for trained in self._trained.values() for watched in trained if watched.has_moved()]
         if not moved:
@@ -223,11 +223,11 @@ class VariableStore:
             counters = [name for name in changed if not self._keeps_its_bits(name)]
             changed += [name for name in watched if name not in changed and self._members.counter_of(name) in counters]
         if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
-            refuse_shared_memory(self.tensors, self._layout.own)
+            refuse_shared_memory(self.tensors, self._layout.separate)
             leave_homes_of_others([self._watched[name] for name in changed], self._watched.values())
         for name in changed:
             known = self._layout.values[name][0]
-            if name in self._layout.own or name not in self._members.guarded:
+            if name in self._layout.separate or name not in self._members.guarded:
                 check_type(name, self.tensors[name], known.shape, known.dtype)
         has_moved = [self._mirror(name) for name in changed]
         for shown in self._layout.aggregates if changed else ():
@@ -242,7 +242,7 @@ class VariableStore:
 
     def written(self, owner: int) -> list[torch.Tensor]:
         """Variables that a step may write: replica 0's parameters, and per-replica variables."""
-        names = [name for name in self._layout.own if not isinstance(self.tensors[name], torch.nn.Parameter)]
+        names = [name for name in self._layout.separate if not isinstance(self.tensors[name], torch.nn.Parameter)]
         parameters = [flat.parameters[0] for flat in self.buckets_of(owner)]
         return [*parameters, *(value for name in names for value in self._layout.values[name])]
 
@@ -254,7 +254,7 @@ class VariableStore:
     def _mirror(self, name: str) -> bool:
         """Returns True if the variable has new memory."""
         tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
-        if name in self._layout.own:
+        if name in self._layout.separate:
             assert watched.home is not None
             new = tensor.detach().clone()
             for value in (watched.home, *values):
@@ -265,7 +265,7 @@ class VariableStore:
         else:
             for copy in {id(value): value for value in values if value.data_ptr() != watched.address}.values():
                 copy.copy_(tensor.detach())
-        has_moved = name not in self._layout.own and watched.has_moved()
+        has_moved = name not in self._layout.separate and watched.has_moved()
         watched.note()
         return has_moved
 
@@ -283,8 +283,8 @@ class VariableStore:
 
     def show(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, value in values.items():
-            for own in (self.tensors[name].detach(), *self._layout.values[name]):
-                own.copy_(value)
+            for tensor in (self.tensors[name].detach(), *self._layout.values[name]):
+                tensor.copy_(value)
         for shown in self._layout.aggregates:
             shown.note()
         count_write([self._watched[name] for name in values])

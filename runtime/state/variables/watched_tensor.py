@@ -34,9 +34,9 @@ class Watched:
 
 def count_write(written: Collection[Watched]) -> None:
     """Counts a version of tensors written by mirrorc, and marks them as unchanged."""
-    torch.autograd.graph.increment_version([one.tensor for one in written])
-    for one in written:
-        one.version = one.tensor._version
+    torch.autograd.graph.increment_version([watched.tensor for watched in written])
+    for watched in written:
+        watched.version = watched.tensor._version
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -45,8 +45,8 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 def leave_homes_of_others(changed: Collection[Watched], watched: Collection[Watched]) -> None:
     """Gives separate memory to each tensor that the user put into another variable's home, as in a swap."""
-    homes = {memory_of(one.home) for one in watched if one.home is not None}
-    for one in changed:
-        is_home = one.home is not None and one.tensor.data_ptr() == one.home.data_ptr()
-        if not is_home and memory_of(one.tensor) in homes:
-            one.tensor.data = one.tensor.detach().clone()
+    homes = {memory_of(entry.home) for entry in watched if entry.home is not None}
+    for entry in changed:
+        is_home = entry.home is not None and entry.tensor.data_ptr() == entry.home.data_ptr()
+        if not is_home and memory_of(entry.tensor) in homes:
+            entry.tensor.data = entry.tensor.detach().clone()

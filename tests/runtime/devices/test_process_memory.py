@@ -3,11 +3,11 @@ import sys
 
 import pytest
 
-from mirrorc.runtime.devices.process_memory import keep_what_is_freed, return_freed_memory
+from mirrorc.runtime.devices.process_memory import cache_freed_memory, return_freed_memory
 
 GIVES_BACK = """
 import resource, sys, threading, torch
-from mirrorc.runtime.devices.process_memory import keep_what_is_freed, return_freed_memory
+from mirrorc.runtime.devices.process_memory import cache_freed_memory, return_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -23,7 +23,7 @@ def give_back():
     print(before - resident())
 
 if sys.argv[1] == "in a thread":
-    keep_what_is_freed()
+    cache_freed_memory()
     thread = threading.Thread(target=give_back)
     thread.start()
     thread.join()
@@ -45,7 +45,7 @@ def test_freed_memory_goes_back_to_the_system(where: str, least: int) -> None:
 
 FAULTS = """
 import ctypes, resource, sys, threading
-from mirrorc.runtime.devices.process_memory import keep_what_is_freed
+from mirrorc.runtime.devices.process_memory import cache_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -61,7 +61,7 @@ def faults_of_a_step():
 
 found = []
 if sys.argv[1] == "kept":
-    keep_what_is_freed()
+    cache_freed_memory()
 thread = threading.Thread(target=lambda: [faults_of_a_step() for _ in range(4)])  # as a device's thread
 thread.start()
 thread.join()
@@ -85,4 +85,4 @@ def test_a_step_finds_the_memory_that_the_last_one_freed(num_blocks: int) -> Non
 def test_it_does_nothing_where_the_c_library_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     return_freed_memory()
-    keep_what_is_freed()
+    cache_freed_memory()

@@ -26,7 +26,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import call_name
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.execution.binding.interleaving import NUM_TRIAL_STEPS
-from mirrorc.runtime.profiling.clocks import NUM_KEPT_STEPS, Clock, EventClock, clock_for
+from mirrorc.runtime.profiling.clocks import NUM_RECORDED_STEPS, Clock, EventClock, clock_for
 from mirrorc.runtime.profiling.collectives import collectives_of, sources_of
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep, Recorder, recorded_steps
 
@@ -202,8 +202,8 @@ def test_a_step_that_failed_counts_among_the_last() -> None:
     run_steps(recorder, 5)
     recorder.begin()  # neither device notes anything: both still have the marks of the first step
     recorder.forget()
-    run_steps(recorder, NUM_KEPT_STEPS - 5)
-    assert len(recorder.steps()) == NUM_KEPT_STEPS - 1
+    run_steps(recorder, NUM_RECORDED_STEPS - 5)
+    assert len(recorder.steps()) == NUM_RECORDED_STEPS - 1
     assert not any(step.warms_up for step in recorder.steps())
 
 
@@ -225,7 +225,7 @@ def test_anyone_may_look_while_steps_are_run() -> None:
         stop.set()
         thread.join(timeout=60.0)
     assert not wrong and [step.begun_ns for step in recorder.steps()] == [
-        5 * i for i in range(3000 - NUM_KEPT_STEPS, 3000)
+        5 * i for i in range(3000 - NUM_RECORDED_STEPS, 3000)
     ]
 
 
@@ -346,9 +346,9 @@ def test_events_of_steps_that_nobody_keeps_are_used_again() -> None:
     clock = gpu.clock()
     clock.note((clock.begin(), clock.mark()))
     read = clock.noted()[0]
-    for _ in range(3 * NUM_KEPT_STEPS):
+    for _ in range(3 * NUM_RECORDED_STEPS):
         clock.note((clock.begin(), clock.mark()))
-    assert len(gpu.events) == 2 * (NUM_KEPT_STEPS + 2), (
+    assert len(gpu.events) == 2 * (NUM_RECORDED_STEPS + 2), (
         "those of the kept steps, of the next one, and of the one that is read"
     )
     assert clock.times_ns(read)[0] == 1_001_500_000, "whoever reads a step finds its events as they were"
@@ -438,10 +438,10 @@ def test_each_program_has_its_own_record() -> None:
 def test_no_more_than_the_last_steps_are_kept_and_nothing_outlives_the_step() -> None:
     model = nn.Linear(3, 2)
     step = compiled(model)
-    for _ in range(NUM_TRIAL_STEPS + NUM_KEPT_STEPS + 3):  # whose records are forgotten when the way changes
+    for _ in range(NUM_TRIAL_STEPS + NUM_RECORDED_STEPS + 3):  # whose records are forgotten when the way changes
         step(torch.ones(4, 3), target=torch.ones(4, 2))
     steps = recorder_of(step).steps()
-    assert len(steps) == NUM_KEPT_STEPS and not any(recorded.warms_up for recorded in steps)
+    assert len(steps) == NUM_RECORDED_STEPS and not any(recorded.warms_up for recorded in steps)
     reference = weakref.ref(recorder_of(step))
     step.close()
     del step

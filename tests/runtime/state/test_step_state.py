@@ -83,7 +83,7 @@ def test_gradients_of_tables_are_right_after_an_interrupt_before_a_step(monkeypa
                 step(x, target=torch.zeros(len(x), dtype=torch.int64))
             if is_interrupted:
                 with monkeypatch.context() as patch:
-                    patch.setattr(executor, "forget_what_is_written", once(executor.forget_what_is_written))
+                    patch.setattr(executor, "forget_writes", once(executor.forget_writes))
                     with pytest.raises(KeyboardInterrupt):
                         step(short, target=torch.zeros(len(short), dtype=torch.int64))
             for _ in range(2):

@@ -16,7 +16,7 @@ from mirrorc.runtime.state.shares import pieces as share_pieces
 from mirrorc.runtime.state.shares import product_pieces
 from mirrorc.runtime.state.shares.gradient_shares import (
     UnmadeShare,
-    forget_what_is_written,
+    forget_writes,
     make_share,
     pieces_of_share,
     temporary_bytes,
@@ -130,7 +130,7 @@ def test_shares_in_parts_are_shares(
         for piece in in_parts:
             assert torch.equal(buckets[0].tensor[piece.start : piece.stop], before[piece.start : piece.stop])
         buckets[0].tensor[start:stop] = before[start:stop]
-        forget_what_is_written(share.pieces)
+        forget_writes(share.pieces)
         torch.testing.assert_close(torch.cat(found), share.make())
         assert len(torch.cat(found)) == stop - start
 
@@ -229,7 +229,7 @@ def test_a_tables_gradient_is_what_torch_makes_of_the_rows_step_by_step(
         for own in pieces:
             if forget:
                 flats[0][table] = 777.0
-                forget_what_is_written(own)
+                forget_writes(own)
         for replica in range(num_replicas):
             make_share(buckets, replica)
         for place in (before, table, after):
