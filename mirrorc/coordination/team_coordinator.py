@@ -178,7 +178,7 @@ class TeamCoordinator:
     def _torn(self) -> str:
         """Empty if no failed step has left parameters between two steps."""
         torn = self._state.torn
-        return torn.what if torn is not None and not torn.is_restored else ""
+        return torn.clause if torn is not None and not torn.is_restored else ""
 
     def note_call(self, call: Call) -> None:
         self.call_without_examples = without_examples(call)

@@ -171,7 +171,6 @@ class _Generator:
                 )
 
     def _note(self) -> None:
-        """Emits notes of all marks of the call; none without a clock."""
         if self.clock is not None:
             self._emit(f"    note(({' '.join(f't{i},' for i in range(len(self.marked) + 1))}))", None)
 

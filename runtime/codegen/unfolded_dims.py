@@ -183,7 +183,6 @@ def _cut(parts: Sequence[_Part], cuts: Mapping[_Part, tuple[_Part, _Part]]) -> t
 
 
 def _quotient(size: Any, divisor: Any) -> Any:
-    """None if divisibility is unknown."""
     if size == 0 or divisor == 0:
         return None
     if isinstance(size, int) and isinstance(divisor, int):

@@ -47,17 +47,15 @@ class Communicator:
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
 
     def begin_afresh(self) -> None:
-        """Replaces rendezvous and mailboxes after a failed step."""
         self.prepare(*self._prepared_for)
 
     def _make_rendezvous(self, tag: Tag) -> Rendezvous:
         return Rendezvous(f"{tag[0]} of {self.unit} {tag[1]}", self.devices, self.timeout_seconds)
 
     def release(self) -> None:
-        """Drops the tensors of a finished step."""
+        pass
 
     def abort(self) -> None:
-        """Wakes every waiting replica; they raise `Aborted`."""
         for rendezvous in self._rendezvous.values():
             rendezvous.abort()
         for mailbox in self._mailboxes.values():
@@ -75,7 +73,6 @@ class Communicator:
         raise self._not_carried("all_reduce")
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """As `launch_all_reduce`, for shares of the sum."""
         raise self._not_carried("reduce_scatter")
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
@@ -132,7 +129,6 @@ class Communicator:
         raise self._not_carried("exchange")
 
     def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
-        """This replica's part of the bucket, with the sum over all workers."""
         raise self._not_carried("exchange")
 
     def launch_part(self, bucket: int, replica: int, make: Callable[[], Any]) -> None:

@@ -26,12 +26,7 @@ def replica_arguments(
     sizes: Sequence[int | float] = (),
     examples: Examples | None = None,
 ) -> list[Any]:
-    """Arguments of a replica's program, in its order, on its device. A replica without examples takes none.
-
-    Args:
-        start: events that precede the step.
-        examples: counts of examples over all workers; None in a process that trains alone.
-    """
+    """Arguments of a replica's program, in its order, on its device. A replica without examples takes none."""
     for event in start:
         wait_event(event)
     values: list[Any] = []

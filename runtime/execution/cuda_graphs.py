@@ -26,7 +26,6 @@ Function = Callable[[list[Any]], torch.Tensor]
 
 
 def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
-    """Refuses a captured program whose steps cannot be replayed."""
     seeds = [n for g in program.shard_graphs for n in placeholders_of(g, program.arguments, ArgumentKind.SEED)]
     drawn = next((user for seed in seeds for user in seed.users), None)
     if drawn is not None:
@@ -65,7 +64,7 @@ class Graph(Protocol):
 
 class Capturer(Protocol):
     def capture(self, function: Callable[[], None]) -> Graph:
-        """Captures the work that a function queues on the current stream, without running it."""
+        pass
 
     def wait(self) -> bool:
         """Synchronizes with the device; False on timeout."""
@@ -159,7 +158,6 @@ class StepGraph:
             )
 
     def release(self) -> None:
-        """Frees the graph; the next steps run without it until it is captured anew."""
         if self._graph is not None:
             if self._capturer.wait():
                 self._graph.reset()
@@ -208,7 +206,6 @@ class StepGraph:
             ).with_traceback(cause.__traceback__) from cause
 
     def run(self, function: Function) -> torch.Tensor:
-        """Runs a step on the loaded arguments; the next step may write the loss's memory."""
         if self._graph is not None:
             assert self._loss is not None
             self._graph.replay()

@@ -51,10 +51,8 @@ class Executor:
     """A lowered program, ready to run.
 
     Args:
-        state: the variables and the optimizer, shared by all programs of a step.
         constants: tensors from the capture that are neither parameters nor buffers.
         timeout_seconds: the longest wait of a replica for another.
-        recorder: records the times of the last steps; None for no recording.
         step_graph: captures and replays the steps of a program of a single device; None to make all calls in every step.
         team: the workers that train together; None for a process that trains alone.
     """
@@ -138,12 +136,6 @@ class Executor:
         sizes: Sequence[Sequence[int | float]] = (),
     ) -> torch.Tensor | None:
         """Runs a step after `commit` has begun it; returns the weighted sum of the replicas' losses, on the first device.
-
-        Args:
-            shards: tensors of each replica, in order of the call's leaves.
-            seed: seed of the step's random streams, if the program draws random numbers.
-            numbers: Python numbers of each replica.
-            sizes: numbers computed from the sizes of each shard.
 
         Raises:
             ExecutionError: a replica failed; names device, operation and source line.

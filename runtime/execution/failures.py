@@ -78,7 +78,6 @@ def _advice(nodes: Sequence[fx.Node], line: str) -> str:
 
 
 def note_if_torn(error: BaseException, program: Program, has_committed: bool, torn: str = "") -> None:
-    """Adds a note on possible partial writes to an exception that interrupted a call."""
     if has_committed:
         error.add_note(f"mirrorc's step was interrupted when it had committed. {_possible_damage(program, torn)}")
 

@@ -45,9 +45,6 @@ class Losses:
         return self._weights[weights]
 
     def wait(self, results: Sequence[tuple[torch.Tensor | None, Any]]) -> None:
-        """Makes the caller's streams wait for the ends of the replicas: ``results`` has each one's loss and its GPU's
-        event.
-        """
         home = self._program.devices[0].torch_device
         for (loss, event), device in zip(results, self._program.devices, strict=True):
             if loss is not None:

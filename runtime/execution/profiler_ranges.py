@@ -38,7 +38,6 @@ def _paused_in_ranges(function: GraphFunction, values: list[Any]) -> Iterator[An
 
 
 def _named(function: GraphFunction) -> Mapping[str, Any]:
-    """Wraps the calls of a function in ranges; returns the plain calls."""
     plain = {name: function.namespace[name] for name, node in function.calls.items() if _is_named(node)}
     for name, bound in plain.items():
         function.namespace[name] = _ranged(range_name(function.calls[name], function.title), bound)

@@ -288,7 +288,6 @@ class _Walk:
 
     @accounts(ops.scatter_sums)
     def _scatter_sums(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """All workers' messages to this one, until their sum. They are assumed live from the first device's launch on."""
         self._offer(node)
         received = Block(self.program.buckets[bucket_of(node)].num_bytes, self.names.name(node), "sums of all workers")
         return (() if self.replica else (received,)), 0
@@ -385,7 +384,6 @@ class _Walk:
         return not have_shared_memory(self.program.devices)
 
     def _temporary_bytes(self, pack: fx.Node, count: Count = temporary_bytes) -> int:
-        """Temporary bytes to make or measure a share of a bucket with factored gradients."""
         index = bucket_of(pack)
         first = pack_of_gradients(self.program, index)  # this device may have no examples
         if not left_to_shares(first):

@@ -22,12 +22,6 @@ from mirrorc.torch_internals import inductor_wrapper, size_now, storage_key, wat
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """An allocation of a region.
-
-    Attributes:
-        name: name of its value in the region's code.
-    """
-
     num_bytes: int
     name: str
     type: str
@@ -59,7 +53,6 @@ class DryRun:
     """Memory use of a region.
 
     Attributes:
-        steps: the statements with allocations or releases, in order, without the return statement.
         results: the memory of each output; None for an output without memory.
         remark: why this is an estimate; empty if it is exact.
     """

@@ -43,7 +43,6 @@ class Clock:
         return list(self._noted.copy())  # an atomic copy: the device's thread cannot append meanwhile
 
     def begun_seconds(self, marks: Sequence[Any]) -> float:
-        """The beginning of the step of these marks, on the host's clock."""
         return float(marks[0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
@@ -81,7 +80,6 @@ class EventClock(Clock):
         self._noted.append(_EventMarks(marks, self._free))
 
     def begin(self) -> Any:
-        """The event with the host's time."""
         return self._now(), self.mark()
 
     def mark(self) -> Any:
@@ -93,7 +91,6 @@ class EventClock(Clock):
         return float(marks[0][0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
-        """Synchronizes with the last mark."""
         (begun_seconds, first), *rest = marks
         self._await(rest[-1] if rest else first)
         first_ns = self._happened_ns(begun_seconds, first)
@@ -133,5 +130,4 @@ class _EventMarks(list[Any]):
 
 
 def clock_for(device: Device, timeout_seconds: float) -> Clock:
-    """The clock of a device; it waits for a GPU for so long at most."""
     return EventClock(device.torch_device, timeout_seconds) if device.is_asynchronous else Clock()

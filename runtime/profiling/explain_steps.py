@@ -41,11 +41,7 @@ def explain_steps(
     is_interleaved: bool = False,
     foundations: Foundations | None = None,
 ) -> Explanation:
-    """Explains recorded steps of a lowered program, at least one.
-
-    Args:
-        foundations: inputs of a prediction, for a step over several workers; else None.
-    """
+    """Explains recorded steps of a lowered program, at least one."""
     looked_at = [step for step in steps if not step.warms_up] or steps
     steps = typical(looked_at)
     step_ms = statistics.fmean((step.ended_ns - step.begun_ns) / 1e6 for step in steps)
@@ -151,7 +147,6 @@ def _num_bytes(program: Program, collective: Collective) -> int:
 
 
 def _uncompressed_bytes(program: Program, collective: Collective) -> int | None:
-    """None without compression."""
     first = collective.launches[0].node
     if first.target not in ops.EXCHANGES_OF_SUMS:
         return None
@@ -165,7 +160,6 @@ def _means(rows: Iterable[Sequence[float]]) -> dict[str, float]:
 
 
 def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTimes:
-    """The times of a bucket on the only device, without a collective."""
     packs = [call.node for device_calls in steps[0].calls for call in device_calls if call.node.target is ops.pack]
     packs = [pack for pack in packs if bucket_of(pack) == bucket.index]
     sources = [source for pack in packs for source in sources_of(pack)]

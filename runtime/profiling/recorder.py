@@ -89,7 +89,6 @@ class Recorder:
         self._failed.append(self._begun[-1])
 
     def steps(self) -> tuple[RecordedStep, ...]:
-        """The stored steps finished by all devices, oldest first."""
         noted = [clock.noted() for clock in self.clocks]  # read first, so that the beginning of each is known
         begun, failed = list(self._begun.copy()), set(self._failed.copy())
         marks: dict[float, dict[int, Sequence[Any]]] = {moment: {} for moment in begun}

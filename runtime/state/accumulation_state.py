@@ -35,7 +35,6 @@ class AccumulationState(StateView):
         raise AssertionError("a call that accumulates raises an error or adds its gradients")
 
     def abandon(self, *, has_committed: bool) -> bool:
-        """Records a failed call; returns True if model and accumulated gradients are unchanged."""
         if has_committed:
             self.accumulated.mark_torn()
         self._state.give_gradients_to(None)

@@ -10,10 +10,7 @@ from mirrorc.runtime.state.state_view import StateView
 
 
 class EvaluationState(StateView):
-    """Counterpart of `StepState` for evaluations, which write only buffers.
-
-    Changes of the optimizer and of the bucket plan wait for the next training step.
-    """
+    """Counterpart of `StepState` for evaluations, which write only buffers."""
 
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
         return 1.0
@@ -31,7 +28,6 @@ class EvaluationState(StateView):
         raise AssertionError("nothing is looked at that could leave an evaluation out")
 
     def abandon(self, *, has_committed: bool) -> bool:
-        """Records a failed evaluation; returns True if the model is unchanged."""
         return not has_committed
 
     def keeps_gradients_of(self, writer: Hashable) -> bool:

@@ -68,7 +68,6 @@ class ComparedState(StepState):
         ]
 
     def begin(self) -> None:
-        """Raises an error at each step until the user rewrites different copies."""
         if (self._num_begun + 1) % self._every == 0:
             self._compare()
         super().begin()
@@ -142,8 +141,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Checksum of a tensor's bits, four integers. It differs if one or two bits do, and almost surely if more do.
 
-    The int64 words form a matrix; its row sums and column sums are added with weights. No allocation of the tensor's
-    size, no synchronization.
+    The int64 words form a matrix; its row sums and column sums are added with weights, without a synchronization.
     """
     raw = _bytes(tensor)
     num_words = raw.numel() // 8

@@ -27,14 +27,13 @@ from mirrorc.torch_internals import mark_optimizer_stepped
 
 
 class StepState:
-    """The state of all programs of one step, with its consistency and last change.
+    """The state of all programs of one step: `take_over`, then `finish` or `abandon`.
 
-    A step calls `take_over`, then `finish` or `abandon`. An abandoned step leaves the state inconsistent if it had
-    committed; the next `take_over` repairs it.
+    An abandoned step leaves the state inconsistent if it had committed; the next `take_over` repairs it.
 
     Attributes:
         unsent: error feedback of gradient compression.
-        results: results of the last step for the caller, by name, such as the gradient norm.
+        results: of the last step for the caller, by name, such as the gradient norm.
         torn: torn state, restored or not; None for none.
         saved_buffers: values of per-replica buffers, to save and to load.
     """
@@ -69,7 +68,7 @@ class StepState:
 
     @property
     def is_whole(self) -> bool:
-        """Consistency of variables and optimizers: all of one step."""
+        """True if variables and optimizers are all of one step."""
         return self._held.is_whole and self.optimizers.is_whole
 
     @is_whole.setter
@@ -85,7 +84,6 @@ class StepState:
         return self._held.callers
 
     def close(self) -> None:
-        """Releases the step's hold; idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._held.let_go(self._hold)
@@ -123,13 +121,7 @@ class StepState:
             self._held.layout += 1
 
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
-        """Lays memory out for a program, and mirrors the user's changes since the last step.
-
-        ``is_stale`` is a known result of `BucketOptimizers.is_stale`.
-
-        Raises:
-            ValueError, ExecutionError: see `AccumulatedGradients.check` and `VariableStore.lay_out`.
-        """
+        """Lays memory out for a program, and mirrors the user's changes since the last step."""
         self.accumulated.check(program)
         if program.accumulation is not Accumulation.NONE:
             self.accumulated.fit(program.buckets)
@@ -208,7 +200,6 @@ class StepState:
         return [self.store.tensors[slot.variable] for slot in bucket.slots]
 
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
-        """The factor of the next step's loss before backward, besides its weights."""
         scale = self.scale_of_loss()
         self.unsent.begin(program, scale)
         return self.accumulated.begin_step(program, examples, scale)
@@ -226,7 +217,6 @@ class StepState:
             ]
 
     def finish(self) -> None:
-        """Publishes the new state in the user's model and optimizer; idempotent."""
         self._backup = None
         self.optimizers.finish_step()
         self.store.count_update()
@@ -266,20 +256,19 @@ class StepState:
             self.accumulated.clear()  # they may have been used in part
         return backup is not None
 
-    def tear(self, buckets_clause: str) -> None:
-        """Records a partial update by the abandoned step; ``what`` names its buckets."""
+    def tear(self, clause: str) -> None:
+        """Records a partial update by the abandoned step; ``clause`` names its buckets."""
         groups, tensors = self.optimizers.groups, self.store.tensors
         trained = groups.parameters()
         trained_tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) in trained}
-        self.torn = TornState(buckets_clause, trained_tensors, groups.optimizers)
+        self.torn = TornState(clause, trained_tensors, groups.optimizers)
 
     def refuse_if_torn(self) -> None:
         refuse_torn(self._held.store.names.keys())
 
     def keeps_gradients_of(self, writer: Hashable) -> bool:
-        """Test for gradient buckets with the content of this writer."""
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """Sets the writer of the gradient buckets, after it dropped its record of overwritten content."""
+        """The writer has dropped its record of overwritten content."""
         self._held.gradients_writer = writer

@@ -51,7 +51,6 @@ def _is_recomputed(node: fx.Node, backward: Container[fx.Node], first: fx.Node, 
 
 
 def is_forward_output(output: fx.Node, node: fx.Node) -> bool:
-    """Tests for a loss, or a buffer's new value."""
     results: Any = output.args[0] if output.op == "output" else {}
     return bool(results) and (results["loss"] is node or node in results["writes"].values())
 

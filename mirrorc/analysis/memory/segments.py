@@ -67,7 +67,6 @@ class Segments:
         return len(self._saved_bytes)
 
     def _crossing_bytes(self) -> list[int]:
-        """For each node, the bytes of earlier values that later nodes of forward read."""
         place = {node: i for i, node in enumerate(self._nodes)}
         ends: dict[fx.Node, int] = {}
         for node in self._nodes:

@@ -40,7 +40,6 @@ class Asked:
 
 
 def asking(program: Program, node: fx.Node, call: Callable[..., Any]) -> Any:
-    """The function of a call of a region: an `Asking` if the region takes gradients from backwards."""
     graph = program.regions[region_of(node)].graph_module.graph
     asks = []
     for taken in taken_gradients(graph):

@@ -19,8 +19,6 @@ from mirrorc.torch_internals import has_symbols
 
 @dataclass
 class _Output:
-    """Join of an output's parts, and their types, by replica with examples."""
-
     how: str
     types: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -34,7 +32,6 @@ class _Output:
 
     @property
     def has_symbols(self) -> bool:
-        """Test for sizes of parts that vary from step to step."""
         return any(map(has_symbols, self.types.values()))
 
 
@@ -62,7 +59,6 @@ class StepOutputs:
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Takes new memory, because the caller keeps earlier outputs."""
         for name, output in self._outputs.items():
             self._parts[name] = {}
             if name in self._written:

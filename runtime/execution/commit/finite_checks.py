@@ -130,7 +130,6 @@ class CheckedCommit(CommitPoint):
         self._faults_by_replica = {}
 
     def arrive_with(self, replica: int, *values: Any) -> None:
-        """As `arrive`, with the replica's examined values before the numbers."""
         checks, numbers = values[: self._num_truths[replica]], values[self._num_truths[replica] :]
         shares = [check.deferred for check in checks if isinstance(check, ExaminedShare) and check.deferred is not None]
         DeferredTables.settle(shares)
@@ -144,7 +143,6 @@ class CheckedCommit(CommitPoint):
         self.arrive(replica, *numbers)
 
     def leave_if_finite(self, replica: int) -> torch.Tensor | Literal[False] | None:
-        """As `leave`; returns False if the step is skipped."""
         self._rendezvous.await_replicas(replica, self._all)
         if self._faults_by_replica and self._workers is None and not self._skips:
             gradients = self._gradient_messages(self._faults_of_gradients())
@@ -225,7 +223,6 @@ def _ranges(program: Program, value: fx.Node, part: Part | None) -> Iterator[_Ra
 def commit_point_of(
     program: Program, timeout_seconds: float, settle: Callable[[], None], workers: OtherWorkers | None
 ) -> CommitPoint:
-    """A `CheckedCommit` if the program's commits take truth values."""
     graphs = [module.graph for module in program.device_graphs.values()]
     checks = any(is_checked(commit) for graph in graphs for commit in calls_to(graph, ops.commit))
     if checks:

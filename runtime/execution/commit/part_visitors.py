@@ -30,7 +30,7 @@ class Visitor(ABC):
 
     @abstractmethod
     def visit(self, part: torch.Tensor) -> None:
-        """Called with each part, 1-D, in order."""
+        pass
 
 
 class Looker(Visitor):
@@ -49,7 +49,7 @@ class Looker(Visitor):
 
     @abstractmethod
     def look_at(self, part: torch.Tensor) -> torch.Tensor:
-        """The result of a part, 0-d."""
+        pass
 
     def take_small(self) -> list[torch.Tensor]:
         """Hands over the small parts, for a single operator call over those of several visitors."""

@@ -53,7 +53,6 @@ class UsedVariables:
         return self._state.accumulated.used if not isinstance(self._state, EvaluationState) else frozenset()
 
     def hear(self, num_users: torch.Tensor | None) -> None:
-        """Takes the sum over all workers."""
         self._num_users = num_users
 
     def settle(self) -> None:

@@ -35,8 +35,6 @@ class Examples:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of gradients, laid out as the buckets are; ``aside`` has those of variables outside of the plan."""
-
     plan: tuple[Bucket, ...] = ()
     flat: Sequence[Sequence[torch.Tensor]] = ()
     aside: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
@@ -56,11 +54,8 @@ def _power_below(part: float) -> float:
 
 @dataclass(frozen=True)
 class _Counts:
-    """The calls and variables in the sums.
-
-    Attributes:
-        unit: the weight of each example's loss in the sums, or of each call's if losses are sums.
-        names: variables with gradients.
+    """The calls and variables in the sums; ``unit`` is the weight of each example's loss, or of each call's if losses
+    are sums.
     """
 
     num_calls: int = 0
@@ -111,12 +106,7 @@ class AccumulatedGradients:
         return self._sums.flat[bucket]
 
     def check(self, program: Program) -> None:
-        """Refuses a program that cannot continue with the sums.
-
-        Raises:
-            ExecutionError: the sums may be incomplete.
-            ValueError: the program updates, but not all variables with accumulated gradients.
-        """
+        """Refuses a program that cannot continue with the sums."""
         if self.is_torn:
             raise ExecutionError(
                 "a call of step.accumulate() has failed while its gradients were added, so those that are kept may be "
@@ -161,7 +151,6 @@ class AccumulatedGradients:
         return unit * size
 
     def begin_step(self, program: Program, examples: Examples, scale: float) -> float:
-        """As `begin_call`, for an updating step."""
         if not (self.num_calls or examples.calls_elsewhere):
             return scale
         local, together = examples.of_all, self.num_examples + examples.calls_elsewhere + examples.of_all
@@ -184,7 +173,6 @@ class AccumulatedGradients:
         self._begun = replace(self._begun, used=self._begun.used - (names - self._counts.used))
 
     def finish_call(self) -> None:
-        """Counts the call in progress; idempotent."""
         self._counts = self._begun
 
     def mark_torn(self) -> None:

@@ -50,7 +50,6 @@ class UnsentGradients:
         self._program: Program | None = None  # of the present layout
 
     def fit(self, program: Program) -> None:
-        """Lays residuals out for a program's compressed buckets; those of other variables stay aside."""
         if self._is_for(program) or Property.COMPRESSED not in program.properties:
             return
         sent = {bucket_of(node) for graph in program.graphs() for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS)}
@@ -102,14 +101,12 @@ class UnsentGradients:
             )  # at once
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Copies of the residuals by variable, without loss scaling."""
         return {name: tensor / self._unsent.scale for name, tensor in self._of_variables().items()}
 
     def state_values(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self._unsent.state.items()}
 
     def load(self, values: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restores the results of `values` and `state_values`."""
         self._replace(values, state)
         self.num_loads += 1
 

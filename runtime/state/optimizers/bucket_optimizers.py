@@ -40,12 +40,8 @@ class BucketOptimizers:
     views of replica 0's flat state, so ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
-        internal_steps: steps by mirrorc itself with optimizers of these variables.
         is_captured: capture in CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as torch's
             fused kernels require.
-
-    Attributes:
-        owner: the number of their buckets in the store.
     """
 
     def __init__(
@@ -98,7 +94,6 @@ class BucketOptimizers:
         return are_others and self.is_dealt and not self.is_stale()
 
     def adopt(self, laid: Laid) -> None:
-        """Puts the result of `lay_out` in place; idempotent from any point."""
         self._state, self._gathered = laid.state, laid.gathered
         self._note_whether_fresh()
         self._show(laid.shown)
@@ -162,7 +157,6 @@ class BucketOptimizers:
         self._hyperparameters = held
 
     def _check_rows(self) -> None:
-        """Refuses hyperparameters that torch refuses with sparse gradients."""
         tables = [flat for flat in self._store.buckets_of(self.owner) if flat.bucket.rule.takes_rows]
         if tables:
             held = [value for group in self.groups.hyperparameters for key, value in group.items() if key != "lr"]
@@ -189,7 +183,6 @@ class BucketOptimizers:
                 self._rates[number].fill_(rate)
 
     def baked_hyperparameters(self) -> tuple[tuple[Any, ...], ...]:
-        """The hyperparameters of each group that are constants in a captured update."""
         return tuple(
             tuple(group[name] for name in optimizer.defaults if name != "lr")
             for optimizer in self.groups.optimizers
@@ -216,14 +209,12 @@ class BucketOptimizers:
         return self._state.by_slot.get((bucket, replica))
 
     def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
-        """Replicated state: bucket, entry, and tensors in order of replicas."""
         return self._state.copies()
 
     def held(self) -> list[torch.Tensor]:
         return [tensor for entries in self._state.whole.values() for tensor in entries.values()]
 
     def finish_step(self) -> None:
-        """Publishes the new state in the user's optimizers; idempotent from any point."""
         has_new = self._entries != self._state.entries()  # an optimizer makes its state in its first step
         if has_new or self._gathered is not None:
             self._state.hold_new_state()
@@ -240,7 +231,7 @@ class BucketOptimizers:
 
     @property
     def is_dealt(self) -> bool:
-        """Test for incomplete state in the user's optimizers, with shards on other workers."""
+        """Test for state with shards on other workers."""
         return any(map(has_dealt_state, self.groups.optimizers))
 
     def gather(self, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> None:

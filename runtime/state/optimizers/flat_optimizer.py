@@ -31,12 +31,7 @@ class UpdateMemory:
 
 
 class FlatOptimizer:
-    """An optimizer of the user's class with one bucket of one replica as its single parameter.
-
-    Args:
-        flat: the bucket's parameters, or a shard of them, 1-D.
-        rate: the learning rate; None for the group's.
-    """
+    """An optimizer of the user's class with one bucket of one replica, or a shard of it, as its single parameter."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, group: int, flat: torch.Tensor, rate: torch.Tensor | None = None
@@ -57,7 +52,6 @@ class FlatOptimizer:
         self._of_parts: PartOptimizer | None = None
 
     def _hyperparameters(self) -> dict[str, Any]:
-        """``fused=None`` selects the fused implementation."""
         group = {**self._source.param_groups[self._group], "params": [self.parameter]}
         if group.get("fused", False) is None and not group.get("foreach"):
             group["fused"] = is_fused(type(self._source), group, self.parameter.dtype, self.parameter.device.type)
@@ -93,7 +87,6 @@ class FlatOptimizer:
 
     @property
     def divides_gradients(self) -> bool:
-        """Test for support of `update_divided`: a fused kernel of torch on float32."""
         is_fused = bool(self.optimizer.param_groups[0].get("fused"))
         return is_fused and self.parameter.dtype == torch.float32 and takes_divisor(type(self.optimizer))
 

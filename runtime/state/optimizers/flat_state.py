@@ -33,17 +33,7 @@ class Shown:
 
 
 class FlatState:
-    """Flat optimizers over a layout of buckets, with the state of the user's optimizers.
-
-    Args:
-        make: makes a flat optimizer of a bucket's parameters on a replica, or of a shard.
-        states_of: the user's states of a bucket's parameters, in order of its slots.
-        earlier: flat state of the same buckets, in place of the user's state.
-
-    Attributes:
-        by_slot: those of buckets with optional parameters.
-        whole: state entries of each bucket, as long as the bucket or this worker's part of it.
-    """
+    """Flat optimizers over a layout of buckets, with the state of the user's optimizers."""
 
     def __init__(
         self,
@@ -142,7 +132,6 @@ class FlatState:
                         yield flat.bucket, key, [state[key] for state in states]
 
     def hold_new_state(self) -> None:
-        """Joins new state of the flat optimizers into one tensor per entry of a bucket."""
         for flat in self.buckets:
             held, replicas = self.whole.setdefault(flat.bucket.index, {}), self._replicas(flat)
             for key, value in list(self._first(flat).state.items()):
@@ -208,15 +197,12 @@ class FlatState:
         return result
 
     def _number(self, flat: FlatBucket, key: str) -> torch.Tensor:
-        """A scalar, or a row with one scalar per slot."""
         by_slot = self._slots_of(flat)
         return by_slot[0].numbers[key] if by_slot else self._first(flat).state[key]
 
 
 @dataclass(frozen=True)
 class Laid:
-    """Prepared state of all buckets in a new layout, with the user's view of it."""
-
     state: FlatState
     shown: Shown
     gathered: Mapping[tuple[int, str], torch.Tensor] | None = None

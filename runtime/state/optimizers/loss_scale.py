@@ -27,10 +27,7 @@ def _owner_of(scaler: torch.amp.GradScaler) -> LossScale | None:
 
 
 class LossScale:
-    """The scale of each step's loss, read from and written to the user's scaler.
-
-    Its scale changes as in ``scaler.update()``. It is in use until `close`.
-    """
+    """The scale of each step's loss, read from and written to the user's scaler."""
 
     def __init__(self, scaler: torch.amp.GradScaler, devices: Sequence[Device]) -> None:
         self._scaler, self._devices = scaler, devices
@@ -57,7 +54,6 @@ class LossScale:
         return self._tensors[replica]
 
     def finish(self, *, has_overflowed: bool) -> None:
-        """Updates the scaler after a step; idempotent from any point."""
         state, scale = self._before, self._scale
         streak = state["_growth_tracker"] + 1
         if has_overflowed:

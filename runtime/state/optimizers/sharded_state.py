@@ -55,7 +55,6 @@ def has_dealt_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_dealt_state(optimizer: torch.optim.Optimizer, use: str) -> None:
-    """Refuses the use of an optimizer with incomplete state."""
     if has_dealt_state(optimizer):
         _refuse(use)
 

@@ -18,9 +18,6 @@ class ShownNumbers:
 
     They are copies, and a write may count no version, so their values are compared before every step. Scalars of one
     dtype and device lie side by side, next to a reference copy.
-
-    Args:
-        own: each scalar with its number of repeats, or a row with one value per repeat.
     """
 
     def __init__(self, scalars: Sequence[tuple[torch.Tensor, int]]) -> None:

@@ -23,11 +23,7 @@ _held: weakref.WeakSet[HeldState] = weakref.WeakSet()
 def held_state(
     tensors: Mapping[str, torch.Tensor], devices: Sequence[Device], groups: OptimizerGroups, *, is_captured: bool
 ) -> HeldState:
-    """The state for a new step: that of open steps over the same variables, or a new one.
-
-    Args:
-        is_captured: capture of updates in CUDA graphs, which contain the addresses of one step.
-    """
+    """The state for a new step: that of open steps over the same variables, or a new one."""
     user_tensors, updated = tensors.values(), groups.parameters()
     known = [held for held in list(_held) if held.is_open]
     written = [tensor for tensor in user_tensors if id(tensor) in updated or not isinstance(tensor, torch.nn.Parameter)]
@@ -103,12 +99,7 @@ def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
 def take_in(
     hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
 ) -> None:
-    """Adds variables of modules outside of the model to a step: those of an open step, or new ones.
-
-    Args:
-        counters: from statistics among them to the counters of their forwards.
-        written: variables written by the step.
-    """
+    """Adds variables of modules outside of the model to a step: those of an open step, or new ones."""
     held, ids = hold.held, {id(tensors[name]) for name in written if name in tensors}
     _refuse_elsewhere(held, tensors.values(), ids)
     either = held.trained() | ids
@@ -131,5 +122,4 @@ def _merge(states: Sequence[HeldState], *, is_running: bool = False) -> HeldStat
 
 
 def parameters_in_training() -> set[int]:
-    """The ids of the parameters that open steps may update."""
     return set().union(*(held.trained() for held in list(_held) if held.is_open))

@@ -39,8 +39,6 @@ class HeldState:
         layout: number of the present layout; views are remade when it changes.
         was_behind: True if a user's write since the last training step was already mirrored.
         gradients_writer: of the present gradients in the buckets; None after a failure.
-        callers: the running call over these or connected variables.
-        is_captured: capture of updates in CUDA graphs.
         remark: the reason for copies between steps; empty without copies.
     """
 
@@ -124,7 +122,6 @@ class HeldState:
         counters: Mapping[str, str],
         written: Collection[str],
     ) -> None:
-        """See `registry.take_in`."""
         names = names_in_store(tensors, self.store, hold.model_name)
         new = {id(tensor) for tensor in tensors.values()} - self.store.names.keys()
         unwritten = (self._unwritten | new) - {id(tensors[name]) for name in written if name in tensors}
@@ -210,7 +207,6 @@ class HeldState:
         self._num_holds = num_holds
 
     def release(self) -> None:
-        """Drops variables without an open step. No other step may run."""
         holds = [hold for open_holds in self._optimizers.values() for hold in open_holds]
         ids = {id(tensor) for hold in holds for tensor in hold.store.tensors.values()}
 

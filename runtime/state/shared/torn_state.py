@@ -25,9 +25,9 @@ class TornState:
     """
 
     def __init__(
-        self, buckets_clause: str, parameters: Mapping[str, torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+        self, clause: str, parameters: Mapping[str, torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        self._clause = buckets_clause
+        self.clause = clause
         self._parameters = {name: Watched.of(tensor, None) for name, tensor in parameters.items()}
         self._ids = {id(tensor) for tensor in parameters.values()}
         self._states = [
@@ -74,7 +74,6 @@ class TornState:
         return not self._ids.isdisjoint(ids)
 
     def refuse(self) -> None:
-        """Refuses a use before restoration."""
         if self.is_restored:
             return
         names, optimizers = self._unwritten(), self._unwritten_optimizers()
@@ -82,7 +81,7 @@ class TornState:
         missing += [f"the state of {listed(optimizers)}"] if optimizers else []
         raise ExecutionError(
             "parameters are between those before and those after a step, which has failed while it updated: "
-            f"{self._clause}. Nothing uses, shows or saves them until model and optimizer are restored: load a checkpoint with "
+            f"{self.clause}. Nothing uses, shows or saves them until model and optimizer are restored: load a checkpoint with "
             f"load_state_dict of both. Still to be restored: {listed(missing)}"
         )
 
@@ -116,7 +115,6 @@ def _do_nothing(*_: Any) -> None:
 
 
 def refuse_torn(ids: Collection[int]) -> None:
-    """Refuses a use of torn tensors, by their ids."""
     for torn in [torn for torn in list(_torn) if torn.concerns(ids)]:
         torn.refuse()
         torn.end()

@@ -19,8 +19,6 @@ _MARGIN = 16.0  # between a bound and the largest number, for rounding errors
 
 @dataclass
 class DeferredTable:
-    """A pending piece of a table's gradient."""
-
     piece: TablePiece
     factors: Sequence[Factors]
     total: torch.Tensor
@@ -57,7 +55,6 @@ class DeferredTables:
         self._tables = []
 
     def make_visited(self) -> None:
-        """Scatters the tables and visits them, as the wait would have done."""
         for table in self._tables:
             table.make()
             table.piece.visit_made(table.total, self.visit)
@@ -100,7 +97,6 @@ def bytes_to_measure_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[
 
 
 def select_rows(tables: Iterable[DeferredTable]) -> list[torch.Tensor]:
-    """Selects each table's rows; returns them as 2-D tensors, one per width."""
     selected = []
     for group in _by_width(tables):
         places, rows = _selected(group)
@@ -144,7 +140,6 @@ def _by_width(tables: Iterable[DeferredTable]) -> list[list[DeferredTable]]:
 
 
 def _selected(tables: Sequence[DeferredTable]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows for pieces of one width, piece by piece, and their row numbers among all pieces."""
     parts = [
         (number, *table.piece.rows_and_places(part)) for number, table in enumerate(tables) for part in table.factors
     ]

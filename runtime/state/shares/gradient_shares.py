@@ -22,11 +22,7 @@ from mirrorc.runtime.state.shares.pieces import (
 
 
 def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
-    """The pieces of a replica's share of a bucket, in order.
-
-    Args:
-        factored: the slots with factored gradients, in order.
-    """
+    """The pieces of a replica's share of a bucket, in order."""
     start, stop = bucket.made(replica, num_replicas)
     number_of = {slot.place: number for number, slot in enumerate(factored)}
     pieces: list[Piece] = []
@@ -115,12 +111,7 @@ class UnmadeShare:
         return self.buckets[0].tensor[self.start : self.stop]
 
     def make_parts(self, num_elements: int, memory: torch.Tensor, take: Take) -> None:
-        """Makes the share in parts, in order, and passes each to ``take`` before the next.
-
-        Args:
-            num_elements: upper bound of a part.
-            memory: for parts of large products, reused, 1-D; other parts lie in the bucket.
-        """
+        """Makes the share in parts, in order, and passes each to ``take`` before the next."""
         whole, start = self.buckets[0].tensor, self.start
         waiting = start  # the first pending element in the bucket
 
@@ -148,7 +139,6 @@ class UnmadeShare:
 
 
 def unmade_sum(tensors: Sequence[torch.Tensor], bounds: tuple[int, int], change: Visit | None = None) -> UnmadeShare:
-    """A share of a sum of buckets without factored gradients, made in the first bucket."""
     return UnmadeShare([FactoredBucket(tensor, (), ()) for tensor in tensors], [SumPiece(*bounds)], *bounds, change)
 
 
@@ -158,11 +148,7 @@ def largest_part_of_share(
     num_elements: int,
     factors: Sequence[Sequence[Sequence[Factors]]],
 ) -> int:
-    """The elements of the largest part of `UnmadeShare.make_parts`.
-
-    Args:
-        factors: as for `temporary_bytes`.
-    """
+    """The elements of the largest part of `UnmadeShare.make_parts`."""
     (waiting, stop), largest = bounds, 0
     for piece in pieces:
         if part := piece.largest_part(num_elements, factors):

@@ -80,7 +80,6 @@ class Piece(ABC):
         self.visit_made(total, visit)
 
     def visit_made(self, total: torch.Tensor, visit: Visit) -> None:
-        """Visits the elements of this step, in parts, in order."""
         visit_parts(total, visit)
 
     @property
@@ -95,19 +94,13 @@ class Piece(ABC):
     def make_parts(
         self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
     ) -> None:
-        """Makes the sum in parts, in order, in reused memory, and passes each to ``take`` before the next.
-
-        Args:
-            num_elements: upper bound of a part.
-            memory: 1-D; of `largest_part` elements or more.
-        """
+        """Makes the sum in parts, in order, in reused memory, and passes each to ``take`` before the next."""
         raise NotImplementedError(f"{type(self).__name__} is made in the bucket")
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
         """Drops the record of earlier writes, since the bucket may have been overwritten."""
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """Peak temporary bytes of `make`; ``factors`` as for `gradient_shares.temporary_bytes`."""
         return 0
 
 
@@ -147,12 +140,7 @@ class FactoredPiece(Piece):
     @classmethod
     @abstractmethod
     def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
-        """Cuts a slot's elements within a share into pieces, in order and without gaps.
-
-        Args:
-            first, last: start and stop of the share in the bucket.
-            details: of the gradient, see `mirrorc.ir.gradient_forms.GradientForm`.
-        """
+        """Cuts a slot's elements within a share into pieces, in order and without gaps."""
 
     @abstractmethod
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:

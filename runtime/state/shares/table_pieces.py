@@ -53,7 +53,6 @@ class TablePiece(Rectangle):
         self.written = [places for places, _ in parts]
 
     def _select(self, factors: Factors) -> OwnRows:
-        """The rows of a part that belong to this rectangle."""
         rows, places = self.rows_and_places(factors)
         positions = self._positions_of_rows(places)
         if positions is None:  # the batch may be overwritten before the next step clears the rows

@@ -17,7 +17,6 @@ from mirrorc.user.aliased_tensors import refuse_memory_of_processes, refuse_shar
 def allocate_buckets(
     layout: Layout, plan: Sequence[Bucket], tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]
 ) -> list[FlatBucket]:
-    """Allocates buckets with the present values of their parameters, and enters them in the layout."""
     gradients = [[memory_for_gradients(bucket, device.torch_device) for device in devices] for bucket in plan]
     return [_bucket(layout, *pair, tensors, devices) for pair in zip(plan, gradients, strict=True)]
 

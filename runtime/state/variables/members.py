@@ -61,7 +61,6 @@ class Members:
         return self.names.get(self.counters[id(tensor)]) if id(tensor) in self.counters else None
 
     def counted(self) -> set[str]:
-        """The statistics with a counter, and the counters."""
         return {self.names[key] for pair in self.counters.items() for key in pair if key in self.names}
 
 

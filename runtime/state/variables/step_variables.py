@@ -35,7 +35,6 @@ class StepVariables:
         self._renamed: dict[int, tuple[weakref.ref[Program], Program]] = {}  # by the id of the step's program
 
     def add(self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], counters: Mapping[str, str]) -> None:
-        """Adds variables of the store; ``counters`` maps statistics among them to their counters."""
         self._counters = {**self._counters, **counters}
         self.tensors = {**self.tensors, **tensors}
         self._added = self._added | tensors.keys()
@@ -70,7 +69,6 @@ class StepVariables:
         return self._store.plan_of(self._owner) == self.in_store(program).buckets
 
     def values(self, name: str) -> list[torch.Tensor]:
-        """The tensors of a variable, in order of replicas; a shared tensor repeats."""
         tensor = self.tensors[name]
         if id(tensor) not in self._store.names:
             return [tensor.detach()] * len(self.devices)

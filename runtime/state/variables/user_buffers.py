@@ -106,8 +106,6 @@ class ShownBuffers:
 
 
 class CopiesOfShown:
-    """Copies of the aggregate on other devices, for programs that only read per-replica buffers."""
-
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._pairs: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}

@@ -95,7 +95,6 @@ class VariableStore:
         return self._layout.plan_of(owner)
 
     def free_buckets(self, owner: int) -> None:
-        """Frees the gradient memory of an owner; parameters stay in place."""
         self._freed.add(owner)
         layout = self._layout  # another step may read it now: nothing in it is changed in place
         layout.planned = {other: flats for other, flats in layout.planned.items() if other != owner}
@@ -104,7 +103,6 @@ class VariableStore:
         layout.separate = layout.separate - (parameters - layout.in_buckets)
 
     def values(self, name: str) -> list[torch.Tensor]:
-        """The tensors of a variable, in order of replicas; a shared tensor repeats."""
         return self._layout.values[name]
 
     def has_per_replica(self, name: str) -> bool:
@@ -185,7 +183,6 @@ class VariableStore:
         return {self.names[id(tensor)] for tensor in moved if memory_of(tensor) not in others}
 
     def adopt(self, layout: Layout) -> None:
-        """Puts a layout of `lay_out` in place; idempotent from any point."""
         for name, home in layout.homes.items():
             if home is not None:
                 self.tensors[name].data = home
@@ -241,7 +238,6 @@ class VariableStore:
         return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
 
     def written(self, owner: int) -> list[torch.Tensor]:
-        """Variables that a step may write: replica 0's parameters, and per-replica variables."""
         names = [name for name in self._layout.separate if not isinstance(self.tensors[name], torch.nn.Parameter)]
         parameters = [flat.parameters[0] for flat in self.buckets_of(owner)]
         return [*parameters, *(value for name in names for value in self._layout.values[name])]
@@ -276,7 +272,6 @@ class VariableStore:
         count_write(self._trained.get(owner, []))
 
     def aggregate(self) -> None:
-        """Aggregates the step's per-replica variables into the user's model; idempotent."""
         for shown in self._layout.aggregates:
             shown.aggregate(self._written, self._writing)
             count_write([self._watched[name] for name in shown.names & self._written.keys()])
