@@ -22,6 +22,7 @@ from recorded_calls import CallRecorder
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
@@ -57,10 +58,10 @@ def make_net() -> Net:
     return Net()
 
 
-def batch(seed: int, num_examples: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(seed: int, num_examples: int = 5) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_examples, 6, generator=generator)
-    return x, torch.randint(0, 3, (num_examples,), generator=generator)
+    return {"x": x, "target": torch.randint(0, 3, (num_examples,), generator=generator)}
 
 
 @pytest.fixture
@@ -80,8 +81,8 @@ def stand_in(patch: pytest.MonkeyPatch, recorder: CallRecorder) -> None:
 
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> mirrorc.Step:
-    options = {"cuda_graphs": True, "backend": "eager", "loss_fn": F.cross_entropy, "bucket_cap_mb": 0.0001, **options}
-    return mirrorc.compile(model, ["cpu:0"], optimizer=optimizer, **options)
+    options = {"cuda_graphs": True, "loss_fn": F.cross_entropy, "bucket_cap_mb": 0.0001, **options}
+    return compiled_step(model, devices=1, optimizer=optimizer, **options)
 
 
 def train(
@@ -98,8 +99,7 @@ def train(
     with compiled(model, optimizer, cuda_graphs=cuda_graphs) as step:
         for i in range(num_steps):
             change(model, optimizer, i)
-            x, target = batch(i, sizes[i % len(sizes)])
-            losses.append(step(x, target=target))
+            losses.append(step(**batch(i, sizes[i % len(sizes)])))
     state = [value for entries in optimizer.state_dict()["state"].values() for value in entries.values()]
     return [*losses, *copy.deepcopy(list(model.state_dict().values())), *copy.deepcopy(state)]
 
@@ -195,8 +195,7 @@ def test_a_scheduler_changes_the_rate(recorder: CallRecorder) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
         with compiled(model, optimizer, cuda_graphs=cuda_graphs) as step:
             for i in range(8):
-                x, target = batch(i)
-                step(x, target=target)
+                step(**batch(i))
                 scheduler.step()
         runs.append(list(model.parameters()))
         assert optimizer.param_groups[0]["lr"] == RATE / 16, "the user's is a number, as it was"
@@ -244,12 +243,12 @@ def test_a_graph_reads_its_batch_from_memory_of_its_own(recorder: CallRecorder) 
     with compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE)) as step:
         addresses = []
         for i in range(6):
-            x, target = batch(i)
-            step(x, target=target)
+            own = batch(i)
+            step(**own)
             assert step._last is not None and step._last._step_graph is not None
             inputs = step._last._step_graph._inputs
             addresses.append([value.data_ptr() for value in inputs])
-            assert torch.equal(inputs[0], x) and inputs[0].data_ptr() != x.data_ptr()
+            assert torch.equal(inputs[0], own["x"]) and inputs[0].data_ptr() != own["x"].data_ptr()
     assert addresses == [addresses[0]] * 6
 
 
@@ -259,8 +258,7 @@ def test_a_loss_that_is_kept_stays_as_it_is(recorder: CallRecorder) -> None:
     with compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE)) as step:
         losses, values = [], []
         for i in range(7):
-            x, target = batch(i)
-            losses.append(step(x, target=target))
+            losses.append(step(**batch(i)))
             values.append(losses[-1].item())
     assert [loss.item() for loss in losses] == values and len(set(values)) == 7
 
@@ -281,8 +279,9 @@ def test_expanded_and_transposed_inputs(recorder: CallRecorder) -> None:
         model = Scaled()
         with compiled(model, torch.optim.SGD(model.parameters(), lr=RATE), cuda_graphs=cuda_graphs) as step:
             for i in range(6):
-                x, target = batch(i)
-                step(x.t().contiguous().t(), x[:, :1].expand(5, 6), target=target)
+                own = batch(i)
+                x = own["x"]
+                step(x.t().contiguous().t(), x[:, :1].expand(5, 6), target=own["target"])
         runs.append(list(model.parameters()))
     assert_same_bits(*runs)
 
@@ -298,9 +297,8 @@ def test_the_rate_has_32_bits(recorder: CallRecorder) -> None:
         compiled(twin, torch.optim.SGD(twin.parameters(), lr=rounded), cuda_graphs=False) as plain,
     ):
         for i in range(5):
-            x, target = batch(i)
-            step(x, target=target)
-            plain(x, target=target)
+            step(**batch(i))
+            plain(**batch(i))
             assert_same_bits(list(model.parameters()), list(twin.parameters()))
 
 
@@ -317,18 +315,17 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(recorder: CallRecorder
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     with compiled(model, optimizer) as step:
         for i in range(NUM_WARM_UP_STEPS):
-            x, target = batch(i)
-            step(x, target=target)
+            step(**batch(i))
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         recorder.error = RuntimeError("out of graphs")
         with refuses(
             ExecutionError, "cannot be captured", "out of graphs", "cuda_graphs=False", "No parameter was changed"
         ):
-            step(x, target=target)
+            step(**batch(0))
         torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0.0, atol=0.0)
         recorder.error = None
         for _ in range(2):
-            step(x, target=target)
+            step(**batch(0))
         assert recorder.num_replays == 2, (
             "it goes on, and captures anew: memory is where it was, so nothing must be warmed up"
         )
@@ -338,14 +335,13 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(recorder: CallRecorder
 def test_an_operation_that_cannot_be_captured_is_named(recorder: CallRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_net()
     with compiled(model, torch.optim.SGD(model.parameters(), lr=RATE)) as step:
-        x, target = batch(0)
         for _ in range(NUM_WARM_UP_STEPS):
-            step(x, target=target)
+            step(**batch(0))
         monkeypatch.setattr(
             sys.modules["torch.optim.sgd"], "sgd", lambda parameters, *_, **__: parameters[0].sum().item()
         )
         with refuses(ExecutionError, "not permitted when stream is capturing", "in update", "No parameter was changed"):
-            step(x, target=target)
+            step(**batch(0))
 
 
 @pytest.mark.slow
@@ -397,8 +393,7 @@ def test_optimizers_that_cannot_be_captured(
     model = make_net()
     before = copy.deepcopy(model.state_dict())
     with compiled(model, make(model.parameters(), lr=RATE)) as step, refuses(ValueError, "cuda_graphs=True", *words):
-        x, target = batch(0)
-        step(x, target=target)
+        step(**batch(0))
     assert_same_bits(list(model.state_dict().values()), list(before.values()))
 
 
@@ -407,15 +402,14 @@ def test_an_optimizer_that_ceases_to_be_fused(recorder: CallRecorder) -> None:
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     with compiled(model, optimizer) as step:
-        x, target = batch(0)
         for _ in range(5):
-            step(x, target=target)
+            step(**batch(0))
         optimizer.param_groups[0]["fused"] = False
         for _ in range(2):
             with refuses(ValueError, "SGD, group 0", "not fused"):
-                step(x, target=target)
+                step(**batch(0))
         optimizer.param_groups[0]["fused"] = None
-        step(x, target=target)
+        step(**batch(0))
 
 
 @pytest.mark.slow
@@ -430,18 +424,16 @@ def test_asserts_are_refused(recorder: CallRecorder) -> None:
 
 def test_random_operations_are_refused(recorder: CallRecorder) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    with compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE)) as step:
-        x, target = batch(0)
-        with refuses(ValueError, "random numbers", "Dropout", "cuda_graphs=False"):
-            step(x, target=target)
+    step = compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE))
+    with step, refuses(ValueError, "random numbers", "Dropout", "cuda_graphs=False"):
+        step(**batch(0))
 
 
 @pytest.mark.slow
 def test_nothing_is_recorded_and_explain_says_why(recorder: CallRecorder) -> None:
     model = make_net()
     with compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE)) as step:
-        x, target = batch(0)
-        step(x, target=target)
+        step(**batch(0))
         with refuses(ExecutionError, "one launch", "cuda_graphs=False"):
             step.explain()
 

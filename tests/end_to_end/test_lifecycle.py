@@ -425,11 +425,5 @@ def test_a_step_is_neither_copied_nor_pickled() -> None:
                 with pytest.raises(TypeError, match=r"cannot be copied or pickled.*compile the copy"):
                     attempt(step)
                 step(**mlp_batch(6))
-        with mirrorc.compile(
-            (twin := copy.deepcopy(model)),
-            2,
-            optimizer=torch.optim.AdamW(twin.parameters()),
-            loss_fn=F.cross_entropy,
-            backend="eager",
-        ) as other:
+        with compiled_step(copy.deepcopy(model), F.cross_entropy, optimizer=torch.optim.AdamW) as other:
             assert other(**mlp_batch(6)).item() == step(**mlp_batch(6)).item()

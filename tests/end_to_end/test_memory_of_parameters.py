@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from games import Game
 from references import assert_mirrored, assert_same_model, train_step
 from selections import slow, slow_but
 from separate_memories import separate_memories
@@ -28,16 +29,6 @@ COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
 def compiled(model: nn.Module, optimizer: Any, num_devices: int = 2, **options: Any) -> mirrorc.Step:
     options = {"loss_fn": F.cross_entropy} | options
     return compiled_step(model, devices=num_devices, optimizer=optimizer, **options)
-
-
-class Game(nn.Module):
-    def __init__(self, generator: nn.Module, critic: nn.Module, is_critics: bool) -> None:
-        super().__init__()
-        self.generator, self.critic, self.is_critics = generator, critic, is_critics
-
-    def forward(self, noise: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        made = self.critic(self.generator(noise))
-        return (made - self.critic(real)).mean() if self.is_critics else -made.mean()
 
 
 @pytest.fixture(params=["shared", "copies", "two memories"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from games import Turns
 from references import assert_same_model, assert_same_state, unchanged
 from selections import exhaustive, slow
 from separate_memories import separate_memories
@@ -41,21 +42,11 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     yield {"two memories": COPIES, "one memory": {}, "with Inductor": {"backend": "inductor"}}[request.param]
 
 
-class Game:
+class Game(Turns):
     def __init__(self, num_devices: int = 0, *, normalizes: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
-        self.generator, self.critic = net(3), net(1, normalizes=normalizes)
-        self.nets = nn.ModuleList([self.generator, self.critic])
-        self.optimizers = [ADAMW(self.generator.parameters()), SGD(self.critic.parameters())]
-        self.losses = self._losses(self.generator, self.critic)
-        self.steps = [
-            mirrorc.compile(own, num_devices, optimizer=optimizer, loss_fn=loss, **{"backend": "eager", **options})
-            for own, optimizer, loss in zip(self.nets, self.optimizers, self.losses, strict=True)
-            if num_devices
-        ]
+        self.generator, self.critic = generator, critic = net(3), net(1, normalizes=normalizes)
 
-    @staticmethod
-    def _losses(generator: nn.Module, critic: nn.Module) -> list[Loss]:
         def made_well(made: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
             return -critic(made).mean()
 
@@ -64,21 +55,8 @@ class Game:
                 made = generator(noise)
             return (critic(made) - judged).mean()
 
-        return [made_well, told_apart]
-
-    def train(self, turn: int, x: torch.Tensor) -> torch.Tensor:
-        if self.steps:
-            loss: torch.Tensor = self.steps[turn](x, target=x)
-            return loss
-        self.nets.zero_grad()
-        loss = self.losses[turn](self.nets[turn](x), x)
-        loss.backward()
-        self.optimizers[turn].step()
-        return loss.detach()
-
-    def close(self) -> None:
-        for step in self.steps:
-            step.close()
+        optimizers = ADAMW(generator.parameters()), SGD(critic.parameters())
+        super().__init__((generator, critic), optimizers, (made_well, told_apart), num_devices, **options)
 
 
 def take_turns(own: Game, plain: Game, *turns: int) -> None:

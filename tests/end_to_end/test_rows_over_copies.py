@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import selections
 import torch
+from references import train_by_several
 from separate_memories import separate_memories
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from twins import compiled_step
+from twins import compiled_step, same_each_time
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
@@ -60,9 +61,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def seeded() -> Lookups:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Lookups()
+    return same_each_time(Lookups)
 
 
 def batches(sizes: Sequence[int] = (4, 1, 4)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -103,20 +102,6 @@ def assert_copies_are_equal(step: Step, model: nn.Module) -> None:
             assert torch.equal(own, parameter), name
 
 
-def trained_alone(make: Maker) -> Lookups:
-    model = seeded()
-    optimizers = make(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        for x, y in batches():
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    return model
-
-
 def assert_same(one: Any, other: Any) -> None:
     if isinstance(one, torch.Tensor):
         assert one.layout == other.layout
@@ -151,8 +136,9 @@ def test_rows_give_each_device_the_bits_that_the_whole_table_gives_it(case: tupl
     assert (count, none) == (ROWS_OF[name] * (devices - 1), 0)
     assert_same(model.state_dict(), other.state_dict())
     assert_same(states, others)
-    for own, wanted in zip(model.parameters(), trained_alone(MAKERS[name]).parameters(), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)
+    alone = seeded()
+    train_by_several(alone, MAKERS[name](alone), (((x,), y) for x, y in batches()), F.mse_loss)
+    torch.testing.assert_close([*model.parameters()], [*alone.parameters()], rtol=1e-5, atol=1e-6)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from games import Game
 from references import assert_same_model, assert_same_state
 from selections import exhaustive, slow
 from separate_memories import separate_memories
@@ -29,16 +30,6 @@ ADAMW, SGD = partial(torch.optim.AdamW, lr=0.05), partial(torch.optim.SGD, lr=0.
 ADADELTA = partial(torch.optim.Adadelta, lr=0.5)  # not element by element, as far as mirrorc knows
 COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-
-
-class Game(nn.Module):
-    def __init__(self, nets: nn.ModuleList, is_critics: bool) -> None:
-        super().__init__()
-        self.generator, self.critic, self.is_critics = nets[0], nets[1], is_critics
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.critic(self.generator(x))
-        return (made - self.critic(x)).mean() if self.is_critics else -made.mean()
 
 
 class Loss(nn.Module):
@@ -61,7 +52,7 @@ class Stack(nn.Module):
 
 
 def games(nets: nn.ModuleList) -> list[tuple[nn.Module, Optimizers]]:
-    return [(Game(nets, bool(i)), ADAMW(nets[i].parameters())) for i in range(2)]
+    return [(Game(*nets, bool(i)), ADAMW(nets[i].parameters())) for i in range(2)]
 
 
 def losses(nets: nn.ModuleList, one: Callable[..., Any], other: Callable[..., Any] | None) -> list[Any]:

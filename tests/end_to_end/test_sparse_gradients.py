@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import selections
 import torch
-from references import assert_same_parameters, unchanged
+from references import assert_same_parameters, train_by_several, unchanged
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step, same_each_time
@@ -84,18 +84,8 @@ def clip(model: nn.Module, most: float) -> None:
 
 
 def trained_alone(model: nn.Module, make: Maker, most: float | None = None) -> list[torch.optim.Optimizer]:
-    optimizers = make(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's, on checks of sparse tensors
-        for x, y in batches():
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            F.mse_loss(model(*x), y).backward()
-            if most is not None:
-                clip(model, most)
-            for optimizer in optimizers:
-                optimizer.step()
-    return optimizers
+    before_update = (lambda: clip(model, most)) if most is not None else (lambda: None)
+    return train_by_several(model, make(model), batches(), F.mse_loss, before_update)
 
 
 def seeded(make: Callable[[], nn.Module] = Lookups) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from games import Turns
 from references import assert_same_model, unchanged
 from selections import exhaustive, slow
 from separate_memories import separate_memories
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
-from twins import Twins, compiled_step
+from twins import Twins, compiled_step, sgd
 
 import mirrorc
 from mirrorc.ir.variables import Aggregation
@@ -105,33 +106,16 @@ def test_vectors_are_those_of_one_device(
         assert_same_model(pair.model, twin, 1e-9)
 
 
-class Game:
-    def __init__(self, num_devices: int) -> None:
-        torch.manual_seed(0)
-        self.generator = nn.Linear(3, 3).double()
-        self.critic = nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 1))).double()
-        self.nets = nn.ModuleList([self.generator, self.critic])
-        self.optimizers = [torch.optim.SGD(own.parameters(), lr=0.1) for own in self.nets]
-        generator, critic = self.generator, self.critic
-        self.losses = [
-            lambda made, real: -critic(made).mean(),
-            lambda judged, noise: critic(generator(noise).detach()).mean() - judged.mean(),
-        ]
-        self.steps = [
-            compiled_step(own, loss, num_devices, optimizer=optimizer)
-            for own, optimizer, loss in zip(self.nets, self.optimizers, self.losses, strict=True)
-            if num_devices
-        ]
-
-    def train(self, turn: int, x: torch.Tensor) -> torch.Tensor:
-        if self.steps:
-            found: torch.Tensor = self.steps[turn](x, target=x)
-            return found
-        self.nets.zero_grad()
-        loss = self.losses[turn](self.nets[turn](x), x)
-        loss.backward()
-        self.optimizers[turn].step()
-        return loss.detach()
+def game(num_devices: int) -> Turns:
+    torch.manual_seed(0)
+    generator = nn.Linear(3, 3).double()
+    critic = nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 1))).double()
+    losses = (
+        lambda made, real: -critic(made).mean(),
+        lambda judged, noise: critic(generator(noise).detach()).mean() - judged.mean(),
+    )
+    nets = (generator, critic)
+    return Turns(nets, [sgd(net.parameters()) for net in nets], losses, num_devices)
 
 
 @pytest.mark.slow
@@ -140,14 +124,13 @@ class Game:
     [(2, [(0, 4), (1, 1)]), *slow((3, LONG)), *exhaustive((1, LONG), (2, LONG))],
 )
 def test_a_critic_outside_of_the_model_iterates_in_both_steps(num_devices: int, turns: list[Any]) -> None:
-    own, plain = Game(num_devices), Game(0)
+    own, plain = game(num_devices), game(0)
     for turn, size in turns:
         x = torch.randn(size, 3).double()
         torch.testing.assert_close(own.train(turn, x), plain.train(turn, x), rtol=1e-10, atol=1e-12)
     assert_same_model(own.nets, plain.nets, 1e-9)
     assert_alike(own.steps[0], "outside.critic.")
-    for step in own.steps:
-        step.close()
+    own.close()
 
 
 @pytest.mark.parametrize("capture", ["dynamo", "autograd"])

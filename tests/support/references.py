@@ -1,6 +1,7 @@
 """What a step must equal: training on one device, and for BatchNorm training shard by shard."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +91,26 @@ def train_on_one_device(
         if after_step is not None:
             after_step(optimizer, i)
     return Trained(model, optimizer, losses)
+
+
+def train_by_several(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batches: Iterable[tuple[tuple[Any, ...], torch.Tensor]],
+    loss_fn: Loss,
+    before_update: Callable[[], object] = lambda: None,
+) -> Sequence[torch.optim.Optimizer]:
+    """Trains the very model on one device, with all optimizers after each backward, and gives them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, on checks of sparse tensors
+        for args, target in batches:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_fn(model(*args), target).backward()
+            before_update()
+            for optimizer in optimizers:
+                optimizer.step()
+    return optimizers
 
 
 def train_mirrored(
