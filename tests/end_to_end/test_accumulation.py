@@ -84,9 +84,7 @@ RARE = [(4, sgd, {}), (2, adamw, MIRRORED), (1, asgd, {}), (2, sgd, {}), (4, ada
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_devices", "make", "options"), [*CASES, *selections.slow(*OTHERS), *selections.exhaustive(*RARE)]
-)
+@pytest.mark.parametrize(("num_devices", "make", "options"), [*CASES, *OTHERS, *selections.exhaustive(*RARE)])
 def test_a_step_updates_with_the_mean_over_all_examples_since_the_last_update(
     num_devices: int, make: Make, options: dict[str, Any]
 ) -> None:
@@ -246,7 +244,7 @@ def test_a_step_that_does_not_train_what_was_accumulated_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", selections.slow_but(["step", "part"], ["step", "optimizer", "model", "part"]))
+@pytest.mark.parametrize("how", ["step", "optimizer", "model", "part"])
 def test_zero_grad_drops_what_is_kept(how: str) -> None:
     with Both() as both:
         (first, last), total = batches(4, 4), 8 if how == "part" else 4
@@ -315,7 +313,7 @@ class DoubleBuckets:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", selections.slow_but([2], [1, 2]))
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_what_a_pass_does_to_buckets_is_done_once_with_the_sum(num_devices: int) -> None:
     with Both(num_devices, add_passes=[mirrorc.after("pack-gradients", DoubleBuckets())]) as both:
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_trains_alike, train_mirrored, train_on_one_device
-from selections import exhaustive, slow, thinned
+from selections import exhaustive, thinned
 from tiny_programs import SMALL_BUCKETS, TwoLayers, targets
 from torch import nn
 from torch.nn import functional as F
@@ -61,7 +61,7 @@ THINNED = [case.values for case in thinned(ALGORITHM_NAMES, [1, 2, 3, 4, 8], HOW
     ("algorithm", "num_devices", "how"),
     [
         *SOME,
-        *slow(*(case for case in THINNED if case not in SOME)),
+        *(case for case in THINNED if case not in SOME),
         *exhaustive(*(case for case in ALL if case not in SOME and case not in THINNED)),
     ],
 )
@@ -133,7 +133,7 @@ def test_gradients_that_would_be_factors_are_sent_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["ring", *slow(("reduce-to-one",))])
+@pytest.mark.parametrize("algorithm", ["ring", "reduce-to-one"])
 def test_clipping_checks_and_microbatches_work_with_sums_of_messages(algorithm: str) -> None:
     for shares in (True, False):
         options: dict[str, Any] = {} if shares else {"disable_passes": ["share-parameters"]}

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from asserting import TEXT, Asserting
 from references import assert_same_model, unchanged
-from selections import slow
 from torch import nn
 from twins import Twins, compiled_step
 
@@ -32,8 +31,9 @@ def asserting_twins(model: nn.Module, devices: int = 2, **options: Any) -> Twins
     [
         (1, {}),
         (2, {}),
-        *slow((3, {"disable_passes": ("share-parameters",)})),
-        *slow((2, {"link": "copy", "disable_passes": ("share-parameters",)}), (2, {"backend": "inductor"})),
+        (3, {"disable_passes": ("share-parameters",)}),
+        (2, {"link": "copy", "disable_passes": ("share-parameters",)}),
+        (2, {"backend": "inductor"}),
     ],
     ids=["one", "shared", "mirrored", "copy", "inductor"],
 )

@@ -11,7 +11,6 @@ import pytest
 import torch
 from branching import SGD, TOLERANCE, batches
 from references import assert_trains_alike, train_mirrored, unchanged
-from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 from twins import compiled_step
@@ -101,17 +100,15 @@ class Reverses(Layers):
     ("kind", "num_devices"),
     [
         *((Layers, 2), (Skips, 3), (Reverses, 2)),
-        *slow(
-            (Shares, 2),
-            (Looks, 2),
-            (Layers, 1),
-            (Layers, 3),
-            (Shares, 3),
-            (Skips, 1),
-            (Skips, 2),
-            (Looks, 1),
-            (Reverses, 3),
-        ),
+        (Shares, 2),
+        (Looks, 2),
+        (Layers, 1),
+        (Layers, 3),
+        (Shares, 3),
+        (Skips, 1),
+        (Skips, 2),
+        (Looks, 1),
+        (Reverses, 3),
     ],
 )
 def test_buckets_of_one_gradient_each_equal_one_device(kind: type[Layers], num_devices: int) -> None:
@@ -131,7 +128,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", slow_but(WAYS[:2], WAYS), ids=str)
+@pytest.mark.parametrize("options", WAYS, ids=str)
 def test_options_that_wait_and_send_between_regions(options: dict[str, Any]) -> None:
     data, own = batches(8, 6), {} if "packing" in options else ONE_EACH
     assert_trains_alike(

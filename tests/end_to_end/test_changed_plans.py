@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_same_parameters, train_on_one_device
-from selections import slow, slow_but
+from selections import slow
 from torch import nn
 from torch.nn import functional as F
 from twins import batches_of, compiled_step, layers_of_odd_sizes
@@ -45,7 +45,7 @@ def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, plan: str) -> m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", slow_but(["cut packs in a tree", "owners"], PLANS))
+@pytest.mark.parametrize("plan", PLANS)
 def test_ragged_batches_are_those_of_one_device(plan: str) -> None:
     model, optimizer = made()
     with compiled(model, optimizer, plan) as step:
@@ -69,7 +69,7 @@ def test_two_steps_over_one_model_take_turns(one: str, other: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("cut packs", "owners"), *slow(("owners", "a ring over copies"), ("cut packs in a tree", "default"))],
+    [("cut packs", "owners"), ("owners", "a ring over copies"), ("cut packs in a tree", "default")],
 )
 def test_another_plan_goes_on_with_a_checkpoint(one: str, other: str) -> None:
     model, optimizer = made()

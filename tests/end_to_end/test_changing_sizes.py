@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from selections import exhaustive, slow
+from selections import exhaustive
 from torch import nn
 from torch.nn import functional as F
 from twins import compiled_step
@@ -159,7 +159,7 @@ MANY = [(model, seed % 3 + 1, seed) for model in MODELS for seed in (2, *range(5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make_model", "num_devices", "seed"), [*QUICK, *slow(*OTHERS), *exhaustive(*MANY)])
+@pytest.mark.parametrize(("make_model", "num_devices", "seed"), [*QUICK, *OTHERS, *exhaustive(*MANY)])
 def test_sizes_in_any_order_train_as_with_a_program_for_each(
     make_model: type[Sized], num_devices: int, seed: int, quiet: None
 ) -> None:

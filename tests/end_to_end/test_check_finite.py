@@ -11,7 +11,6 @@ import pytest
 import torch
 from interrupts import Interrupter, interrupt, python_handles_interrupts
 from lockstep import Lockstep, State, differences
-from selections import slow
 from torch import nn
 from torch.nn import functional as F
 from twins import compiled_step
@@ -175,9 +174,7 @@ def test_checks_change_no_bit(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", ["copies", *(pytest.param(way, marks=pytest.mark.slow) for way in ("threads", "one thread"))]
-)
+@pytest.mark.parametrize("way", ["copies", *(way for way in ("threads", "one thread"))])
 def test_an_interrupt_while_a_step_is_skipped(way: str) -> None:
     both, interrupter, counted = lockstep(way, "skip"), Interrupter(), []
     disturbed, bad = both.disturbed, batch(**BAD_GRADIENT)
@@ -211,7 +208,7 @@ class Tables(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, *slow((1,), (3,))])
+@pytest.mark.parametrize("devices", [2, 1, 3])
 def test_gradients_of_factors_are_looked_at_where_they_are_made(devices: int) -> None:
     found: list[State] = []
     x, target, noise = torch.arange(9) * 4 % 40, torch.arange(9) % 5, torch.zeros(9, 6)
@@ -253,9 +250,7 @@ def test_hooks_of_the_optimizer_are_not_called(check_finite: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.complex64, *slow((torch.bfloat16,), (torch.float32,), (torch.float64,))]
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64, torch.bfloat16, torch.float32, torch.float64])
 def test_finite_sums_that_overflow_are_finite(dtype: torch.dtype) -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:

@@ -143,7 +143,7 @@ def alarm(frame: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [293, pytest.param(19, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("way", [pytest.param("threads", marks=pytest.mark.slow), "one thread"])
+@pytest.mark.parametrize("way", ["threads", "one thread"])
 def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> None:
     """It is raised as it is. Only replicas that run in the caller's thread may be torn by it, once committed, and it says so."""
     interrupter = Interrupter(lambda filename: not filename.startswith(WITHIN_GUARDS))
@@ -240,7 +240,7 @@ def test_a_first_step_that_cannot_make_the_optimizers_state_is_undone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replica", "options"), [(1, {}), *slow((0, COPIES), (1, COPIES))])
+@pytest.mark.parametrize(("replica", "options"), [(1, {}), (0, COPIES), (1, COPIES)])
 def test_a_step_that_cannot_make_state_for_momentum_turned_on_later_is_undone(
     replica: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

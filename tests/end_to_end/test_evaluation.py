@@ -116,11 +116,9 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     ("num_devices", "reduction", "backend"),
     [
         (3, "mean", "eager"),
-        *selections.slow(
-            (1, "mean", "eager"),
-            (4, "sum", "eager"),
-            (3, "sum", "inductor"),
-        ),
+        (1, "mean", "eager"),
+        (4, "sum", "eager"),
+        (3, "sum", "inductor"),
         *selections.exhaustive((2, "sum", "eager"), (4, "mean", "eager"), (2, "sum", "inductor")),
     ],
 )
@@ -155,7 +153,7 @@ def test_an_evaluation_is_that_of_one_device(num_devices: int, reduction: str, b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, pytest.param(COPIES, marks=pytest.mark.slow)], ids=["shared", "copies"])
+@pytest.mark.parametrize("options", [{}, COPIES], ids=["shared", "copies"])
 def test_training_goes_on_as_if_nothing_were_evaluated(options: dict[str, Any]) -> None:
     """Steps in train mode and evaluations take turns: the same programs run in the same memory, and the random stream goes on."""
     model, optimizer = make()
@@ -187,7 +185,7 @@ def test_training_goes_on_as_if_nothing_were_evaluated(options: dict[str, Any]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", selections.slow_but([2], [1, 2]))
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_in_train_mode_statistics_are_written_and_dropout_draws(num_devices: int) -> None:
     """As under ``torch.no_grad()``: each shard has statistics of its own, as in a training step."""
     model, optimizer = make(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)))
@@ -241,7 +239,7 @@ def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [COPIES, pytest.param({}, marks=pytest.mark.slow)], ids=["copies", "shared"])
+@pytest.mark.parametrize("options", [COPIES, {}], ids=["copies", "shared"])
 def test_what_the_user_writes_is_seen(options: dict[str, Any]) -> None:
     """A loaded state, averages that are swapped in, other memory, steps of the user's own; and training goes on from it."""
     with Evaluated(**options) as pair:
@@ -275,7 +273,7 @@ def test_what_the_user_writes_is_seen(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
-    [torch.inference_mode, *(pytest.param(m, marks=pytest.mark.slow) for m in (torch.no_grad, torch.enable_grad))],
+    [torch.inference_mode, *(m for m in (torch.no_grad, torch.enable_grad))],
 )
 def test_modes_of_the_caller_change_nothing(mode: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     model, optimizer = make()
@@ -419,9 +417,7 @@ def test_an_evaluation_that_fails_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check_finite", ["skip", *(pytest.param(way, marks=pytest.mark.slow) for way in (False, True))]
-)
+@pytest.mark.parametrize("check_finite", ["skip", *(way for way in (False, True))])
 def test_a_loss_that_is_not_finite_is_returned(check_finite: Any) -> None:
     model, optimizer = make()
     x, target = batch()

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import CountedSigns
-from selections import slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 
@@ -58,8 +57,8 @@ def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("without", slow_but([(SHARE,)], [(), (SHARE,)]), ids=["shared", "mirrored"])
-@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
+@pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_figures_of_real_runs_hold_together(num_devices: int, without: tuple[str, ...], tmp_path: Path) -> None:
     with compiled(num_devices, disable_passes=without, **SMALL) as step:
         for seed in range(6):
@@ -77,8 +76,8 @@ def test_figures_of_real_runs_hold_together(num_devices: int, without: tuple[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", slow_but([2], [1, 2, 3]))
-@pytest.mark.parametrize("without", slow_but([()], [(), (SHARE,)]), ids=["shared", "mirrored"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
 def test_an_optimizer_that_runs_by_itself(num_devices: int, without: tuple[str, ...]) -> None:
     with compiled(num_devices, CountedSigns, disable_passes=without, **SMALL) as step:
         for _ in range(3):

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import selections
 import torch
 from references import assert_same_training, train_mirrored, train_on_one_device
 from torch import nn
@@ -67,9 +66,11 @@ def gathered(program: Program) -> set[str]:
 @pytest.mark.parametrize(
     ("devices", "is_tied", "options"),
     [
-        *selections.slow((2, False, {})),
+        (2, False, {}),
         (3, True, {"clip_grad_norm": 0.1}),
-        *selections.slow((3, False, {"microbatches": 2}), (2, True, {"exchange": "factors"}), (1, False, {})),
+        (3, False, {"microbatches": 2}),
+        (2, True, {"exchange": "factors"}),
+        (1, False, {}),
     ],
 )
 def test_devices_train_as_one(devices: int, is_tied: bool, options: dict[str, Any]) -> None:
@@ -147,12 +148,10 @@ OWNED = "each gradient is added up whole, by the device that owns its variable"
         ({"devices": 1}, "one device sends no gradient", "one device sends no gradient"),
         ({"disable_passes": []}, NOTHING, NOTHING),
         ({"model": Rows()}, "devices gather rows of table.weight for the optimizer", ""),
-        *selections.slow(
-            ({"disable_passes": [], "placement": "central"}, "", OWNED),
-            ({"model": Bias()}, "", "no gradient is a product, or rows of a table, that they could gather"),
-            ({"capture": "autograd"}, "", "no gradient is a product, or rows of a table, that they could gather"),
-            ({}, "", ""),
-        ),
+        ({"disable_passes": [], "placement": "central"}, "", OWNED),
+        ({"model": Bias()}, "", "no gradient is a product, or rows of a table, that they could gather"),
+        ({"capture": "autograd"}, "", "no gradient is a product, or rows of a table, that they could gather"),
+        ({}, "", ""),
     ],
 )
 def test_what_is_asked_for_and_has_no_effect_is_said(options: dict[str, Any], dense: str, factors: str) -> None:

@@ -15,7 +15,6 @@ from references import (
     train_shard_by_shard,
     unchanged,
 )
-from selections import slow_but
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
@@ -34,7 +33,7 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_what_dynamo_cannot_read_trains(num_devices: int) -> None:
     with pytest.warns(UserWarning, match="Net trains with capture='autograd'"):
         assert_trains_alike(Net(), SGD, batches(7, 6, 8, 2), num_devices, F.cross_entropy)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from custom_pass import Bfloat16OnTheWire
 from measured_memory import MeasuredMemory, measure
 from references import CountedSigns
-from selections import exhaustive, slow
+from selections import exhaustive
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from train_text import GPT, GPTConfig, next_byte_loss
@@ -181,10 +181,8 @@ def test_fusion_takes_less() -> None:
 @pytest.mark.parametrize(
     ("kind", "state_per_parameter"),
     [
-        *slow(
-            (partial(torch.optim.SGD, lr=0.1), 0),
-            (partial(torch.optim.NAdam, lr=1e-3), 2),
-        ),
+        (partial(torch.optim.SGD, lr=0.1), 0),
+        (partial(torch.optim.NAdam, lr=1e-3), 2),
         *exhaustive(
             (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
             (partial(torch.optim.RMSprop, lr=1e-3), 1),
@@ -206,7 +204,7 @@ def test_an_update_that_takes_the_most_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [3, *slow((2,))])
+@pytest.mark.parametrize("num_devices", [3, 2])
 def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_devices: int) -> None:
     told, measured = compare("mlp", num_devices, disable_passes=["update-in-parts"])
     factored = 2 * WIDTH * WIDTH * 4
@@ -216,7 +214,7 @@ def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [2, *slow((3,))])
+@pytest.mark.parametrize("num_devices", [2, 3])
 def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> None:
     whole, _ = compare("mlp", num_devices, disable_passes=["update-in-parts"])
     told, measured = compare("mlp", num_devices)
@@ -230,10 +228,8 @@ def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> N
     ("link", "without"),
     [
         (None, ["share-parameters"]),
-        *slow(
-            ("copy", []),
-            (None, ["share-parameters", "factor-gradients"]),
-        ),
+        ("copy", []),
+        (None, ["share-parameters", "factor-gradients"]),
         *exhaustive(("copy", ["share-parameters", "factor-gradients"]), (None, []), ("copy", ["share-parameters"])),
     ],
 )
@@ -360,7 +356,7 @@ def test_memory_is_told_after_the_step_is_closed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_telling_it_changes_nothing(backend: str) -> None:
     losses = []
     for tells in (False, True):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from games import Game
 from references import assert_mirrored, assert_same_model, train_step
-from selections import slow, slow_but
+from selections import slow_but
 from separate_memories import separate_memories
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
@@ -40,7 +40,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who_is_compiled", slow_but(["both"], ["both", "generator"]))
+@pytest.mark.parametrize("who_is_compiled", ["both", "generator"])
 def test_what_another_step_trains_is_read_as_it_is(way: dict[str, Any], who_is_compiled: str) -> None:
     def games() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
         torch.manual_seed(0)
@@ -113,8 +113,8 @@ def restart_count(_: nn.Module, optimizer: torch.optim.Optimizer, __: list[Any])
     ("events", "options"),
     [
         *itertools.product([(swap, exchange, swap, put_back), (restart_count,)], [COPIES]),
-        *slow(*itertools.product([(swap, exchange, swap, put_back), (restart_count,)], [{}])),
-        *slow(*itertools.product([(swap, put_back)], [{}, COPIES])),
+        *itertools.product([(swap, exchange, swap, put_back), (restart_count,)], [{}]),
+        *itertools.product([(swap, put_back)], [{}, COPIES]),
         ((restart,), {}),  # moments that are written so are not seen by copies
     ],
 )
@@ -139,7 +139,7 @@ def holders(model: nn.Module) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", slow_but([0], range(5)))
+@pytest.mark.parametrize("index", range(5))
 def test_memory_of_parameters_that_others_hold_is_told_before_they_move(index: int) -> None:
     model = make_mlp()
     held = list(holders(model))[index]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import selections
 import torch
 from torch import nn
 from twins import Twins, compiled_step
@@ -55,7 +54,7 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", selections.slow_but(["an argument", "an attribute", "a part of a tuple"], PLACES))
+@pytest.mark.parametrize("place", PLACES)
 def test_nan_again_is_no_new_program_and_outputs_are_nan(place: str) -> None:
     give, num_programs = PLACES[place]
     torch.manual_seed(0)

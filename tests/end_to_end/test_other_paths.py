@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import train_step, unchanged
-from selections import slow
 from torch import nn
 from twins import compiled_step
 
@@ -100,7 +99,7 @@ def _made(uses: Callable[[Any, torch.Tensor], torch.Tensor], loss: Callable[[Net
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, *slow((1,))])
+@pytest.mark.parametrize("devices", [2, 1])
 def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read(devices: int) -> None:
     ordinary: Callable[[Net], Loss] = lambda net: F.mse_loss  # noqa: E731
     cases = [(name, uses, ordinary) for name, uses in USES.items()]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import assert_trains_alike, unchanged
-from selections import exhaustive, slow, slow_but
+from selections import exhaustive
 from torch import nn
 from torch.nn.utils.rnn import (
     PackedSequence,
@@ -62,7 +62,9 @@ def batches(lengths: list[int], padding: float = 0.0, time: int = TIME) -> list[
     ("kind", "batch_first", "num_devices"),
     [
         ("LSTM", True, 3),
-        *slow(("GRU", False, 2), ("RNN", True, 1), ("RNN", False, 2)),
+        ("GRU", False, 2),
+        ("RNN", True, 1),
+        ("RNN", False, 2),
         *exhaustive(("LSTM", False, 1), ("GRU", True, 3)),
     ],
 )
@@ -96,7 +98,9 @@ class Continued(nn.Module):
     [
         ("GRU", True, False, False, 2),
         ("LSTM", False, False, True, 2),
-        *slow(("RNN", False, True, False, 3), ("LSTM", True, True, False, 1), ("GRU", False, False, True, 3)),
+        ("RNN", False, True, False, 3),
+        ("LSTM", True, True, False, 1),
+        ("GRU", False, False, True, 3),
     ],
 )
 def test_first_states_go_with_their_sequences(
@@ -155,7 +159,8 @@ def test_one_compilation_serves_all_lengths() -> None:
     ("lengths", "text"),
     [
         ([6, 2, 1, 7], "a sequence is said to have 7 items, but the padded tensor has 6"),
-        *slow(([6, 2, 0, 1], "greater than 0"), ([2, 6, 1, 1], "must be sorted in decreasing order")),
+        ([6, 2, 0, 1], "greater than 0"),
+        ([2, 6, 1, 1], "must be sorted in decreasing order"),
     ],
 )
 def test_bad_lengths_stop_the_step(lengths: list[int], text: str) -> None:
@@ -244,7 +249,7 @@ def loss_of_first(output: tuple[torch.Tensor, ...], target: torch.Tensor) -> tor
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "is_sorted", "num_devices"),
-    [("LSTM", True, 4), *slow(("GRU", False, 3), ("GRU", False, 1), ("LSTM", False, 2))],
+    [("LSTM", True, 4), ("GRU", False, 3), ("GRU", False, 1), ("LSTM", False, 2)],
 )
 def test_packed_sequences_are_split_by_sequences(kind: str, is_sorted: bool, num_devices: int) -> None:
     torch.manual_seed(0)
@@ -318,7 +323,7 @@ class Last(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(["LSTM"], KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_under_autocast_values_have_the_types_of_plain_pytorch(kind: str) -> None:
     torch.manual_seed(0)
     x, lengths, y = torch.randn(4, TIME, 3), torch.tensor([6, 3, 2, 5]), torch.randn(4, 5)

@@ -100,7 +100,7 @@ def trained(options: dict[str, Any], num_devices: int, optimizer: OptimizerMaker
     ("plan", "num_devices", "optimizer", "link"),
     [
         *QUICK,
-        *slow(*MORE),
+        *MORE,
         *exhaustive(*(case for case in TABLE if case not in QUICK and case not in MORE)),
     ],
 )
@@ -156,7 +156,7 @@ def assert_odd_trains_alike(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [*exhaustive((1,), (2,)), 3])
-@pytest.mark.parametrize("plan", slow_but(["5 packs, reversed"], [*PLANS]))
+@pytest.mark.parametrize("plan", [*PLANS])
 def test_parameters_of_all_kinds_are_packed(plan: str, num_devices: int) -> None:
     assert_odd_trains_alike("adamw", num_devices, **PLANS[plan])
 
@@ -199,8 +199,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", slow_but(["shared"], ["shared", "copies"]))
-@pytest.mark.parametrize("feature", slow_but(["clipped", "microbatches", "exact order"], [*FEATURES]))
+@pytest.mark.parametrize("link", ["shared", "copies"])
+@pytest.mark.parametrize("feature", [*FEATURES])
 def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -> None:
     tiny = MODELS["mlp"]
     model, batches = tiny.make(torch.float64), tiny.batches(7, torch.float64, steps=3)
@@ -215,7 +215,7 @@ def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", slow_but(["shared"], [*LINKS]))
+@pytest.mark.parametrize("link", [*LINKS])
 def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: str) -> None:
     tiny = MODELS["mlp"]
     whole = tiny.batch(5, torch.float64, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import custom_pass
 import pytest
 import torch
-from selections import exhaustive, slow
+from selections import exhaustive
 from tiny_models import make_mlp, mlp_batch
 from torch import fx
 from torch.nn import functional as F
@@ -86,7 +86,7 @@ STANDS: list[tuple[str, tuple[str, ...], int]] = [
     ("num_devices", "place", "disabled"),
     [
         *((often, place, disabled) for place, disabled, often in STANDS[1::2]),
-        *slow(*((often, place, disabled) for place, disabled, often in STANDS[::2])),
+        *((often, place, disabled) for place, disabled, often in STANDS[::2]),
         *exhaustive(*((n, place, disabled) for place, disabled, often in STANDS for n in (1, 2, 3) if n != often)),
     ],
 )
@@ -114,7 +114,7 @@ class EarlyBfloat16(custom_pass.Bfloat16OnTheWire):  # type: ignore[misc, name-d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [3, *slow((1,), (2,))])
+@pytest.mark.parametrize("num_devices", [3, 1, 2])
 def test_an_operator_of_torch_may_stand_between_wait_and_update(num_devices: int) -> None:
     clip = mirrorc.after("insert-update", ClipBuckets(0.01))
     found, program = trained(num_devices, steps=1, dtype=torch.float64, add_passes=[clip])

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from selections import slow_but
 from torch import nn
 from twins import Twins, compiled_step
 
@@ -107,7 +106,7 @@ def plain(given: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but([*CASES][::5], CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_only_what_is_read_compiles_anew(name: str) -> None:
     body, values, expected = CASES[name]
     torch.manual_seed(0)

@@ -27,7 +27,6 @@ from references import (
     train_shard_by_shard,
     unchanged,
 )
-from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -130,7 +129,7 @@ MODELS = [Branches, Indexes, UsesNumpy, OwnFunction, Penalized, Tied, HooksBackw
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS, ids=lambda kind: kind.__name__)
 def test_what_dynamo_cannot_read_equals_one_device(model: Callable[[], nn.Module], num_devices: int) -> None:
     assert_trains_alike(model(), ADAM, batches(7, 6, 7), num_devices, F.cross_entropy, capture="autograd")
@@ -143,7 +142,7 @@ def test_what_dynamo_cannot_read_equals_one_device(model: Callable[[], nn.Module
         (3, (7, 2, 1, 5), {}),  # fewer examples than devices
         (2, (7, 9), {"link": "copy"}),
         (2, (7, 9), {"microbatches": 2}),
-        *slow((2, (7, 9), {"backend": "inductor"})),
+        (2, (7, 9), {"backend": "inductor"}),
     ],
     ids=str,
 )
@@ -227,9 +226,7 @@ def assert_updates_alike(make: Any, data: Any, num_devices: int = 2, **options: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "options"), [*LEAVING_OUT[::3], *slow(*LEAVING_OUT[1::3], *LEAVING_OUT[2::3])], ids=str
-)
+@pytest.mark.parametrize(("kind", "options"), [*LEAVING_OUT[::3], *LEAVING_OUT[1::3], *LEAVING_OUT[2::3]], ids=str)
 def test_what_no_replica_uses_is_not_updated(kind: Any, options: dict[str, Any]) -> None:
     """Neither by weight decay nor by moments, whose numbers of steps stand still; what was never used has no state."""
     for number in (1, len(ROWS)):
@@ -237,7 +234,7 @@ def test_what_no_replica_uses_is_not_updated(kind: Any, options: dict[str, Any])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_devices", "options"), [*WAYS[1:4], *slow(WAYS[0], *WAYS[4:])], ids=str)
+@pytest.mark.parametrize(("num_devices", "options"), [*WAYS[1:4], WAYS[0], *WAYS[4:]], ids=str)
 def test_what_is_not_updated_stays_so_in_every_kind_of_step(num_devices: int, options: dict[str, Any]) -> None:
     assert_updates_alike(ADAM, of_experts(), num_devices, **options)
 
@@ -292,7 +289,7 @@ class Normalizes(Net):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_buffers_are_those_of_each_shard(num_devices: int) -> None:
     data = batches(7, 6, 8)
     expected = train_shard_by_shard(Normalizes(), SGD, data, num_devices, F.cross_entropy)
@@ -441,7 +438,7 @@ class Reads(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but([nn.LSTM], [nn.LSTM, nn.GRU, nn.RNN]))
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     model, data = Reads(kind(1, 4, 2, batch_first=True, bidirectional=True)), batches(5, 4)
     for num_devices in (1, 2):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from branching import SGD, TOLERANCE, Net, batches
 from references import unchanged
-from selections import slow, slow_but
 from torch.nn import functional as F
 from twins import compiled_step
 
@@ -30,7 +29,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
-    [(3, {}), (2, {"microbatches": 2}), *slow((1, {}), (2, {}), (2, {"backend": "inductor"}))],
+    [(3, {}), (2, {"microbatches": 2}), (1, {}), (2, {}), (2, {"backend": "inductor"})],
 )
 def test_outputs_are_those_of_the_whole_batch(num_devices: int, options: dict[str, Any]) -> None:
     model = Net()
@@ -43,7 +42,7 @@ def test_outputs_are_those_of_the_whole_batch(num_devices: int, options: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_evaluations_run_forward_alone(num_devices: int) -> None:
     model, data = Net(), batches(8, 7)
     with compiled(model, devices=num_devices, return_outputs=False) as step:

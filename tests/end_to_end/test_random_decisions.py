@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from references import assert_same_model
-from selections import exhaustive, slow
+from selections import exhaustive
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
@@ -61,7 +61,7 @@ def states() -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_devices", "backend"), [(2, "eager"), *slow((4, "eager")), *exhaustive((1, "eager"), (2, "inductor"))]
+    ("num_devices", "backend"), [(2, "eager"), (4, "eager"), *exhaustive((1, "eager"), (2, "inductor"))]
 )
 def test_layers_are_left_out_as_on_one_device(num_devices: int, backend: str) -> None:
     torch.manual_seed(0)

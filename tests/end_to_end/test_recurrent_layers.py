@@ -15,7 +15,7 @@ from references import (
     train_mirrored,
     train_on_one_device,
 )
-from selections import exhaustive, slow, slow_but
+from selections import exhaustive, slow_but
 from torch import nn
 from twins import compiled_step
 
@@ -62,7 +62,7 @@ OTHERS = [case for case in product(KINDS, OPTIONS, (1, 2, 3)) if case not in [*F
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options", "num_devices"), [*FAST, *slow(*SLOW), *exhaustive(*OTHERS)])
+@pytest.mark.parametrize(("kind", "options", "num_devices"), [*FAST, *SLOW, *exhaustive(*OTHERS)])
 def test_training_is_that_of_one_device(kind: str, options: str, num_devices: int) -> None:
     torch.manual_seed(0)
     model = Net(KINDS[kind], has_states=num_devices == 2, **OPTIONS[options]).double()
@@ -71,7 +71,7 @@ def test_training_is_that_of_one_device(kind: str, options: str, num_devices: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "options"), [("LSTM", {"proj_size": 2, "num_layers": 2}), *slow(("RNN", {"nonlinearity": "relu"}))]
+    ("kind", "options"), [("LSTM", {"proj_size": 2, "num_layers": 2}), ("RNN", {"nonlinearity": "relu"})]
 )
 def test_projections_and_relu(kind: str, options: dict[str, Any]) -> None:
     model = Net(KINDS[kind], **options).double()
@@ -91,7 +91,7 @@ def targets(program: Program) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(["LSTM"], KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_layers_are_one_operator_however_long_the_sequences_are(kind: str, dropout: float) -> None:
     """Dropout is between two operators, for which the graph draws its numbers."""
@@ -169,7 +169,7 @@ def test_sequences_without_items_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["GRU", *slow(("LSTM",), ("RNN",))])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
 def test_time_is_never_split(kind: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from references import unchanged
-from selections import slow
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
@@ -102,7 +101,7 @@ def labelled_loss(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [pytest.param(contrastive_loss, marks=pytest.mark.slow), labelled_loss])
+@pytest.mark.parametrize("loss", [contrastive_loss, labelled_loss])
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_contrastive_losses_over_the_whole_batch(num_devices: int, loss: Any) -> None:
     expected = trained(None, SIZES, Paired, loss)
@@ -122,7 +121,7 @@ class Convolutions(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, *slow(({"affine": False, "momentum": None},))])
+@pytest.mark.parametrize("options", [{}, {"affine": False, "momentum": None}])
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_synchronized_statistics_are_those_of_the_whole_batch(num_devices: int, options: dict[str, Any]) -> None:
     sizes = (11, 2, 11)
@@ -142,7 +141,7 @@ def reduced_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_options_of_a_step_mean_the_same(backend: str) -> None:
     sizes = (7, 7)
     model = lambda: nn.Sequential(Normalized(), nn.SyncBatchNorm(3))  # noqa: E731

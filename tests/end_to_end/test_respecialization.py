@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import assert_same_model, train_on_one_device, unchanged
-from selections import slow, slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from twins import Twins, compiled_step, same_each_time
@@ -76,7 +75,7 @@ def compiled(model: nn.Module, make_optimizer: Any = SGD, **options: Any) -> Ite
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
-@pytest.mark.parametrize("make_optimizer", [ADAM, *slow((partial(SGD, momentum=0.9),))], ids=["adam", "momentum"])
+@pytest.mark.parametrize("make_optimizer", [ADAM, partial(SGD, momentum=0.9)], ids=["adam", "momentum"])
 def test_two_heads_take_turns(make_optimizer: Any, disable_passes: tuple[str, ...]) -> None:
     with Twins(seeded(TwoHeads).double(), make_optimizer, F.mse_loss, disable_passes=disable_passes) as pair:
         for i, head in enumerate("abababbba"):
@@ -85,7 +84,7 @@ def test_two_heads_take_turns(make_optimizer: Any, disable_passes: tuple[str, ..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", slow_but(["aab"], ["ab", "ba", "aab"]))
+@pytest.mark.parametrize("order", ["ab", "ba", "aab"])
 def test_a_head_without_a_step_has_no_state(order: str) -> None:
     """Until its own program has run, as on one device."""
     with Twins(seeded(TwoHeads).double(), ADAM, F.mse_loss) as pair:

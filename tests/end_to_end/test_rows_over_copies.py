@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-import selections
 import torch
 from references import train_by_several
 from separate_memories import separate_memories
@@ -124,10 +123,7 @@ ROWS_OF = {"SparseAdam": 2, "SGD": 2, "momentum": 0, "Adagrad": 2, "two": 2}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    selections.slow_but(
-        [(3, "SparseAdam"), (2, "momentum")],
-        [(devices, name) for devices in (2, 3, 4) for name in MAKERS],
-    ),
+    [(devices, name) for devices in (2, 3, 4) for name in MAKERS],
 )
 def test_rows_give_each_device_the_bits_that_the_whole_table_gives_it(case: tuple[int, str]) -> None:
     devices, name = case
@@ -153,7 +149,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", selections.slow_but(["bound"], list(OPTIONS)))
+@pytest.mark.parametrize("name", list(OPTIONS))
 def test_rows_go_with_all_that_gradients_go_through(name: str) -> None:
     options = {key: value() if callable(value) else value for key, value in OPTIONS[name].items()}
     model, states, count = trained(MAKERS["SparseAdam"], 2, **COPIES, **options)
@@ -164,7 +160,7 @@ def test_rows_go_with_all_that_gradients_go_through(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["mirrored", *selections.slow(("least-loaded",))])
+@pytest.mark.parametrize("placement", ["mirrored", "least-loaded"])
 def test_devices_with_memories_of_their_own_get_rows(monkeypatch: pytest.MonkeyPatch, placement: str) -> None:
     separate_memories(monkeypatch)
     model, states, count = trained(MAKERS["Adagrad"], 3, link="copy", placement=placement)

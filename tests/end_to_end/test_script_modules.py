@@ -10,7 +10,6 @@ import pytest
 import torch
 from branching import SGD, TOLERANCE, batches
 from references import Trained, assert_same_bits, assert_same_training, train_step, unchanged
-from selections import slow
 from torch import nn
 from torch.nn import functional as F
 from twins import compiled_step
@@ -151,7 +150,8 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     ("name", "num_devices", "backend"),
     [
         *[("within", 2, "eager"), ("traced", 3, "eager")],
-        *slow(*[(name, count, "eager") for name in MAKE for count in (1, 2, 3, 4)], ("within", 2, "inductor")),
+        *[(name, count, "eager") for name in MAKE for count in (1, 2, 3, 4)],
+        ("within", 2, "inductor"),
     ],
 )
 def test_training_is_that_of_one_device(name: str, num_devices: int, backend: str) -> None:
@@ -163,7 +163,7 @@ def test_training_is_that_of_one_device(name: str, num_devices: int, backend: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, *slow(({"microbatches": 2},), ({"bucket_cap_mb": 1e-4, "link": "copy"},))])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"bucket_cap_mb": 1e-4, "link": "copy"}])
 def test_masks_and_statistics_are_those_of_the_modules_of_python(options: dict[str, Any]) -> None:
     data = batches(7, 6, 7, 8)
     expected = train(Looping(0.4, normalizes=True), data, 2, **AUTOGRAD, **options)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from games import Game
 from references import assert_same_model, assert_same_state
-from selections import exhaustive, slow
+from selections import exhaustive
 from separate_memories import separate_memories
 from torch import nn
 from torch.nn import functional as F
@@ -157,13 +157,11 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("a game", "two memories"),
         ("two optimizers", "one memory"),
-        *slow(
-            ("one optimizer, other names", "two memories"),
-            ("a game", "one memory"),
-            ("two optimizers", "two memories"),
-            ("one optimizer, other names", "one memory"),
-        ),
-        *slow(*((way, "two memories") for way in list(WAYS)[3:])),
+        ("one optimizer, other names", "two memories"),
+        ("a game", "one memory"),
+        ("two optimizers", "two memories"),
+        ("one optimizer, other names", "one memory"),
+        *((way, "two memories") for way in list(WAYS)[3:]),
         *exhaustive(*((way, "one memory") for way in list(WAYS)[3:]), ("two optimizers", "with Inductor")),
     ],
     indirect=["options"],
@@ -209,7 +207,7 @@ def test_what_the_user_does_between_turns_reaches_both() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["two memories", *slow(["one memory"])], indirect=True)
+@pytest.mark.parametrize("options", ["two memories", "one memory"], indirect=True)
 def test_optimizers_over_a_part_of_the_same_parameters_keep_memory_of_their_own(options: dict[str, Any]) -> None:
     with Turns(in_part, **options) as turns:
         turns.train(0, 1, 1, 0, 1)
@@ -238,7 +236,7 @@ def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [games, *slow([in_part])])
+@pytest.mark.parametrize("way", [games, in_part])
 def test_two_threads_cannot_run_them_at_once(way: Callable[[nn.ModuleList], list[Any]]) -> None:
     with Turns(way) as turns:
         assert_one_at_a_time(turns.steps[0], turns.steps[1], turns.own[0][1], torch.randn(6, 3).double())

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import selections
 import torch
 from references import assert_same_parameters, train_by_several, unchanged
 from torch import nn
@@ -131,10 +130,7 @@ def check(devices: int, name: str, most: float | None = None, **options: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    selections.slow_but(
-        [(2, "SparseAdam"), (3, "momentum")],
-        [(devices, name) for devices in (1, 2, 3) for name in MAKERS],
-    ),
+    [(devices, name) for devices in (1, 2, 3) for name in MAKERS],
 )
 def test_optimizers_get_the_rows_that_are_looked_up(case: tuple[int, str]) -> None:
     check(*case)
@@ -156,14 +152,14 @@ OTHERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", selections.slow_but(["bound", "microbatches"], list(OTHERS)))
+@pytest.mark.parametrize("case", list(OTHERS))
 def test_rows_go_through_all_that_gradients_do(case: str) -> None:
     devices, name, options = OTHERS[case]
     check(devices, name, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", selections.slow_but([3], [1, 3]))
+@pytest.mark.parametrize("devices", [1, 3])
 def test_bags_train_as_on_one_device(devices: int) -> None:
     alone, model = seeded(Largest), seeded(Largest)
     make = MAKERS["momentum"]
@@ -388,7 +384,7 @@ class Learned(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, *selections.slow((1,), (3,))])
+@pytest.mark.parametrize("devices", [2, 1, 3])
 def test_weights_of_bags_are_trained(devices: int) -> None:
     adagrad = partial(torch.optim.Adagrad, lr=0.1)
     x, y = torch.tensor([[1, 2], [1, 1], [8, 2]]), torch.randn(3, 3, dtype=torch.float64)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from games import Turns
 from references import assert_same_model, unchanged
-from selections import exhaustive, slow
+from selections import exhaustive
 from separate_memories import separate_memories
 from torch import nn
 from torch.nn import functional as F
@@ -55,12 +55,10 @@ def assert_alike(step: mirrorc.Step, prefix: str = "") -> None:
     [
         (3, (6, 1), {}, "one"),
         (2, (4, 1), {"capture": "autograd", "microbatches": 2}, "one"),
-        *slow(
-            (3, SIZES, {"capture": "autograd"}, "two"),
-            (2, (4,), {"microbatches": 2}, "two"),
-            (1, SIZES, {}, "one"),
-            (2, SIZES, {}, "two"),
-        ),
+        (3, SIZES, {"capture": "autograd"}, "two"),
+        (2, (4,), {"microbatches": 2}, "two"),
+        (1, SIZES, {}, "one"),
+        (2, SIZES, {}, "two"),
         *exhaustive(
             (2, SIZES, {"backend": "inductor"}, "one"),
             (3, SIZES, {}, "one"),
@@ -121,7 +119,7 @@ def game(num_devices: int) -> Turns:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "turns"),
-    [(2, [(0, 4), (1, 1)]), *slow((3, LONG)), *exhaustive((1, LONG), (2, LONG))],
+    [(2, [(0, 4), (1, 1)]), (3, LONG), *exhaustive((1, LONG), (2, LONG))],
 )
 def test_a_critic_outside_of_the_model_iterates_in_both_steps(num_devices: int, turns: list[Any]) -> None:
     own, plain = game(num_devices), game(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from selections import exhaustive, slow
+from selections import exhaustive
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
@@ -81,8 +81,8 @@ def new_memory(net: Any, optimizer: Any) -> None:
     ("make", "num_devices", "options"),
     [
         (torch.optim.AdamW, 2, {}),
-        *slow((torch.optim.SGD, 3, {"disable_passes": ["share-parameters"]}), (torch.optim.AdamW, 1, {})),
-        *slow((torch.optim.Adadelta, 2, {})),
+        (torch.optim.SGD, 3, {"disable_passes": ["share-parameters"]}), (torch.optim.AdamW, 1, {}),
+        (torch.optim.Adadelta, 2, {}),
         *exhaustive((torch.optim.AdamW, 4, {"link": "copy"}), (torch.optim.SGD, 4, {})),
         *exhaustive((torch.optim.AdamW, 2, {"backend": "inductor"})),
     ],

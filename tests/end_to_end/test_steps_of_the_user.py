@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from references import assert_same_model, assert_same_state, train_step
-from selections import slow, slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # before mirrorc is imported
@@ -64,7 +63,7 @@ def trained_by_hand(pair: MlpTwins, optimizers: Any = None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [SHARED, COPIES], ids=["shared", "copies"])
-@pytest.mark.parametrize("momentum", slow_but([None], [None, 0.9]), ids=["adamw", "sgd"])
+@pytest.mark.parametrize("momentum", [None, 0.9], ids=["adamw", "sgd"])
 def test_fused_steps_of_the_user_count(options: dict[str, Any], momentum: float | None) -> None:
     """Fused implementations write parameters, moments and counts without counting a version."""
     make_optimizer = FUSED if momentum is None else functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
@@ -89,8 +88,8 @@ class Wrapper(torch.optim.Optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [*slow((SHARED,)), COPIES], ids=["shared", "copies"])
-@pytest.mark.parametrize("is_wrapped", slow_but([True], [False, True]), ids=["adamw", "wrapped"])
+@pytest.mark.parametrize("options", [SHARED, COPIES], ids=["shared", "copies"])
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["adamw", "wrapped"])
 def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
     options: dict[str, Any], is_wrapped: bool
 ) -> None:
@@ -107,7 +106,7 @@ def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [SHARED, *slow((COPIES,))], ids=["shared", "copies"])
+@pytest.mark.parametrize("options", [SHARED, COPIES], ids=["shared", "copies"])
 def test_fused_steps_of_another_optimizer_over_what_the_step_does_not_train_count(options: dict[str, Any]) -> None:
     """First over other parameters than the step's optimizer holds, then over its own, as many as it held before."""
     with MlpTwins(FUSED, select=lambda model: model.first.parameters(), **options) as pair:

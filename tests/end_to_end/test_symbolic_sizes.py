@@ -143,7 +143,7 @@ RARE = [(model, count) for model in MODELS for count in (1, 3) if (model, count)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make_model", "num_devices"), [*QUICK, *slow(*OTHERS), *exhaustive(*RARE)])
+@pytest.mark.parametrize(("make_model", "num_devices"), [*QUICK, *OTHERS, *exhaustive(*RARE)])
 def test_a_step_is_that_of_plain_pytorch_whatever_the_sizes(
     make_model: Callable[[], nn.Module], num_devices: int, quiet: None
 ) -> None:
@@ -223,7 +223,7 @@ class Returning(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [*slow((1,), (2,)), 3])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_outputs_have_the_sizes_of_the_call(num_devices: int) -> None:
     torch.manual_seed(0)
     model = Returning().double()
@@ -292,9 +292,7 @@ def test_numbers_that_stay_are_remarked_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make_model", "num_devices"), [(Classifier, 2), *slow((Wide, 1), (Tagger, 2), (Recurrent, 1))]
-)
+@pytest.mark.parametrize(("make_model", "num_devices"), [(Classifier, 2), (Wide, 1), (Tagger, 2), (Recurrent, 1)])
 def test_lengths_of_microbatches_are_symbols(
     make_model: Callable[[], nn.Module], num_devices: int, quiet: None
 ) -> None:
@@ -310,7 +308,7 @@ CUT_BY_EXAMPLES = "microbatches are cut by numbers of examples"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [2, *slow((1,))])
+@pytest.mark.parametrize("num_devices", [2, 1])
 def test_numbers_of_examples_beside_microbatches_are_remarked_on(num_devices: int, quiet: None) -> None:
     sizes = [(8, 5), (8, 9), (12, 4), (12, 7), (16, 6)]
     step, program = trained_beside_plain_pytorch(Classifier, sizes, num_devices, microbatches=2, dynamic=True)
@@ -446,7 +444,7 @@ class Random(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [*slow((1,)), 2])
+@pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.filterwarnings("error:Raw SymInt")
 def test_random_numbers_are_those_of_programs_for_each_size(num_devices: int) -> None:
     losses = []

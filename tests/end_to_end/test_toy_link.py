@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from selections import slow
 from tiny_programs import Weight, handmade, run_up_to
 from twins import trained_two_layers
 
@@ -60,7 +59,7 @@ def toy() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [3, *slow((2,))])
+@pytest.mark.parametrize("num_devices", [3, 2])
 def test_a_toy_link_carries_what_it_says(num_devices: int) -> None:
     options: dict[str, Any] = {"disable_passes": ["share-parameters"], "bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
     step, found = trained_two_layers(num_devices, link="toy", **options)
