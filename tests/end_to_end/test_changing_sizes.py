@@ -152,14 +152,14 @@ def quiet() -> Iterator[None]:
         yield
 
 
-QUICK = [(Branching, 2, 1)]
 MODELS: list[type[Sized]] = [Rows, Recurrent, Masked, Images, Bags, Branching, Windows, Choosing]
-OTHERS = [(model, 2, 1) for model in MODELS if (model, 2, 1) not in QUICK]
 MANY = [(model, seed % 3 + 1, seed) for model in MODELS for seed in (2, *range(5, 15))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make_model", "num_devices", "seed"), [*QUICK, *OTHERS, *exhaustive(*MANY)])
+@pytest.mark.parametrize(
+    ("make_model", "num_devices", "seed"), [*((model, 2, 1) for model in MODELS), *exhaustive(*MANY)]
+)
 def test_sizes_in_any_order_train_as_with_a_program_for_each(
     make_model: type[Sized], num_devices: int, seed: int, quiet: None
 ) -> None:

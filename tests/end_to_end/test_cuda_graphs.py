@@ -426,8 +426,9 @@ def test_asserts_are_refused(recorder: CallRecorder) -> None:
 def test_random_operations_are_refused(recorder: CallRecorder) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     step = compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE))
+    own = batch(0)
     with step, refuses(ValueError, "random numbers", "Dropout", "cuda_graphs=False"):
-        step(**batch(0))
+        step(own["x"], target=own["target"])
 
 
 @pytest.mark.slow

@@ -111,11 +111,8 @@ def test_adams_losses_agree_in_single_precision(make_optimizer: OptimizerMaker) 
     assert_same_losses(mirrored, single, 1e-4)
 
 
-FAST_OPTIMIZERS = ("sgd-nesterov", "adam-amsgrad", "adamw", "radam", "user-defined")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAST_OPTIMIZERS, *slow(*((n,) for n in OPTIMIZERS if n not in FAST_OPTIMIZERS))])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_agrees_with_itself(name: str) -> None:
     mirrored, single = both("mlp", torch.float64, 3, 6, OPTIMIZERS[name])
     assert_same_training(mirrored, single, DOUBLE_TOLERANCE)
@@ -275,10 +272,8 @@ def test_options_that_keep_the_order_of_additions_keep_the_bits(options: dict[st
     assert_same_bits(train_with_dropout(seed=5, **options), train_with_dropout(seed=5))
 
 
-FACTORED_FAST: list[tuple[Any, ...]] = [
+FACTORED_USUAL: list[tuple[Any, ...]] = [
     (3, torch.float64, ("share-parameters",), {"bucket_cap_mb": 1e-3}),
-]
-FACTORED_SLOW: list[tuple[Any, ...]] = [
     (4, torch.bfloat16, (), {"bucket_cap_mb": 1e-3}),
     (2, torch.float64, (), {}),
     (3, torch.float32, (), {"bucket_cap_mb": 1e-3}),
@@ -297,9 +292,8 @@ FACTORED_CASES = itertools.product(
 @pytest.mark.parametrize(
     ("num_devices", "dtype", "disabled", "caps"),
     [
-        *FACTORED_FAST,
-        *FACTORED_SLOW,
-        *exhaustive(*(case for case in FACTORED_CASES if case not in [*FACTORED_FAST, *FACTORED_SLOW])),
+        *FACTORED_USUAL,
+        *exhaustive(*(case for case in FACTORED_CASES if case not in FACTORED_USUAL)),
     ],
 )
 def test_factored_gradients_are_the_same_numbers(
@@ -451,16 +445,14 @@ def sentences(num_examples: int, seed: int) -> dict[str, torch.Tensor]:
     return {"words": words, "target": words.roll(-1, 1)}
 
 
-TIED_FAST: list[tuple[int, dict[str, Any]]] = [(2, {"microbatches": 2})]
-TIED_SLOW: list[tuple[int, dict[str, Any]]] = [
-    *(
-        (1, {}),
-        (3, {}),
-        (1, {"microbatches": 3}),
-        (3, {"link": "copy"}),
-        (2, {"backend": "inductor"}),
-        (2, {"exact_order": True}),
-    ),
+TIED: list[tuple[int, dict[str, Any]]] = [
+    (2, {"microbatches": 2}),
+    (1, {}),
+    (3, {}),
+    (1, {"microbatches": 3}),
+    (3, {"link": "copy"}),
+    (2, {"backend": "inductor"}),
+    (2, {"exact_order": True}),
 ]
 TIED_RARE: list[tuple[int, dict[str, Any]]] = [(2, {}), (4, {}), (1, {"backend": "inductor"})]
 
@@ -469,11 +461,10 @@ TIED_RARE: list[tuple[int, dict[str, Any]]] = [(2, {}), (4, {}), (1, {"backend":
 @pytest.mark.parametrize(
     ("num_devices", "options", "padding_idx"),
     [
-        *((*case, None) for case in TIED_FAST),
-        *((*case, None) for case in TIED_SLOW),
+        *((*case, None) for case in TIED),
         (2, {}, 3),
         *exhaustive(*((*case, None) for case in TIED_RARE)),
-        *exhaustive(*((*case, 3) for case in [*TIED_FAST, *TIED_SLOW, *TIED_RARE] if case != (2, {}))),
+        *exhaustive(*((*case, 3) for case in [*TIED, *TIED_RARE] if case != (2, {}))),
     ],
     ids=str,
 )

@@ -136,14 +136,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
-QUICK = [(Wide, 2)]
 MODELS = [Tagger, CausalAttention, Classifier, Convolutions, Recurrent, Wide]
-OTHERS = [(model, 2) for model in MODELS if (model, 2) not in QUICK]
-RARE = [(model, count) for model in MODELS for count in (1, 3) if (model, count) not in QUICK]
+USUAL = [(model, 2) for model in MODELS]
+RARE = [(model, count) for model in MODELS for count in (1, 3)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make_model", "num_devices"), [*QUICK, *OTHERS, *exhaustive(*RARE)])
+@pytest.mark.parametrize(("make_model", "num_devices"), [*USUAL, *exhaustive(*RARE)])
 def test_a_step_is_that_of_plain_pytorch_whatever_the_sizes(
     make_model: Callable[[], nn.Module], num_devices: int, quiet: None
 ) -> None:
