@@ -57,7 +57,7 @@ class Both(Twins):
         """A call of both; ``total``: examples of all calls until the update, with the one that ends."""
         x, y = batch
         loss = (self.step if ends else self.step.accumulate)(x, target=y)
-        expected = self.backward(x, target=y, scale=1.0 if self.is_sum else len(x) / total)
+        expected = self.backward(x, target=y, loss_scale=1.0 if self.is_sum else len(x) / total)
         assert not isinstance(loss, torch.Tensor) or loss.item() == pytest.approx(expected.item())
         if ends:
             self.before_update()

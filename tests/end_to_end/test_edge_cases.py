@@ -466,7 +466,7 @@ def test_constants_that_are_only_equal_stay_two() -> None:
             for own, _ in pair.sides:
                 own.scales[1].fill_(scale)  # in place: what was compiled stays true
             x = normal(7, 3).float()
-            expected = pair.backward(x[:4], scale=4 / 7) * 4 / 7 + pair.backward(x[4:], scale=3 / 7) * 3 / 7
+            expected = pair.backward(x[:4], loss_scale=4 / 7) * 4 / 7 + pair.backward(x[4:], loss_scale=3 / 7) * 3 / 7
             pair.update()
             torch.testing.assert_close(pair.step(x), expected)
         pair.check()

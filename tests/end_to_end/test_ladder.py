@@ -29,7 +29,7 @@ from mirrorc.coordination.fingerprint import facts_of_program
 
 
 def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
-    return compiled_step(model, F.cross_entropy, devices, optimizer=SGD, **options)
+    return compiled_step(model, devices=devices, optimizer=SGD, **{"loss_fn": F.cross_entropy, **options})
 
 
 @pytest.mark.slow

@@ -259,7 +259,7 @@ def test_what_an_earlier_call_has_used_is_updated() -> None:
         for parts in ((data[0], data[3], data[3]), (data[4],)):
             for i, part in enumerate(parts):
                 (pair.step.accumulate if i < len(parts) - 1 else pair.step)(**part)
-                pair.backward(**part, scale=1 / len(parts))
+                pair.backward(**part, loss_scale=1 / len(parts))
             pair.update()
         pair.check()
 

@@ -161,8 +161,8 @@ def test_evaluations_and_calls_that_accumulate() -> None:
         torch.testing.assert_close(step.evaluate(x[:2], target=y[:2]), coupled_loss(plain(x[:2]), y[:2]).detach())
         step.accumulate(x[:4], target=y[:4])
         step(x[4:], target=y[4:])
-        pair.backward(x[:4], target=y[:4], scale=4 / 7)
-        pair.backward(x[4:], target=y[4:], scale=3 / 7)
+        pair.backward(x[:4], target=y[:4], loss_scale=4 / 7)
+        pair.backward(x[4:], target=y[4:], loss_scale=3 / 7)
         pair.update()
         pair.check()
 

@@ -105,13 +105,13 @@ class Twins:
         for model, optimizer in self.sides:
             change(model, optimizer)
 
-    def backward(self, *args: Any, scale: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    def backward(self, *args: Any, loss_scale: float = 1.0, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of the twin, which adds to its gradients; gives the loss."""
         target = (kwargs.pop("target"),) if self.loss_fn is not None else ()
         output = self.twin(*args, **kwargs)
         loss = self.loss_fn(output, *target) if self.loss_fn is not None else output
         loss = loss if isinstance(loss, torch.Tensor) else loss["loss"]
-        (loss * scale).backward()
+        (loss * loss_scale).backward()
         return loss.detach()
 
     def update(self) -> None:
@@ -130,7 +130,7 @@ class Twins:
         """A step of both, whose losses agree."""
         loss = self.step(*args, **kwargs)
         expected = self.plain(*args, **kwargs)
-        assert loss.item() == pytest.approx(expected.item(), rel=self.tolerance)
+        assert loss.item() == pytest.approx(expected.item(), rel=self.tolerance), f"{loss} is not {expected}"
         return loss  # type: ignore[no-any-return]
 
     def check(self) -> None:
