@@ -20,6 +20,7 @@ from mutations.places import kind_of, timelines
 
 aten = torch.ops.aten
 _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _COMPUTED = {
     out_products.mm_into: aten.mm.default,
     out_products.linear_into: aten.addmm.default,
@@ -80,6 +81,7 @@ class _Values:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.turned: dict[int, int] = {}  # of a transpose, what was transposed
+        self.viewed: dict[int, tuple[Any, str]] = {}  # of a view, what was viewed first, and its shape
 
     def of(self, nodes: Sequence[fx.Node], given: dict[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
         values: dict[fx.Node, Any] = dict(given or {})
@@ -96,12 +98,10 @@ class _Values:
         source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target is operator.getitem and isinstance(source, tuple):
             return source[node.args[1]]  # type: ignore[index]
-        if (
-            node.target in _SAME
-            or _is_laid_out(node)
-            or (node.target is aten.view.default and _is_like(node, node.args[0]))
-        ):
+        if node.target in _SAME or _is_laid_out(node):
             return source
+        if node.target in _VIEWS and isinstance(node.args[0], fx.Node):
+            return self._view(source, _shape(node.args[0]), _shape(node))
         if node.target is aten.t.default and source in self.turned:
             return self.turned[source]
         if node.target is ops.product:
@@ -116,6 +116,15 @@ class _Values:
         if is_compute(node) and node.target._schema.is_mutable:  # type: ignore[union-attr]
             value = values[node.args[1]] if node.target is aten.copy_.default else value  # type: ignore[index]
             values[node.args[0]] = value  # type: ignore[index]
+        return value
+
+    def _view(self, source: Any, shape: str, wanted: str) -> Any:
+        """A view of a view is one of what was viewed first, so that one of its first shape is that."""
+        first, first_shape = self.viewed.get(source, (source, shape))
+        if wanted == first_shape:
+            return first
+        value = hash(("view", first, wanted))
+        self.viewed[value] = first, first_shape
         return value
 
     def _key(self, argument: Any, values: dict[fx.Node, Any]) -> Any:
@@ -140,6 +149,5 @@ def _is_laid_out(node: fx.Node) -> bool:
     return node.target in (aten.contiguous.default, aten._to_copy.default) and set(node.kwargs) <= {"memory_format"}
 
 
-def _is_like(node: fx.Node, source: Any) -> bool:
-    """Whether a value has the type of another: a view that has changes nothing."""
-    return isinstance(source, fx.Node) and str(kind_of(node.meta.get("val"))) == str(kind_of(source.meta.get("val")))
+def _shape(node: fx.Node) -> str:
+    return str(list(node.meta["val"].shape))
