@@ -48,7 +48,7 @@ from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
-from mirrorc.runtime.state.shared.registry import parameters_in_training
+from mirrorc.runtime.state.shared.open_states import parameters_in_training
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.torch_internals import SizesGivenUp, is_dense

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mirrorc.runtime.communication.base import Communicator
-from mirrorc.runtime.communication.copies import CopyCommunicator
-from mirrorc.runtime.communication.nccl import NcclCommunicator
-from mirrorc.runtime.communication.registry import (
+from mirrorc.runtime.communication.communicators import (
     communicator_for,
     communicators_of,
     register_communicator,
     unregister_communicator,
 )
+from mirrorc.runtime.communication.copies import CopyCommunicator
+from mirrorc.runtime.communication.nccl import NcclCommunicator
 from mirrorc.runtime.communication.rendezvous import Aborted, StepStoppedError
 from mirrorc.runtime.communication.shared_memory import SharedMemoryCommunicator
 

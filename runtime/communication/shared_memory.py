@@ -10,7 +10,7 @@ import torch
 from mirrorc.ir.routes import Route
 from mirrorc.ir.variables import share_bounds
 from mirrorc.runtime.communication.base import Communicator
-from mirrorc.runtime.communication.registry import register_communicator
+from mirrorc.runtime.communication.communicators import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
 from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, unmade_sum
 from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit

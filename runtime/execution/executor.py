@@ -21,20 +21,20 @@ from mirrorc.runtime.devices.events import record_event, wait_device
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.devices.uninterrupted import completed
-from mirrorc.runtime.execution.arguments import replica_arguments
 from mirrorc.runtime.execution.binding.binder import Binder
 from mirrorc.runtime.execution.binding.bound_functions import BoundFunctions
 from mirrorc.runtime.execution.binding.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave
-from mirrorc.runtime.execution.binding.outputs import StepOutputs
+from mirrorc.runtime.execution.binding.step_outputs import StepOutputs
 from mirrorc.runtime.execution.commit.commit_point import OtherWorkers
 from mirrorc.runtime.execution.commit.finite_checks import commit_point_of
 from mirrorc.runtime.execution.commit.update_progress import progress_of
 from mirrorc.runtime.execution.commit.used_parameters import UsedVariables
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
-from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
 from mirrorc.runtime.execution.profiler_ranges import seen
+from mirrorc.runtime.execution.replica_arguments import replica_arguments
+from mirrorc.runtime.execution.step_failures import explain_failure, note_if_torn
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples

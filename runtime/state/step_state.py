@@ -15,7 +15,7 @@ from mirrorc.runtime.state.gradients.residuals import UnsentGradients
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers, Laid
 from mirrorc.runtime.state.optimizers.flat_optimizer import UpdateMemory
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
-from mirrorc.runtime.state.shared import registry
+from mirrorc.runtime.state.shared import open_states
 from mirrorc.runtime.state.shared.call_owner import Callers
 from mirrorc.runtime.state.shared.shared_state import HeldState, Hold
 from mirrorc.runtime.state.shared.torn_state import TornState, refuse_torn
@@ -91,19 +91,19 @@ class StepState:
                 self.loss_scale.close()
 
     def begin_use(self) -> None:
-        registry.begin_use(self._held)
+        open_states.begin_use(self._held)
 
     def take_in(
         self, outside: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
     ) -> None:
-        registry.take_in(self._hold, outside, counters, written)
+        open_states.take_in(self._hold, outside, counters, written)
 
     def keep_only(self, names: Collection[str]) -> None:
         if self.store.drop_unless(names):
             self._held.release()
 
     def reads(self, constants: Collection[torch.Tensor]) -> None:
-        registry.reads(self._held, constants)
+        open_states.reads(self._held, constants)
 
     @property
     def is_behind(self) -> bool:

@@ -22,7 +22,7 @@ import mirrorc
 from mirrorc import CaptureError, PerReplica
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
-from mirrorc.runtime.execution.binding.outputs import StepOutputs
+from mirrorc.runtime.execution.binding.step_outputs import StepOutputs
 
 Pair = namedtuple("Pair", ["logits", "hidden"])
 

@@ -27,8 +27,8 @@ from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.communication.replica_values import ReplicaValues
 from mirrorc.runtime.execution.binding.eager_backward import asking
-from mirrorc.runtime.execution.binding.outputs import StepOutputs
 from mirrorc.runtime.execution.binding.packs import pack_of_cut_bucket, side_by_side
+from mirrorc.runtime.execution.binding.step_outputs import StepOutputs
 from mirrorc.runtime.execution.commit.commit_point import CommitPoint
 from mirrorc.runtime.execution.commit.finite_checks import CheckedCommit, Examined, ExaminedShare, examined
 from mirrorc.runtime.execution.commit.part_visitors import SumVisitor, Visitor, visit_of_all, visiting, visitors_of

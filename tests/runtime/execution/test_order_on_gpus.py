@@ -13,7 +13,7 @@ import mirrorc
 from mirrorc.compilation import step_compiler
 from mirrorc.options.table import OPTIONS
 from mirrorc.runtime.devices.host_copies import HostCopies
-from mirrorc.runtime.execution import arguments, executor, losses
+from mirrorc.runtime.execution import executor, losses, replica_arguments
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
@@ -33,7 +33,7 @@ def noting(patch: pytest.MonkeyPatch, owner: Any, name: str, done: list[str], wo
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     noting(monkeypatch, executor, "record_event", found, "event")
-    noting(monkeypatch, arguments, "wait_event", found, "devices wait")
+    noting(monkeypatch, replica_arguments, "wait_event", found, "devices wait")
     noting(monkeypatch, losses, "wait_event", found, "caller waits")
     noting(monkeypatch, losses.Losses, "weight_tensors", found, "weights")
     noting(monkeypatch, ShownBuffers, "aggregate", found, "buffers")

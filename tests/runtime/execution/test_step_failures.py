@@ -13,7 +13,7 @@ import mirrorc
 from mirrorc import ExecutionError
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction, register_backend, unregister_backend
-from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
+from mirrorc.runtime.execution.step_failures import explain_failure, note_if_torn
 
 
 class Opaque(Backend):
