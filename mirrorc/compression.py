@@ -137,7 +137,7 @@ def check_payload(payload: Payload) -> None:
 _payloads: dict[str, Payload] = {}
 
 
-def noted(payload: Payload) -> str:
+def register_payload(payload: Payload) -> str:
     """Registers a payload and returns its text in programs of this process."""
     text = " ".join(repr(payload).split())  # on one line
     _payloads[text] = payload

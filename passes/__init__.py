@@ -92,7 +92,7 @@ __all__ = [
     "UpdateAtOwner",
     "UpdateInParts",
     "WorkerCompression",
-    "compressing",
+    "compression_passes",
     "default_pipeline",
     "resolve_sharing",
 ]
@@ -215,7 +215,7 @@ def default_pipeline(
         *([ShareParameters()] if placement in ("auto", "shared") else []),
         *([UpdateAtOwner()] if has_owners else []),
         *([ReduceOverWorkers(early_update, needs_all)] if over_workers else []),
-        *compressing(compression),
+        *compression_passes(compression),
         *([ShardOptimizer()] if shard_optimizer else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
         *unscaling,
@@ -230,7 +230,7 @@ def default_pipeline(
     ]
 
 
-def compressing(compression: str | TopK | Payload | None) -> list[WorkerCompression]:
+def compression_passes(compression: str | TopK | Payload | None) -> list[WorkerCompression]:
     if isinstance(compression, TopK):
         return [SendLargest(**asdict(compression))]
     if isinstance(compression, Payload):

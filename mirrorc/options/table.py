@@ -17,7 +17,7 @@ from mirrorc.options.all_reduce import algorithm_of
 from mirrorc.options.option import Exclusion, NeededPasses, Option, Options, Request
 from mirrorc.options.tf_communication import with_communication_options
 from mirrorc.packing import may_cut
-from mirrorc.passes import FactorGradients, compressing
+from mirrorc.passes import FactorGradients, compression_passes
 from mirrorc.runtime.state.optimizers.loss_scale import is_in_use
 
 LossReduction = Literal["mean", "sum"]
@@ -79,7 +79,7 @@ def _packs_cut_gradients(request: Request) -> bool:
 
 
 def _compression_pass(request: Request) -> Any:
-    (entry,) = compressing(request["compression"])
+    (entry,) = compression_passes(request["compression"])
     return entry
 
 
@@ -353,8 +353,8 @@ OPTIONS = Options(
             kinds=(Payload, TopK, NoneType),
             texts=get_args(Compression),
             passes=NeededPasses(
-                lambda value: [entry.name for entry in compressing(value)],
-                lambda value: f"put mirrorc.passes.{compressing(value)[0]!r} behind ReduceOverWorkers() there",
+                lambda value: [entry.name for entry in compression_passes(value)],
+                lambda value: f"put mirrorc.passes.{compression_passes(value)[0]!r} behind ReduceOverWorkers() there",
             ),
             excludes=(
                 Exclusion("exact_order", lambda r: _compression_pass(r).changes_bits if r["exact_order"] else ""),

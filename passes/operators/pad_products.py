@@ -51,7 +51,7 @@ class PadProducts:
     changes_bits: str = field(default="the kernels of padded products add in another order", init=False)
 
     def run(self, program: Program) -> Program:
-        padded = [_Padded(copied(graph), self) for graph in program.shard_graphs]
+        padded = [_PaddedValues(copied(graph), self) for graph in program.shard_graphs]
         try:
             for relaid in padded:
                 relaid.run()
@@ -72,7 +72,7 @@ def _is_result(node: fx.Node) -> bool:
     return any(user.op == "output" or (user.target in REARRANGEMENTS and _is_result(user)) for user in users)
 
 
-class _Padded(RelaidValues):
+class _PaddedValues(RelaidValues):
     def __init__(self, graph: fx.Graph, bounds: PadProducts) -> None:
         super().__init__(graph)
         self.num_products = 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.graph.one_hot_rows import ROW_READERS, Made, by_elements
+from mirrorc.analysis.graph.one_hot_rows import ROW_READERS, ValueOp, by_elements
 from mirrorc.ir.graph_edits import copied, insert, remove_unused
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
@@ -55,11 +55,11 @@ class _Nodes:
     program: Program
     replaced: fx.Node
 
-    def made(self, value: Any) -> Made[fx.Node] | None:
+    def op_of(self, value: Any) -> ValueOp[fx.Node] | None:
         tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
         if not isinstance(tensor, torch.Tensor):
             return None
-        return Made(value.target, value.args, dict(value.kwargs), sizes_key(tensor.shape), tensor.dtype)
+        return ValueOp(value.target, value.args, dict(value.kwargs), sizes_key(tensor.shape), tensor.dtype)
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
         node = insert(self.program, self.replaced, target, args)
@@ -72,8 +72,8 @@ def _shorten(program: Program, node: fx.Node) -> bool:
     if node.target not in ROW_READERS:
         return False
     nodes = _Nodes(program, node)
-    made = nodes.made(node)
-    shorter = by_elements(nodes, made) if made is not None else None
+    op = nodes.op_of(node)
+    shorter = by_elements(nodes, op) if op is not None else None
     if shorter is None:
         return False
     node.replace_all_uses_with(shorter)

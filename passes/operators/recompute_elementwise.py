@@ -62,10 +62,10 @@ class RecomputeElementwise:
 def _recompute(program: Program, graph: fx.Graph) -> list[str]:
     """Returns the names of recomputed values."""
     first = first_of_backward(program, graph)
-    return [value.name for value in _Recomputing(graph, first).run()] if first is not None else []
+    return [value.name for value in _Recomputation(graph, first).run()] if first is not None else []
 
 
-class _Recomputing:
+class _Recomputation:
     """Visits the values of a forward in order, so that their sources are decided before them."""
 
     def __init__(self, graph: fx.Graph, first_of_backward: fx.Node) -> None:
@@ -73,18 +73,16 @@ class _Recomputing:
         self._graph = graph
         self._place = {node: i for i, node in enumerate(nodes)}
         self._backward = set(nodes[self._place[first_of_backward] :])
-        self._sharing: dict[
-            fx.Node, list[fx.Node]
-        ] = {}  # for a value of forward, those in its memory, itself the first
+        self._sharing: dict[fx.Node, list[fx.Node]] = {}  # for each value of forward, itself and its views
         for node in nodes[: self._place[first_of_backward]]:
             self._sharing.setdefault(owner_of(node), []).append(node)
 
     def run(self) -> list[fx.Node]:
-        done = [value for value in self._sharing if self._moves_to_backward(value)]
+        done = [value for value in self._sharing if self._recompute_if_better(value)]
         remove_unused(self._graph)
         return done
 
-    def _moves_to_backward(self, value: fx.Node) -> bool:
+    def _recompute_if_better(self, value: fx.Node) -> bool:
         if not is_cheap(value) or not self._is_stored_for_backward_alone(value):
             return False
         sources = self._sources(self._operators(value))

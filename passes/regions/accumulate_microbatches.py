@@ -73,7 +73,7 @@ class AccumulateMicrobatches:
             )
         )
         regions = _Regions(program)
-        graphs = tuple(_Repeated(program, regions, *kind).graph() for kind in kinds)
+        graphs = tuple(_ShardGraph(program, regions, *kind).graph() for kind in kinds)
         pairs = zip(program.shard_of_microbatch, program.microbatches, strict=True)
         repeated = program.evolve(
             shard_graphs=graphs,
@@ -130,7 +130,7 @@ def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
     return replace(region, name=name, graph_module=lazy_graph_module({}, graph, name))
 
 
-class _Repeated:
+class _ShardGraph:
     """Builds the graph of a shard; ``shards`` and ``sizes`` are the graph and the number of examples of each
     microbatch.
     """

@@ -40,7 +40,7 @@ _LEAST_PART = 16  # a smaller part of a cap is not worth a message of its own
 
 
 @dataclass
-class _Planned:
+class _Grouping:
     """The gradients of each bucket; ``num_packs`` are those of cut buckets, by the name of the first gradient."""
 
     closed: list[list[Variable]]
@@ -124,7 +124,7 @@ class PlanBuckets:
         kinds = f"{num_kinds} kinds of bucket: a bucket holds {alike}"
         return result.with_remarks(self._remark(buckets), *([kinds] if num_kinds > 1 else []))
 
-    def _planned(self, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Planned:
+    def _planned(self, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Grouping:
         plan = self._plan
         if isinstance(plan, ByBytes):
             return _by_bytes(plan, program, gradients, as_factors)
@@ -163,7 +163,7 @@ def _kind(variable: Variable, as_factors: Collection[str]) -> _Kind:
     return variable.dtype, variable.update, variable.name in as_factors, table
 
 
-def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Planned:
+def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Grouping:
     open_buckets: dict[_Kind, list[Variable]] = {}
     closed: list[list[Variable]] = []
     opened: list[str] = []
@@ -180,10 +180,10 @@ def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as
             members = open_buckets[key] = []
         members.append(variable)
     closed.extend(members for members in open_buckets.values() if members)
-    return _Planned(closed, opened)
+    return _Grouping(closed, opened)
 
 
-def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factors: Collection[str]) -> _Planned:
+def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factors: Collection[str]) -> _Grouping:
     closed: list[list[Variable]] = []
     remarks = []
     for group in groups:
@@ -195,7 +195,7 @@ def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factor
                 f"the group of {others[0]} becomes {len(kinds)} buckets: {listed(others[1:])} and what is like it follow another "
                 "update rule, or are sent to others in another way"
             )
-    return _Planned(closed, remarks)
+    return _Grouping(closed, remarks)
 
 
 def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> list[list[Variable]]:
@@ -208,16 +208,16 @@ def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collecti
 
 def _equal(
     plan: EqualPacks | EqualSplits, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]
-) -> _Planned:
+) -> _Grouping:
     """One bucket for each gradient, where the plan declines."""
     number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
     alone = [[program.variables[gradient.name]] for gradient in gradients]
     if number == 0:
-        return _Planned(alone, ["each gradient is reduced by itself: nothing is packed"])
+        return _Grouping(alone, ["each gradient is reduced by itself: nothing is packed"])
     dtypes = dict.fromkeys(str(gradient.dtype) for gradient in gradients)
     if isinstance(plan, EqualSplits) and len(dtypes) > 1:
         why = f"{plan} declines: gradients are {listed(dtypes)}, and a pack has one dtype; each is reduced by itself"
-        return _Planned(alone, [why])
+        return _Grouping(alone, [why])
     closed, remarks, num_packs = [], [], {}
     for members in _kinds(program, gradients, as_factors):
         if members[0].name in as_factors:
@@ -234,7 +234,7 @@ def _equal(
             continue
         closed.append(members)
         num_packs[members[0].name] = number
-    return _Planned(closed, remarks, num_packs)
+    return _Grouping(closed, remarks, num_packs)
 
 
 def _equal_packs(

@@ -17,7 +17,7 @@ from mirrorc.ir.nodes import bucket_of, pack_keywords, pack_of, replica_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
 from mirrorc.messages.wording import counted
-from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, ring_bytes_text
+from mirrorc.passes.workers.worker_compression import WorkerCompression, other_buckets_text, ring_bytes_text
 
 NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
 """The narrower dtypes for sums, by name."""
@@ -92,6 +92,6 @@ class CompressExchange(WorkerCompression):
                 "a sum beyond 65504 becomes infinite in float16: check_finite= or a scaler notices it; bfloat16 has the range of "
                 "float32"
             )
-        if others := others_than(program, new):
+        if others := other_buckets_text(program, new):
             remarks.append(f"{others} not compressed: sent as factors, or {self.dtype} is not narrower than the dtype")
         return remarks

@@ -15,7 +15,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
 from mirrorc.messages.wording import counted
-from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, ring_bytes_text, send_part
+from mirrorc.passes.workers.worker_compression import WorkerCompression, other_buckets_text, ring_bytes_text, send_part
 from mirrorc.printing.printed_values import size_text
 
 
@@ -69,6 +69,6 @@ class SendLargest(WorkerCompression):
                 f"{counted(len(new), 'exchange')} of the largest elements, {self.ratio:g} of all, which changes numbers: each of "
                 f"{number} workers sends {sent} in a step, in place of {ring_bytes_text(program, before)}"
             )
-        if others := others_than(program, new):
+        if others := other_buckets_text(program, new):
             remarks.append(f"{others} sent whole, or as factors: elements with their places would be no fewer bytes")
         return remarks

@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.communication.compressed_sums import gradients_of_pack, num_bytes_sent
-from mirrorc.compression import Payload, noted
+from mirrorc.compression import Payload, register_payload
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
 from mirrorc.messages.wording import counted
-from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, ring_bytes_text, send_part
+from mirrorc.passes.workers.worker_compression import WorkerCompression, other_buckets_text, ring_bytes_text, send_part
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SendPayload(WorkerCompression):
         return self._bytes_of_pack(program, launch) > 0
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        words = {"payload": noted(self.payload), "num_bytes": self._bytes_of_pack(program, launch)}
+        words = {"payload": register_payload(self.payload), "num_bytes": self._bytes_of_pack(program, launch)}
         return send_part(program, launch, ops.exchange_payload, words)
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
@@ -77,7 +77,7 @@ class SendPayload(WorkerCompression):
                 f"{program.workers.num_workers} workers sends {ring_bytes_text(program, after)} in a step, in place of "
                 f"{ring_bytes_text(program, before)}"
             )
-        if others := others_than(program, new):
+        if others := other_buckets_text(program, new):
             texts.append(f"{others} sent whole, or as factors: the payload would be no fewer bytes")
         return texts
 

@@ -88,7 +88,7 @@ def ring_bytes_text(program: Program, num_bytes: int) -> str:
     return size_text(round(2 * num_bytes * (number - 1) / number))
 
 
-def others_than(program: Program, new: Sequence[fx.Node]) -> str:
+def other_buckets_text(program: Program, new: Sequence[fx.Node]) -> str:
     """The buckets with former exchanges, in words; may be empty."""
     others = sorted({bucket.index for bucket in program.buckets} - {bucket_of(launch) for launch in new})
     return numbered("bucket", others) if others else ""

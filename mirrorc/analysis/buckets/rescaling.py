@@ -108,7 +108,7 @@ def numbers_of(commit: fx.Node) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class NormOperands:
     """The operands of a norm.
 
     Attributes:
@@ -129,13 +129,13 @@ class Norms:
         self._commits: Mapping[int | None, Sequence[fx.Node]] = {}
         self._all_commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
 
-    def of(self, node: fx.Node) -> Measured | None:
+    def of(self, node: fx.Node) -> NormOperands | None:
         """None if the node is no norm, or takes numbers that the replicas do not exchange."""
         if node.target is not ops.norm:
             return None
         norm_type = float(node.kwargs["norm_type"])  # type: ignore[arg-type]
         if ops.commit not in _targets(node):
-            return Measured(norm_type, tuple(map(self._parts.of, node.args)), is_exchanged=False)
+            return NormOperands(norm_type, tuple(map(self._parts.of, node.args)), is_exchanged=False)
         if len(node.args) != 1:
             return None
         row: Any = node.kwargs.get("row", 0)
@@ -146,7 +146,7 @@ class Norms:
             if part is None or part.norm_type != norm_type:
                 return None
             parts += part.parts
-        return Measured(norm_type, tuple(parts), is_exchanged=True)
+        return NormOperands(norm_type, tuple(parts), is_exchanged=True)
 
 
 def _targets(node: fx.Node) -> list[object]:

@@ -13,7 +13,7 @@ from mirrorc.ir.nodes import calls_to
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenGradients:
     """The gradients that a graph takes from one backward, identified by ``token`` and ``tangent``."""
 
     call: int
@@ -23,12 +23,12 @@ class Taken:
     nodes: tuple[fx.Node, ...]
 
 
-def taken_gradients(graph: fx.Graph) -> list[Taken]:
+def taken_gradients(graph: fx.Graph) -> list[TakenGradients]:
     takes: dict[Any, list[fx.Node]] = {}
     for node in calls_to(graph, take_gradient):
         takes.setdefault(node.args[:3], []).append(node)
     return [
-        Taken(call, token, tangent, tuple(cast("int", node.args[4]) for node in nodes), tuple(nodes))
+        TakenGradients(call, token, tangent, tuple(cast("int", node.args[4]) for node in nodes), tuple(nodes))
         for (call, token, tangent), nodes in takes.items()
     ]
 

@@ -46,7 +46,7 @@ class FactorsOfRegions:
         self._chosen = {
             variable
             for variable, factored in of_graph.items()
-            if _are_smaller(program, graphs, variable, factored, whole, is_due=variable in due)
+            if _choose(program, graphs, variable, factored, whole, is_due=variable in due)
         }
 
     def chosen(self, region: str) -> dict[int, FactoredGradient]:
@@ -91,7 +91,7 @@ def _recognized(
     return factored
 
 
-def _are_smaller(
+def _choose(
     program: Program,
     graphs: Sequence[fx.Graph],
     variable: str,
@@ -122,7 +122,7 @@ def _are_smaller(
             continue
         factors = [factor.meta["val"] for _, gradient in gradients for factor in gradient.factors]
         is_worth_it = first.form.is_worth_it(result.meta["val"], factors)
-        _keep_to_such_sizes(factors, result.meta["val"], are_chosen=is_worth_it)
+        _guard_sizes(factors, result.meta["val"], are_chosen=is_worth_it)
         if not is_worth_it:
             whole[variable] = "no larger than their factors"
             return False
@@ -132,7 +132,7 @@ def _are_smaller(
 _MUCH = 4  # with symbols: how many times larger or smaller factors may become than their gradient, and the choice stays
 
 
-def _keep_to_such_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
+def _guard_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
     """The graph runs only for sizes with much the same choice."""
     whole = num_elements_now(gradient)
     if are_chosen:

@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Made(Generic[V]):
+class ValueOp(Generic[V]):
     """A value's operator with its arguments, its shape and its dtype."""
 
     target: Any
@@ -26,7 +26,7 @@ class Made(Generic[V]):
 class RowValues(Protocol[V]):
     """Values of one kind: nodes in a pass, expressions in the verifier."""
 
-    def made(self, value: Any) -> Made[V] | None:
+    def op_of(self, value: Any) -> ValueOp[V] | None:
         """None if the value is no tensor, or its maker is unknown."""
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> V: ...
@@ -52,62 +52,62 @@ ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Ten
 """All operators that matter here."""
 
 
-def by_elements(values: RowValues[V], made: Made[V]) -> V | None:
+def by_elements(values: RowValues[V], op: ValueOp[V]) -> V | None:
     """The result of an operator of `ROW_READERS` from one element of each row; None if it needs them all."""
-    return sum_of_one_hot(values, made) if made.target is aten.sum.dim_IntList else element_of_row(values, made)
+    return sum_of_one_hot(values, op) if op.target is aten.sum.dim_IntList else element_of_row(values, op)
 
 
-def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
+def sum_of_one_hot(values: RowValues[V], op: ValueOp[V]) -> V | None:
     """The elements of summed one-hot rows; None for other operators.
 
     Zero is added, since a zero sum is never negative zero.
     """
-    if made.target is not aten.sum.dim_IntList or made.kwargs or len(made.args) != 3 or made.args[2] is not True:
+    if op.target is not aten.sum.dim_IntList or op.kwargs or len(op.args) != 3 or op.args[2] is not True:
         return None
-    source = values.made(made.args[0])
-    if source is None or len(made.args[1]) != 1 or not source.dtype.is_floating_point:
+    source = values.op_of(op.args[0])
+    if source is None or len(op.args[1]) != 1 or not source.dtype.is_floating_point:
         return None
-    dim = made.args[1][0] % len(source.shape) if source.shape else 0
-    row = _one_hot(values, made.args[0], dim, {})
+    dim = op.args[1][0] % len(source.shape) if source.shape else 0
+    row = _one_hot(values, op.args[0], dim, {})
     if row is None or isinstance(row.element, int | float):
         return None
     return values.apply(aten.add.Tensor, (row.element, 0.0))
 
 
-def element_of_row(values: RowValues[V], made: Made[V]) -> V | None:
+def element_of_row(values: RowValues[V], op: ValueOp[V]) -> V | None:
     """The result of a gather, bit for bit, from elements of operands."""
-    if made.target is not aten.gather.default or made.kwargs or len(made.args) != 3:
+    if op.target is not aten.gather.default or op.kwargs or len(op.args) != 3:
         return None
-    source, dim, index = made.args
-    return _element(values, source, dim % max(1, len(made.shape)), index)
+    source, dim, index = op.args
+    return _element(values, source, dim % max(1, len(op.shape)), index)
 
 
 def _element(values: RowValues[V], source: V, dim: int, index: V, most: int = _MOST_FOLLOWED) -> V | None:
     """Follows at most ``most`` operators; None if the elements can only be gathered."""
-    made, at = values.made(source), values.made(index)
-    if made is None or at is None or made.kwargs or made.target not in READ_THROUGH or not made.shape or not most:
+    op, at = values.op_of(source), values.op_of(index)
+    if op is None or at is None or op.kwargs or op.target not in READ_THROUGH or not op.shape or not most:
         return None
-    if not _is_row_of(at.shape, made.shape, dim, size=None):
+    if not _is_row_of(at.shape, op.shape, dim, size=None):
         return None
-    whole, rest = made.args[0], made.args[1:]
-    operand = values.made(whole)
-    if operand is None or operand.shape != made.shape:
+    whole, rest = op.args[0], op.args[1:]
+    operand = values.op_of(whole)
+    if operand is None or operand.shape != op.shape:
         return None
-    if made.target is aten.sub.Tensor and not _is_constant_in_rows(values, rest, made, dim, operand):
+    if op.target is aten.sub.Tensor and not _is_constant_in_rows(values, rest, op, dim, operand):
         return None
     element = _element(values, whole, dim, index, most - 1)
     element = values.apply(aten.gather.default, (whole, dim, index)) if element is None else element
-    return values.apply(made.target, (element, *rest))
+    return values.apply(op.target, (element, *rest))
 
 
 def _is_constant_in_rows(
-    values: RowValues[V], rest: tuple[Any, ...], made: Made[V], dim: int, operand: Made[V]
+    values: RowValues[V], rest: tuple[Any, ...], op: ValueOp[V], dim: int, operand: ValueOp[V]
 ) -> bool:
-    other = values.made(rest[0]) if len(rest) == 1 else None
+    other = values.op_of(rest[0]) if len(rest) == 1 else None
     return (
         other is not None
-        and other.dtype is made.dtype is operand.dtype
-        and _is_row_of(other.shape, made.shape, dim, size=1)
+        and other.dtype is op.dtype is operand.dtype
+        and _is_row_of(other.shape, op.shape, dim, size=1)
     )
 
 
@@ -122,41 +122,41 @@ def _one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHo
 
 
 def _made_one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]) -> _OneHot[V] | None:
-    made = values.made(value)
-    if made is None or made.kwargs:
+    op = values.op_of(value)
+    if op is None or op.kwargs:
         return None
-    if made.target is aten.scatter.value:
-        return _scattered(values, made, dim)
-    if made.target is torch.ops.prims.convert_element_type.default:
-        row = _one_hot(values, made.args[0], dim, known)
+    if op.target is aten.scatter.value:
+        return _scattered(values, op, dim)
+    if op.target is torch.ops.prims.convert_element_type.default:
+        row = _one_hot(values, op.args[0], dim, known)
         if row is None or isinstance(row.element, int | float):
             return None
-        return _OneHot(row.index, values.apply(made.target, (row.element, *made.args[1:])))
-    if made.target is aten.mul.Tensor:
-        left, right = made.args
-        return _scaled(values, made, left, right, dim, known) or _scaled(values, made, right, left, dim, known)
+        return _OneHot(row.index, values.apply(op.target, (row.element, *op.args[1:])))
+    if op.target is aten.mul.Tensor:
+        left, right = op.args
+        return _scaled(values, op, left, right, dim, known) or _scaled(values, op, right, left, dim, known)
     return None
 
 
-def _scattered(values: RowValues[V], made: Made[V], dim: int) -> _OneHot[V] | None:
-    base, along, index, element = made.args
-    zeros, at = values.made(base), values.made(index)
+def _scattered(values: RowValues[V], op: ValueOp[V], dim: int) -> _OneHot[V] | None:
+    base, along, index, element = op.args
+    zeros, at = values.op_of(base), values.op_of(index)
     is_zero = zeros is not None and zeros.target is aten.full.default and zeros.args[1] == 0
-    if not is_zero or at is None or along % max(1, len(made.shape)) != dim or not isinstance(element, int | float):
+    if not is_zero or at is None or along % max(1, len(op.shape)) != dim or not isinstance(element, int | float):
         return None
-    return _OneHot(index, element) if _is_row_of(at.shape, made.shape, dim, size=1) else None
+    return _OneHot(index, element) if _is_row_of(at.shape, op.shape, dim, size=1) else None
 
 
 def _scaled(
-    values: RowValues[V], made: Made[V], rows: Any, factor: Any, dim: int, known: dict[int, _OneHot[V] | None]
+    values: RowValues[V], op: ValueOp[V], rows: Any, factor: Any, dim: int, known: dict[int, _OneHot[V] | None]
 ) -> _OneHot[V] | None:
-    row, source, by = _one_hot(values, rows, dim, known), values.made(rows), values.made(factor)
-    if row is None or source is None or source.shape != made.shape or by is None or by.dtype is not made.dtype:
+    row, source, by = _one_hot(values, rows, dim, known), values.op_of(rows), values.op_of(factor)
+    if row is None or source is None or source.shape != op.shape or by is None or by.dtype is not op.dtype:
         return None
-    if by.shape == made.shape and made.shape[dim] != 1:
+    if by.shape == op.shape and op.shape[dim] != 1:
         element = _element(values, factor, dim, row.index)
         factor = values.apply(aten.gather.default, (factor, dim, row.index)) if element is None else element
-    elif not _is_row_of(by.shape, made.shape, dim, size=1):
+    elif not _is_row_of(by.shape, op.shape, dim, size=1):
         return None
     return _OneHot(row.index, values.apply(aten.mul.Tensor, (factor, row.element)))
 

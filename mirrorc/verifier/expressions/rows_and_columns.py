@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.graph.one_hot_rows import ROW_MAKERS, Made, by_elements
+from mirrorc.analysis.graph.one_hot_rows import ROW_MAKERS, ValueOp, by_elements
 from mirrorc.analysis.graph.padded_products import FACTORS, columns_before_padding, first_columns, places_of_columns
 from mirrorc.torch_internals import sizes_key
 
@@ -26,41 +26,41 @@ class NumberedRows:
 
     def __init__(self, number_application: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number_application = number_application
-        self._made: dict[int, Made[Number] | fx.Node] = {}
+        self._op_of: dict[int, ValueOp[Number] | fx.Node] = {}
 
     def note(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
         number = numbered[node]
-        if isinstance(number, int) and number not in self._made:
+        if isinstance(number, int) and number not in self._op_of:
             is_of_rows = node.target in ROW_MAKERS
-            self._made[number] = _made(node, numbered) if is_of_rows else node
+            self._op_of[number] = _op_of(node, numbered) if is_of_rows else node
 
     def by_elements(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
         """The number of a node's value, if it depends on one element of each row alone."""
-        element = by_elements(self, _made(node, numbered))
+        element = by_elements(self, _op_of(node, numbered))
         return element.number if element is not None else None
 
-    def made(self, value: Any) -> Made[Number] | None:
+    def op_of(self, value: Any) -> ValueOp[Number] | None:
         """The operator, arguments, shape and dtype of an expression; None if unknown."""
-        maker = self._made.get(value.number) if isinstance(value, Number) else None
+        maker = self._op_of.get(value.number) if isinstance(value, Number) else None
         if not isinstance(maker, fx.Node):
             return maker
         tensor = maker.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
             return None
-        return Made(None, (), {}, sizes_key(tensor.shape), tensor.dtype)
+        return ValueOp(None, (), {}, sizes_key(tensor.shape), tensor.dtype)
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> Number:
         return Number(self._number_application(target, args))
 
 
-def _made(node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Made[Number]:
+def _op_of(node: fx.Node, numbered: Mapping[fx.Node, Any]) -> ValueOp[Number]:
     def number(source: fx.Node) -> Any:
         return Number(numbered[source])
 
     args: Any = fx.node.map_arg(node.args, number)
     kwargs: Any = fx.node.map_arg(node.kwargs, number)
     value = node.meta["val"]
-    return Made(node.target, args, kwargs, sizes_key(value.shape), value.dtype)
+    return ValueOp(node.target, args, kwargs, sizes_key(value.shape), value.dtype)
 
 
 class NumberedColumns:

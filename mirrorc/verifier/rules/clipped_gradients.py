@@ -10,7 +10,7 @@ from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import GRADIENTS
 from mirrorc.analysis.buckets.rescaling import (
-    Measured,
+    NormOperands,
     Norms,
     factor_of,
     gradient_takers,
@@ -106,12 +106,12 @@ def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
                     )
 
 
-def _buckets_of(measured: Measured) -> frozenset[int] | None:
+def _buckets_of(measured: NormOperands) -> frozenset[int] | None:
     buckets = [part.bucket if part is not None and part.kind == GRADIENTS else None for part in measured.parts]
     return frozenset(bucket for bucket in buckets if bucket is not None) if None not in buckets else None
 
 
-def _is_whole(program: Program, bucket: int, measured: Measured) -> bool:
+def _is_whole(program: Program, bucket: int, measured: NormOperands) -> bool:
     parts = [part for part in measured.parts if part is not None and part.bucket == bucket]
     spans = sorted((span.start, span.stop) for part in parts for span in part.spans)
     are_sums = all(span.replicas == frozenset(program.reduced_replicas) for part in parts for span in part.spans)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.gradients.eager_gradients import Taken, places_of_arguments, taken_gradients
+from mirrorc.analysis.gradients.eager_gradients import TakenGradients, places_of_arguments, taken_gradients
 from mirrorc.custom_ops.eager_calls import backward_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of
@@ -26,7 +26,7 @@ class Asked:
         are_last: True if the backward must have ended, so that its exceptions are raised before the function goes on.
     """
 
-    def __init__(self, taken: Taken, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
+    def __init__(self, taken: TakenGradients, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
         self.backward = backward_of(taken.call, token, tangent)
         self._are_last, self._missing = are_last, list(reversed(taken.places))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mirrorc.analysis.graph.one_hot_rows import Made, element_of_row, sum_of_one_hot
+from mirrorc.analysis.graph.one_hot_rows import ValueOp, element_of_row, sum_of_one_hot
 
 aten = torch.ops.aten
 SHAPE = (4, 5)
@@ -25,18 +25,18 @@ class Values:
     def __init__(self) -> None:
         self.made_since: list[Value] = []
 
-    def made(self, value: Any) -> Made[Value] | None:
+    def op_of(self, value: Any) -> ValueOp[Value] | None:
         if not isinstance(value, Value):
             return None
-        return Made(value.target, value.args, {}, value.shape, torch.float64)
+        return ValueOp(value.target, value.args, {}, value.shape, torch.float64)
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> Value:
         self.made_since.append(Value(target, args, shape=(4, 1)))
         return self.made_since[-1]
 
 
-def summed(rows: Value) -> Made[Value]:
-    return Made(aten.sum.dim_IntList, (rows, [1], True), {}, (4, 1), torch.float64)
+def summed(rows: Value) -> ValueOp[Value]:
+    return ValueOp(aten.sum.dim_IntList, (rows, [1], True), {}, (4, 1), torch.float64)
 
 
 def one_hot() -> Value:
@@ -79,6 +79,8 @@ def test_elements_are_read_through_a_few_differences(times: int, most: int) -> N
     values, rows = Values(), Value()
     for _ in range(times):
         rows = Value(aten.sub.Tensor, (rows, Value(shape=(4, 1))))
-    found = element_of_row(values, Made(aten.gather.default, (rows, 1, Value(shape=(4, 1))), {}, (4, 1), torch.float64))
+    found = element_of_row(
+        values, ValueOp(aten.gather.default, (rows, 1, Value(shape=(4, 1))), {}, (4, 1), torch.float64)
+    )
     assert found is values.made_since[-1]
     assert [made.target for made in values.made_since] == [aten.gather.default, *[aten.sub.Tensor] * most]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import fx
 
-from mirrorc.analysis.gradients.eager_gradients import Taken
+from mirrorc.analysis.gradients.eager_gradients import TakenGradients
 from mirrorc.custom_ops.eager_calls import register_call
 from mirrorc.runtime.codegen.bound_calls import WAITS, Asking
 from mirrorc.runtime.codegen.graph_function import GraphFunction, failing_nodes, generate
@@ -75,7 +75,7 @@ def function_of(
             if raises_at in places:
                 raise RuntimeError("cannot launch")
 
-        taken = Taken(number, *given, places, ())
+        taken = TakenGradients(number, *given, places, ())
         is_last = node is list(nodes)[-1]
         return Asking(take, [(lambda token, tangent: Asked(taken, is_last, token, tangent), (0, 1))])
 
