@@ -436,7 +436,7 @@ def test_variables_that_no_open_step_has_any_more_are_let_go() -> None:
             again(x, target=x)
             teachers[0] = nn.Linear(3, 3).requires_grad_(False)
         assert len(store.tensors) == 7 + 7 + 7 + 2 * 2
-        again._specializer._kept[Purpose.STEP]._by_key.clear()
+        again._specializer._caches[Purpose.STEP]._by_key.clear()
         again(x, target=x)
         assert len(store.tensors) == 7 + 7 + 7 + 2
     steps[0].close()

@@ -423,7 +423,7 @@ def test_so_it_is_of_factors_that_updates_multiply() -> None:
 def test_no_guard_is_made_while_steps_run() -> None:
     """What looks at a symbol in a step would take the size of the compilation for that of the step."""
     step, _ = trained_beside_plain_pytorch(Wide, [(4, 5), (4, 8)], 2)
-    found = next(own[-1] for own in step._specializer._kept[Purpose.STEP]._by_key.values() if own[-1].sizes)
+    found = next(own[-1] for own in step._specializer._caches[Purpose.STEP]._by_key.values() if own[-1].sizes)
     environments = [sizes._fake_mode.shape_env for sizes, _ in found.sizes.graphs if sizes is not None]
     before = [len(one.guards) for one in environments]
     for _, length in random_sizes(4, 5):

@@ -131,7 +131,7 @@ def trained(
             losses.append(step(rows, target=target).item())
         assert_mirrored(step, model, num_devices)
         assert len(step.explain().buckets) == len(step.program.buckets)
-        seldom, often = step._specializer._kept[Purpose.STEP]  # in the order of their last use
+        seldom, often = step._specializer._caches[Purpose.STEP]  # in the order of their last use
         assert often.trial.is_decided and not seldom.trial.is_decided  # which has not come often enough
         assert (
             bool(often.functions.pausing) == (longest_seconds > 0) and often.is_interleaved == often.trial.interleaves
