@@ -107,7 +107,7 @@ class VariableStore:
 
     def has_per_replica(self, name: str) -> bool:
         """Tests for a buffer with a value of its own on each replica."""
-        return name in self._layout.own and not isinstance(self.tensors[name], torch.nn.Parameter)
+        return name in self._layout.separate and not isinstance(self.tensors[name], torch.nn.Parameter)
 
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
         """The tensors that a program reads of a variable, in order of replicas.
