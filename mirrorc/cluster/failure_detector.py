@@ -119,7 +119,7 @@ class Beats:
 
 
 class Listener(Protocol):
-    """What a detector serves: the rounds of joined workers, or a step."""
+    """The client of a detector, such as a step."""
 
     def progress(self) -> str:
         """A text sent with each heartbeat."""
@@ -225,9 +225,7 @@ class FailureDetector:
 
     def _await_beats(self, seconds: float, is_known: Callable[[], bool]) -> list[int]:
         """``seconds`` bound each answer of the store, not the wait."""
-        earlier = in_bounded_time(
-            self.beats.read, seconds
-        )  # a change since a read before may be older than the failure
+        earlier = in_bounded_time(self.beats.read, seconds)  # a beat since the last sample may precede the failure
         while True:
             beats = in_bounded_time(self.beats.read, seconds)
             if is_known():

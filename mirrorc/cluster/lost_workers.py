@@ -66,8 +66,8 @@ class Lookout:
             return {}
         self._looked_at = now
         for message in self._messages.read():
-            rank, _, text = message.partition(" ")
-            self._ends[int(rank)] = text
+            ended, _, text = message.partition(" ")
+            self._ends[int(ended)] = text
         fates = {worker.rank: self._ends[worker.rank] for worker in self._others if worker.rank in self._ends}
         for worker in self._others:
             if self._system and worker.system == self._system and _has_ended(worker.pid):

@@ -305,7 +305,7 @@ class TeamCoordinator:
         return self._agreed
 
     def examples(self, local: int) -> Examples:
-        calls_elsewhere = self.agreed.num_kept - self._state.accumulated.num_examples
+        calls_elsewhere = self.agreed.num_accumulated - self._state.accumulated.num_examples
         before = sum(self.agreed.present[: self.team.cluster.rank])
         return Examples(local, self.agreed.num_examples, calls_elsewhere, before, self.agreed.num_present)
 

@@ -27,7 +27,7 @@ class Header:
         seed: seed of the step's random streams; that of worker 0 counts.
         kind: gradient accumulation of its program, see `kind_of`; a guess of a worker that has left. `BESIDES` for a call
             that does not train, `TURN` for a meeting before one.
-        num_kept_calls, num_kept: accumulated calls, and their examples.
+        num_accumulated_calls, num_accumulated: accumulated calls, and their examples.
         parameters: digest of the parameters whose optimizers are not element-wise, run by each worker; 0 for none.
         num_steps: its steps that count for comparisons of copies.
         has_left: 1 if it makes no more calls, and joins those of others, see `mirrorc.step.Step.join`.
@@ -48,8 +48,8 @@ class Header:
     num_present: int = 0
     seed: int = 0
     kind: int = 0
-    num_kept_calls: int = 0
-    num_kept: int = 0
+    num_accumulated_calls: int = 0
+    num_accumulated: int = 0
     parameters: int = 0
     num_steps: int = 0
     has_left: int = 0
@@ -80,7 +80,7 @@ class Agreement:
         num_examples: of all workers.
         num_present: replicas with examples, over all workers.
         present: the same of each worker, by rank.
-        num_kept: accumulated examples over all workers.
+        num_accumulated: accumulated examples over all workers.
         num_steps: of the source.
         accumulation: gradient accumulation of all programs.
         is_other: whether some workers need a program with other accumulation, so that all must meet again.
@@ -98,7 +98,7 @@ class Agreement:
     num_examples: int
     num_present: int
     present: tuple[int, ...]
-    num_kept: int
+    num_accumulated: int
     num_steps: int
     accumulation: Accumulation
     is_other: bool
@@ -127,7 +127,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     is_over = all(peer.has_left for peer in decoded)
     takes_over = not is_over and (any(peer.is_fresh for peer in decoded) or len({peer.written for peer in decoded}) > 1)
     adds = decoded[source].kind == kind_of(Accumulation.ADDS)
-    ends = any(peer.num_kept_calls for peer in decoded)
+    ends = any(peer.num_accumulated_calls for peer in decoded)
     accumulation = Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
     is_other = not is_over and any(peer.kind >= 0 and peer.kind != kind_of(accumulation) for peer in decoded)
     of_programs = () if is_other else ("schedule", "parameters", "deals_anew")
@@ -142,7 +142,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
         num_examples=sum(peer.num_examples for peer in decoded),
         num_present=sum(peer.num_present for peer in decoded),
         present=tuple(peer.num_present for peer in decoded),
-        num_kept=sum(peer.num_kept for peer in decoded),
+        num_accumulated=sum(peer.num_accumulated for peer in decoded),
         num_steps=decoded[source].num_steps,
         accumulation=accumulation,
         is_other=is_other,

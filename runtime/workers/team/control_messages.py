@@ -68,7 +68,7 @@ class Words:
         ]
         return list(zip(map(str, self._cluster.workers), texts, strict=True))
 
-    def kept_texts(self, about: str, text: str) -> list[str]:
+    def first_texts(self, about: str, text: str) -> list[str]:
         """Each worker's first text on a subject, by rank: the same on all of them."""
         store = self._connections.part_of_store(f"told of {about}")
         return all_texts(store, self._cluster, text, self._timeout_seconds, self._is_over)

@@ -69,19 +69,22 @@ class FailedCalls:
         if consequence.next is Next.RAISE:
             return error
         if consequence.next is Next.RESTART:
-            self._why_over = consequence.reason or self._failures.text(failure)
+            self._why_over = consequence.reason or self._failure_text(failure)
         self._publish(consequence.tells, error)
         if not self._connections.close():  # they may still write gradients
             self._why_over = self._why_over or "what was sent to the other workers does not end"
         self.have_parted = self.have_parted or may_have_parted(stage, consequence)
         if event in (Event.RAISED, Event.CLOSED):
             return error
-        assert failure is not None, "published by another worker, or found"
         remedy = Next.RESTART if self._why_over else consequence.next
         return CommunicationError(
-            f"training call {self._call.number} has failed: {self._failures.text(failure)}. "
+            f"training call {self._call.number} has failed: {self._failure_text(failure)}. "
             f"{_state_text(consequence.parameters, is_whole, torn)} {remedy.value}."
         )
+
+    def _failure_text(self, failure: Failure | None) -> str:
+        assert failure is not None, "published by another worker, or sought"
+        return self._failures.text(failure)
 
     def _stage(self, is_whole: Callable[[], bool]) -> Stage:
         stage = self._call.stage

@@ -29,7 +29,7 @@ class Words:
     def __init__(self, chief: Sequence[str]) -> None:
         self.chief, self.told = chief, list[str]()
 
-    def kept_texts(self, about: str, text: str) -> list[str]:
+    def first_texts(self, about: str, text: str) -> list[str]:
         assert about == "the order of gradients"
         self.told.append(text)
         return [json.dumps(self.chief), text]

@@ -24,7 +24,7 @@ class Words:
     def __init__(self, rows_of_chief: int) -> None:
         self.rows_of_chief, self.subjects = rows_of_chief, list[str]()
 
-    def kept_texts(self, subject: str, text: str) -> list[str]:
+    def first_texts(self, subject: str, text: str) -> list[str]:
         self.subjects.append(subject)
         proposal = json.loads(text)
         if subject == "factors":

@@ -16,7 +16,8 @@ def agreed(*said: Header) -> tuple[Agreement | None, str, int]:
 
 
 @pytest.mark.parametrize(
-    "other", [PLAIN, replace(PLAIN, kind=ADDS), replace(PLAIN, kind=ENDS, num_kept_calls=1), replace(PLAIN, is_fresh=1)]
+    "other",
+    [PLAIN, replace(PLAIN, kind=ADDS), replace(PLAIN, kind=ENDS, num_accumulated_calls=1), replace(PLAIN, is_fresh=1)],
 )
 def test_a_call_besides_training_is_made_by_all_or_refused(other: Header) -> None:
     besides = replace(PLAIN, kind=BESIDES, schedule=8)
@@ -27,8 +28,10 @@ def test_a_call_besides_training_is_made_by_all_or_refused(other: Header) -> Non
 
 
 def test_an_update_ends_an_accumulation_on_all_workers() -> None:
-    found, _, _ = agreed(PLAIN, replace(PLAIN, kind=ENDS, num_kept_calls=2, num_kept=3))
-    assert found is not None and found.is_other and found.accumulation is Accumulation.ENDS and found.num_kept == 3
+    found, _, _ = agreed(PLAIN, replace(PLAIN, kind=ENDS, num_accumulated_calls=2, num_accumulated=3))
+    assert (
+        found is not None and found.is_other and found.accumulation is Accumulation.ENDS and found.num_accumulated == 3
+    )
     assert agreed(PLAIN, replace(PLAIN, kind=ADDS))[:2] == (None, "kind")
 
 
