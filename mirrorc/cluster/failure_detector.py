@@ -136,10 +136,6 @@ class FailureDetector:
     A process has a detector for its rounds, and one for each step. A step's messages begin anew, wait for workers that make their
     step later, and end with the step. Rounds bear long silence, while Python holds threads up.
 
-    Args:
-        store: nothing else uses its keys. The thread has a separate connection.
-        listener: None to send heartbeats alone.
-
     Raises:
         RuntimeError, TimeoutError: the store was lost, or does not answer.
     """

@@ -74,10 +74,6 @@ def call_roll(
     The first one to see a misfit, or all workers, writes the verdict; all present workers then raise the same error, or go on.
     A worker after the verdict is refused.
 
-    Args:
-        deadline: the time, by ``time.monotonic()``, until which the others are awaited.
-        while_waiting: called again and again until there is a verdict.
-
     Raises:
         CommunicationError: a worker did not come in time, two have one rank, they have different numbers of workers or versions,
             or the store was lost.

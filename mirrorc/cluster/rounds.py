@@ -44,11 +44,7 @@ class Round:
         self._is_aware = False  # of a failure of this round, and counted among those that are
 
     def check_same(self, topic: str, facts: Mapping[str, object], *, timeout_seconds: float) -> None:
-        """As `Cluster.check_same`.
-
-        Raises:
-            CommunicationError: as there; or a worker has failed in this round, and does not come.
-        """
+        """As `Cluster.check_same`; raises also if a worker has failed in this round, and does not come."""
         self._meet(
             lambda store, deadline: compare(
                 topic, facts, over=StoreTransport(store, self.workers, self.rank, deadline, self._look)
@@ -58,11 +54,7 @@ class Round:
         )
 
     def all_say(self, text: str, *, timeout_seconds: float) -> list[str]:
-        """As `Cluster.all_say`.
-
-        Raises:
-            CommunicationError: as there; or a worker has failed in this round, and does not come.
-        """
+        """As `Cluster.all_say`; raises also if a worker has failed in this round, and does not come."""
         return self._meet(
             lambda store, deadline: all_say(store, self.workers, self.rank, text, deadline, self._look),
             "spoke with the others",

@@ -66,7 +66,6 @@ class Announcements:
         Args:
             executor: of a worker that has left, the program of its last call.
             num_examples: for each replica of this worker; empty for a worker that has left.
-            num_steps: this worker's steps that count for comparisons of copies.
         """
         program, tensors = executor.program, self._state.store.tensors
         if tensors.keys() != self._variables.texts.keys():

@@ -23,9 +23,6 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
     Raises:
         TypeError, ValueError: on entering, the description of the workers is wrong; or a process that trains alone has a group.
         CommunicationError: on entering, see `mirrorc.cluster.join`.
-
-    Attributes:
-        cluster, round: None for a process that trains alone, or compiles for a world without processes.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:

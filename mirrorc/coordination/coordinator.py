@@ -22,7 +22,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class Coordinator(Protocol):
-    """The stages of a training call in which workers meet; `LocalCoordinator` meets nobody."""
+    """The stages of a training call in which workers meet; `TeamCoordinator` has them, `LocalCoordinator` meets nobody."""
 
     @property
     def team(self) -> Team | None:
@@ -40,7 +40,7 @@ class Coordinator(Protocol):
         ...
 
     def begin_call(self) -> None:
-        """Begins a call of the user's loop, while other calls of the step may still run."""
+        """Other calls of the step may still run."""
         ...
 
     def call(self) -> AbstractContextManager[None]:
@@ -48,15 +48,15 @@ class Coordinator(Protocol):
         ...
 
     def note_call(self, call: Call) -> None:
-        """Notes the structure of a call, for calls in which a worker takes part without examples."""
+        """Notes the structure of a call, for calls without examples."""
         ...
 
     def agree(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Revision | None:
-        """Meets the other workers with this one's program; None if the call goes on with it."""
+        """None if the call goes on with this program."""
         ...
 
     def compare_replicas(self, program: Program) -> None:
-        """Compares the workers' copies of variables and optimizer state, if the beginning step is due for that."""
+        """Compares the workers' copies of variables, if the beginning step is due for that."""
         ...
 
     def examples(self, local: int) -> Examples:
@@ -68,11 +68,11 @@ class Coordinator(Protocol):
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
-        """A block around the run of a program, in which optimizers draw random numbers."""
+        """A block in which optimizers draw random numbers."""
         ...
 
     def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Ends a step; returns the loss of all examples."""
+        """Returns the loss of all examples."""
         ...
 
     def joined_steps(
@@ -81,7 +81,7 @@ class Coordinator(Protocol):
         exclusively: Callable[[Callable[[], Any]], Any],
         is_closed: Callable[[], bool],
     ) -> list[JoinedStep]:
-        """The step as `mirrorc.join` needs it; empty for a process alone."""
+        """Empty for a process alone."""
         ...
 
     def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
@@ -89,16 +89,16 @@ class Coordinator(Protocol):
         ...
 
     def note_failure(self, error: BaseException) -> None:
-        """Notes an error after which this worker leaves, for the others."""
+        """The error after which this worker leaves, for the others."""
         ...
 
     def close(self) -> None:
-        """Leaves the other workers; may be repeated."""
+        """May be repeated."""
         ...
 
 
 class LocalCoordinator:
-    """Coordinates the calls of a process alone, and evaluations, which every worker makes alone."""
+    """Also for evaluations, which every worker makes alone."""
 
     team: Team | None = None
     link: LinkSpeed | None = None

@@ -13,11 +13,7 @@ from mirrorc.runtime.workers.team.control_messages import Words
 
 
 def total_loss(words: Words, local: torch.Tensor | None) -> torch.Tensor:
-    """The weighted sum of the losses of all workers, a scalar, float64 in host memory; ``local`` is None without examples.
-
-    Raises:
-        LostConnectionError: a worker has failed, or the connection broke.
-    """
+    """The weighted sum of the losses of all workers, a scalar, float64 in host memory; ``local`` is None without examples."""
     total = torch.zeros((), dtype=torch.float64)
     if local is not None:
         total.copy_(local.detach())
@@ -26,14 +22,7 @@ def total_loss(words: Words, local: torch.Tensor | None) -> torch.Tensor:
 
 
 def show_buffers(words: Words, program: Program, state: StepState, agreed: Agreement, num_present: int) -> None:
-    """Makes buffers alike on all replicas of all workers, which exchange them in one order.
-
-    Args:
-        num_present: this worker's replicas with examples.
-
-    Raises:
-        LostConnectionError: a worker has failed, or the connection broke.
-    """
+    """Makes buffers alike on all replicas of all workers, which exchange them in one order."""
     kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
     for variable in written_buffers(program):
         kinds.setdefault((variable.aggregation, variable.dtype), []).append(variable)

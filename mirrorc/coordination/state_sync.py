@@ -41,7 +41,6 @@ class TakenValues:
 
         Raises:
             CommunicationError: the workers' parts of the optimizer's state may be of two steps; all raise it.
-            LostConnectionError: a worker has failed, or the connection broke.
         """
         if written not in (0, agreed.written) and self._ids is not None:
             source = f"worker {agreed.source}"

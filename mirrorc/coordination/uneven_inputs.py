@@ -74,9 +74,8 @@ class JoinedStep:
 class Block:
     """A loop over calls of some steps, and after it the calls of the workers whose loops still run.
 
-    With several steps, a worker that has left cannot know the next step of the others. So before each call all workers meet
-    over the connections of the first step, and those in their loops announce the number of the step. Different numbers are
-    refused. All workers give the steps in the same order.
+    With several steps, a worker that has left cannot know the next step of the others. So before each call all workers meet over
+    the connections of the first step, and those in their loops announce the number of the step.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:
@@ -139,10 +138,10 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
     """A block at whose end a worker takes part in the calls of the others, until all have come to the end of theirs.
 
-    An exception in it ends the next call of the others. A process alone, without ``steps``, waits for nobody.
+    An exception in it ends the next call of the others. Without ``steps``, it waits for nobody.
 
     Raises:
-        ExecutionError: the block is inside another one, of these steps or of others.
+        ExecutionError: the block is inside another one.
     """
     if not steps:
         yield

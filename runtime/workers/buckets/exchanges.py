@@ -28,16 +28,14 @@ from mirrorc.runtime.workers.team.team import Team
 class Exchanges(Communicator):
     """Exchanges the buckets of a program over gloo.
 
-    Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to
-    launch then sends the whole bucket. All devices launch in the order of the bucket plan, so all workers send in this
-    order.
+    Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to launch
+    sends the whole bucket. All devices launch in the order of the bucket plan, so all workers send in this order.
 
-    A bucket of factors is not added up first: the last device to launch packs the factors of all devices into a message.
-    When the messages of all workers have come, each device makes its share from the factors of all replicas.
+    Of a bucket of factors, the last device packs the factors of all devices into a message. When the messages of all workers have
+    come, each device makes its share from the factors of all replicas.
 
     Args:
         buckets: indices of the exchanged buckets, or numbers of their packs, if buckets are cut.
-        messages: layouts of the factor messages, by bucket.
         made: for each of these buckets, the elements made by each device.
     """
 
@@ -157,12 +155,7 @@ class Exchanges(Communicator):
         self._sharded.wait_parameters(bucket, replica)
 
     def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
-        """As in the base class.
-
-        Raises:
-            Aborted: another device, or another worker, has failed.
-            LostConnectionError: the exchange has failed, or took too long.
-        """
+        """Raises as `JointLaunches.wait`."""
         self._joint.wait(bucket, replica, self._in_words[bucket])
         return pending
 
@@ -172,11 +165,7 @@ class Exchanges(Communicator):
 
 
 class ExchangesOfGpus(Exchanges):
-    """As `Exchanges`, over NCCL, for workers with a GPU each. The host waits for each sum, so that a step commits as on CPUs.
-
-    Attributes:
-        end_collectives: ends running collectives. Otherwise a GPU would wait forever for a lost worker.
-    """
+    """As `Exchanges`, over NCCL. The host waits for each sum; ``end_collectives`` ends those that wait for a lost worker."""
 
     link = "nccl-workers"
     end_collectives: Callable[[], object]

@@ -23,9 +23,8 @@ class JointLaunches:
         tags: keys of the collectives; each is launched once in a step.
 
     Attributes:
-        unit: name of the launched thing in messages: a bucket, or a pack.
+        unit: name of the launched thing in messages.
         lock: held from `is_last` until the launch.
-        under_way: the tags of collectives in flight.
     """
 
     def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:

@@ -26,15 +26,9 @@ class SentPart(Protocol):
 
 
 class SentPayload(SeveralRounds):
-    """A `SentPart` of a user's payload.
+    """A `SentPart` of a user's payload; ``whole`` is the pack with the rest of earlier steps.
 
     The lane's thread encodes, exchanges and decodes, so all workers launch the rounds of all packs in the same order.
-
-    Args:
-        whole: the pack, 1-D, with the rest of earlier steps.
-        gradients_of: the gradients in such a tensor, by name.
-        state: state of the last step, by name.
-        keep: receives the state of this step.
     """
 
     def __init__(

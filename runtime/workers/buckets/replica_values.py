@@ -21,12 +21,10 @@ _SENT_AS = {torch.int16: torch.int64}  # what gloo cannot add; the sum wraps aro
 class WorkerValues:
     """Meetings of a program's forward and backward with the replicas of other workers.
 
-    Each present replica leaves a copy of its value. The last to come adds them up, in the order of replicas, and launches
-    the sum over all workers. A gather is a sum, too: each worker writes its rows in their place, and zeros elsewhere, as
-    integers, so that no bit changes. A worker without examples contributes zeros.
+    Each present replica leaves a copy of its value. The last to come adds them up, in the order of replicas, and launches the
+    sum over all workers. A gather is a sum, too: each worker writes its rows in their place, and zeros elsewhere, as integers.
 
-    Every replica waits in a meeting until all have come, so all workers launch these sums in the order of the program, over
-    a separate lane.
+    Every replica waits until all have come, so all workers launch these sums in the order of the program, over a separate lane.
     """
 
     def __init__(self, program: Program, timeout_seconds: float, launch: Launch) -> None:
@@ -49,7 +47,7 @@ class WorkerValues:
         self._rows: dict[int, dict[int, int]] = {number: {} for number in self._meetings}
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor | None = None) -> None:
-        """Leaves a copy of a replica's value, since its next region may write that memory; never blocks."""
+        """Leaves a copy of a replica's value, as its next region may write that memory; never blocks."""
         number = _number(node)
         copy = value.clone(memory_format=torch.contiguous_format) if value is not None else None
         with self._joint.lock:
@@ -61,12 +59,7 @@ class WorkerValues:
                 self._joint.send(number, (lambda group: group.all_reduce(message)) if message.numel() else None)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor | None:
-        """The result over the values of all present replicas, contiguous and not shared with other replicas.
-
-        Raises:
-            Aborted: another replica, or another worker, failed.
-            LostConnectionError: the others did not come in time, or the connection broke.
-        """
+        """The result over all present replicas, contiguous and not shared. Raises as `JointLaunches.wait`."""
         number = _number(node)
         meeting = self._meetings[number]
         self._joint.wait(number, self._present.index(replica), f"{meeting.name} {number}")

@@ -12,10 +12,10 @@ _SUMS, _PARAMETERS = "sums", "parameters"
 
 
 class ShardedBuckets:
-    """Moves the buckets of a program that workers update in shards of equal length, in the order of ranks.
+    """Moves buckets that workers update in shards of equal length, in the order of ranks.
 
-    Sums go by an all_to_all: each worker sends each other its shard, half of an all_reduce's bytes, and adds up in the
-    order of ranks. gloo's reduce_scatter takes longer than its all_reduce.
+    Sums go by an all_to_all and are added in the order of ranks: half of an all_reduce's bytes;
+    gloo's reduce_scatter takes longer.
     """
 
     def __init__(

@@ -16,13 +16,9 @@ _MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at t
 
 
 class LargestElements:
-    """A `SentPart`: a worker's top-k elements of a pack, and memory for those of all. Sent elements become zero in the pack.
-
-    Args:
-        whole: the pack, 1-D, of real numbers. NaN counts as the largest.
+    """A `SentPart`: a worker's top-k elements of a pack, 1-D, which become zero there; NaN counts as the largest.
 
     Attributes:
-        message: this worker's bytes.
         gathered: the messages of all workers, in order of ranks, after the all-gather.
     """
 
@@ -41,7 +37,7 @@ class LargestElements:
         return group.all_gather(self.message, self.gathered)
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Adds up these elements of all messages, in the order of ranks; the rest is in the pack already."""
+        """Adds up in the order of ranks; the rest is in the pack already."""
         into.zero_()
         for elements, places in self.of_workers():
             if stop - start < self._num_elements:
@@ -50,7 +46,6 @@ class LargestElements:
             into.index_add_(0, places, elements)
 
     def of_workers(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """The sent elements of each worker, and their places."""
         return [self._parts(message) for message in self.gathered]
 
     def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,9 +59,8 @@ class LargestElements:
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
     """The places of the ``count`` largest elements, 1-D and none below zero, in any order; NaN is the largest.
 
-    On a CPU, ``torch.topk`` takes five times as long: it moves pairs of elements and places. Here a sample gives a bound
-    that somewhat more elements reach than are wanted, and only these are compared. If the sample was wrong, ``torch.topk``
-    decides.
+    On a CPU, ``torch.topk`` takes five times as long, as it moves pairs. Here a sample gives a bound that somewhat more elements
+    reach than are wanted. If the sample was wrong, ``torch.topk`` decides.
     """
     sample = magnitudes[::_SAMPLED]
     expected = count / _SAMPLED

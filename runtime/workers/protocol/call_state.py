@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 
 
 class Stage(enum.StrEnum):
-    """The stages of a training call.
+    """The stages of a training call: BEFORE, VOTING, COMMITTED, DONE.
 
-    A call goes from BEFORE over VOTING and COMMITTED to DONE. One that commits before all sums are there goes over VOTING_EARLY,
-    UPDATING and UPDATED. A call that all workers refuse alike ends in REFUSED.
+    A call that commits before all sums are there goes over VOTING_EARLY, UPDATING and UPDATED. REFUSED ends one that all refuse.
     """
 
     BEFORE = "before"  # the others know of no vote of this worker
@@ -26,12 +25,7 @@ class Stage(enum.StrEnum):
 
 @dataclass
 class CallState:
-    """State of this worker's training calls, which come one at a time.
-
-    Attributes:
-        number: number of the last begun call; 0 before the first.
-        stage: stage of that call.
-    """
+    """This worker's training calls, which come one at a time; ``number`` is 0 before the first."""
 
     number: int = 0
     stage: Stage = Stage.BEFORE

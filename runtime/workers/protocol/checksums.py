@@ -48,9 +48,7 @@ def checksums_of_state(
 def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor | str]]:
     """The tensors in a value, and process-independent texts of the rest, each with its path.
 
-    Args:
-        value: objects are described by their attributes, unless they have a stable text.
-        known: paths of values seen before, by ids; each is described once.
+    Objects are described by their attributes, unless they have a stable text. ``known``: paths of values seen before, by ids.
     """
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
         yield f"{path} sizes", str(list(value.shape))

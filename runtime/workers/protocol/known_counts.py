@@ -18,8 +18,7 @@ Tell = Callable[[Callable[[Any], Any]], None]
 class KnownCounts:
     """Row counts of workers, by their digests.
 
-    A header has the digest of a worker's counts, and of all counts it knows. If some worker does not know one of the
-    former, or the latter differ, as after an unfinished call, all send theirs in another message.
+    If some worker does not know a digest in a header, or what is known differs, as after an unfinished call, all send theirs.
     """
 
     def __init__(self) -> None:

@@ -20,11 +20,7 @@ def take_over_values(
     scaler: torch.amp.GradScaler | None,
     source: int,
 ) -> None:
-    """Broadcasts parameters, buffers, and the state of optimizers and scaler from the worker ``source``.
-
-    Raises:
-        LostConnectionError: a worker has failed, or the connection broke.
-    """
+    """Broadcasts parameters, buffers, and the state of optimizers and scaler from the worker ``source``."""
     with torch.no_grad():
         for tensor in tensors.values():
             sent = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -56,11 +52,7 @@ def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]
 def take_over_hyperparameters(
     team: Team, groups: Sequence[dict[str, Any]], scaler: torch.amp.GradScaler | None, source: int, *, has_left: bool
 ) -> None:
-    """Broadcasts hyperparameters of optimizers and scaler from the worker ``source`` to workers that have left.
-
-    Raises:
-        LostConnectionError: a worker has failed, or the connection broke.
-    """
+    """Broadcasts hyperparameters of optimizers and scaler from the worker ``source`` to workers that have left."""
     local = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     scale = scaler.state_dict() if scaler is not None else {}
     hyperparameters, scale = _copied(team, (local, scale) if team.cluster.rank == source else None, source)
@@ -76,11 +68,7 @@ _NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # 
 
 @contextmanager
 def stream_of_chief(team: Team) -> Iterator[None]:
-    """A context in which torch's default generator has the chief's state; other workers get theirs back after it.
-
-    Raises:
-        LostConnectionError: a worker has failed, or the connection broke.
-    """
+    """A context in which torch's default generator has the chief's state; other workers get theirs back after it."""
     local_state = torch.get_rng_state()
     chiefs = local_state.clone()
     team.words.copy(chiefs)

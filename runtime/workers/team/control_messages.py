@@ -85,11 +85,7 @@ class Words:
         self._compare(subject, facts, remedy, lambda: _Lane(self._cluster, self._connections, self._begin_refusal))
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Raises the same error in all workers, with their first difference, after a difference in headers.
-
-        Raises:
-            LostConnectionError: a worker has failed, or is gone, before it has sent its facts.
-        """
+        """As `compare`, after a difference in headers."""
         self._compare(subject, facts, remedy, self._begin_refusal)
 
     def _begin_refusal(self) -> Transport:

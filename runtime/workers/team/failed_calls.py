@@ -54,7 +54,6 @@ class FailedCalls:
         """The error to raise for a failed call; the other workers are notified.
 
         Args:
-            error: the exception in it.
             is_whole: whether variables and optimizers are those of some step, asked after a failure behind the commit.
             torn: the buckets updated by the step, if it has failed after an early commit; else empty.
         """

@@ -49,15 +49,9 @@ Details = Callable[[], Mapping[str, object]]
 class Meetings:
     """Has the workers of a team meet, once or several times in each call.
 
-    Args:
-        call: progress of this worker.
-        watcher: knows the heartbeats; sends this worker's progress.
-        words: sends the details of a difference.
-
     Attributes:
-        row_counts: row counts of the factors in this step, of each worker by rank, see
-            `mirrorc.analysis.gradients.sent_factors.row_counts`.
-        gathered_rows: row counts of the model's gathers, of each worker by rank.
+        row_counts: of each worker's factors in this step, by rank.
+        gathered_rows: of each worker's gathers, by rank.
     """
 
     def __init__(

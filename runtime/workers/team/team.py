@@ -31,13 +31,12 @@ from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, Pa
 class Team:
     """The workers of a step, seen from a single worker.
 
-    A step that fails on any worker fails on all, before it has changed anything; connections are closed, which ends running
-    collectives, and reopened at the next call.
+    A step that fails on any worker fails on all, before it has changed anything. Connections are closed, and reopened at the next
+    call.
 
     Args:
-        name: name of the step, the same on all workers, and of no other step.
-        timeout_seconds: the longest wait of a worker for another.
-        device: device of this worker's buckets; of the same type on all workers.
+        name: the same on all workers, and of no other step.
+        device: of this worker's buckets; of the same type on all workers.
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, device: torch.device) -> None:
@@ -143,23 +142,18 @@ class Team:
         return self._meetings.meet(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
-        """Opens the lane for values of the model, if it is not open; all workers do so in the same call.
-
-        Raises:
-            LostConnectionError: they could not connect.
-        """
+        """Opens the lane for values of the model, if it is not open; all workers do so in the same call."""
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
         """Waits for the votes of all workers; from then on the step is decided, for all alike.
 
         Args:
-            columns: replicas whose numbers all adopt; each leaves as many as a replica of this worker.
+            columns: replicas whose numbers all adopt.
             is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
 
         Raises:
-            LostConnectionError: a worker has failed, or the connection broke.
-            CommunicationError: the workers disagree on the same sums.
+            CommunicationError: the workers disagree on the same sums, or a worker has failed.
         """
         call = self._call
         message = vote.to_message(columns)
@@ -173,15 +167,11 @@ class Team:
         return decision
 
     def end_updates(self) -> None:
-        """Called when this worker has all sums, and has updated; its loss is sent next."""
+        """All sums are here, and updates done; the loss is next."""
         self._call.stage = Stage.UPDATED if self._call.stage is Stage.UPDATING else Stage.COMMITTED
 
     def hear(self, text: str) -> list[tuple[str, str]]:
-        """Exchanges texts of all workers after the decision against a step; then all raise the same error.
-
-        Raises:
-            LostConnectionError: a worker has failed, or the connection broke.
-        """
+        """Exchanges texts of all workers after the decision against a step; then all raise the same error."""
         self._call.stage = Stage.BEFORE
         texts = self.words.texts(text)
         self._call.stage = Stage.REFUSED

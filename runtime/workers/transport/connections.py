@@ -42,11 +42,11 @@ _HOST = torch.device("cpu")
 class Connections:
     """A lane for control messages and a lane for buckets, opened together, at a call, and closed together, by a failure.
 
-    Values of the model, gathered over replicas, have a third lane. A device without examples launches its buckets at any
-    time, so before such a value on some workers and after it on others: a shared lane would mix them up.
+    Values of the model have a third lane: a device without examples launches its buckets at any time, before such a value on some
+    workers and after it on others.
 
     Attributes:
-        link: speed of the link between the workers at its last opening; None before.
+        link: measured speed at the last opening; None before.
     """
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> None:
@@ -73,11 +73,7 @@ class Connections:
         is_over: Callable[[], bool],
         may_wait_on: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Opens closed lanes when all workers have come to a call.
-
-        Args:
-            is_over: whether a worker has failed meanwhile.
-            may_wait_on: called at each timeout, whether to wait as long again.
+        """Opens closed lanes when all workers have come to a call. Arguments as of `await_all`.
 
         Raises:
             LostConnectionError: a worker has failed, has ended, or does not come in time.
@@ -112,11 +108,7 @@ class Connections:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
     def tell(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
-        """Runs a collective on control messages; see `Lane.call`.
-
-        Raises:
-            LostConnectionError: a worker has failed, or does not answer in time.
-        """
+        """Runs a collective on control messages; see `Lane.call`."""
         lanes = list(self._lanes)
         if not lanes:
             raise LostConnectionError("the connection to the other workers is closed")
@@ -146,7 +138,7 @@ class Connections:
             lane.cut()
 
     def close(self) -> bool:
-        """Closes open lanes; returns whether all collectives have ended, so that none of them writes any more."""
+        """Returns whether all collectives have ended, so that none of them writes any more."""
         have_ended = [lane.close() for lane in self._lanes]
         self._lanes.clear()
         return all(have_ended)

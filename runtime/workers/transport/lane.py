@@ -43,13 +43,9 @@ def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float
 
 
 class Lane:
-    """Launches collectives in order, and reports the end of each in this order.
+    """Launches collectives in order, over NCCL on a GPU and else over gloo, and reports the end of each in this order.
 
     Waiting for a collective is deaf to signals, and a waiting device has a timeout of its own. So the lane's thread waits.
-
-    Args:
-        timeout_seconds: the longest time of each collective, and of the rendezvous.
-        device: device of the tensors. Those of a GPU go over NCCL, all others over gloo.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -68,8 +64,8 @@ class Lane:
     def launch(self, collective: Callable[[Any], Any], done: Done) -> None:
         """Launches a collective, returned by ``collective`` as a work, without waiting. ``done`` receives its error, if any.
 
-        After the first work of `SeveralRounds`, each work is launched after the end of those before it: then all workers
-        launch the rounds of all of them in the same order, too.
+        After the first work of `SeveralRounds`, each work waits for the end of those before it: so all workers launch the rounds
+        of all of them in the same order.
         """
         with self._launching:
             try:
