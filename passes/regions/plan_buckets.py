@@ -140,9 +140,10 @@ class PlanBuckets:
             return f"{number} in {counted(len(buckets), 'bucket')}{order}: {whose}"
         if len(buckets) == 1:
             return f"{number} in one bucket" + ("" if self.gradient_order == "ready" else order)
+        first_mb, cap_mb = (cap / 2**20 for cap in plan.caps)
         return (
             f"{number} in {len(buckets)} buckets{order}: a gradient that would take a bucket "
-            f"over {plan.cap_mb:g} MiB (bucket 0: {plan.first_mb:g} MiB) opens the next{_excess_text(buckets, plan)}"
+            f"over {cap_mb:g} MiB (bucket 0: {first_mb:g} MiB) opens the next{_excess_text(buckets, plan)}"
         )
 
     def _order_text(self) -> str:

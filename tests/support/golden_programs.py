@@ -229,7 +229,7 @@ MODELS = {
         _sgd,
         lambda n: {"images": torch.zeros(n, 1, 8, 8), "target": _classes(n)},
         F.cross_entropy,
-        _small_buckets(0.01, 0.0085),
+        _small_buckets(0.0085, 0.0085),
         uneven_on=4,
     ),
 }
