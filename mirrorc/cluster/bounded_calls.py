@@ -15,15 +15,13 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Calls a function once in a separate thread, and returns its result or raises its error.
-
-    torch waits without a bound, and deaf to signals, for a connected store that does not answer.
+    """Calls a function in a thread, as torch waits without a bound, and deaf to signals, for a store that does not answer.
 
     Args:
         is_over: polled to end a vain wait early; None to wait in any case.
 
     Raises:
-        TimeoutError: it has not ended in time. Its thread stays, and ends with the process at the latest.
+        TimeoutError: its thread stays.
     """
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 

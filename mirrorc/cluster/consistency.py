@@ -33,7 +33,7 @@ class Transport(Protocol):
     def workers(self) -> Sequence[Worker]: ...
 
     def digests(self, topic: str, text: str) -> Sequence[int]:
-        """The digests of all workers' texts, by rank."""
+        """By rank."""
         ...
 
     def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
@@ -42,14 +42,13 @@ class Transport(Protocol):
 
 
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
-    """Returns if all workers give equal facts in one order; raises the same error in all of them if not.
+    """Raises the same error in all workers unless all give equal facts in one order.
 
     Args:
         topic: the subject of the facts, in the plural.
-        facts: any printable values, by name.
 
     Raises:
-        CommunicationError: the workers differ, or some of them did not come to compare.
+        CommunicationError: the workers differ, or some did not come to compare.
     """
     text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
     digests = over.digests(topic, text)
@@ -64,12 +63,11 @@ def _nothing() -> None:
 
 
 class StoreTransport:
-    """Exchanges facts in the workers' store.
+    """Exchanges facts in the workers' store, under new keys for each comparison.
 
     Args:
-        store: its keys are new for each comparison.
-        deadline: the time, by ``time.monotonic()``, until which the others are awaited.
-        look: called now and then meanwhile, to raise an error that ends the wait.
+        deadline: by ``time.monotonic()``.
+        look: called while waiting, to raise an error that ends the wait.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ def all_say(
     deadline: float,
     look: Callable[[], object] = _nothing,
 ) -> list[str]:
-    """The texts of all workers, by rank. Arguments as of `StoreTransport`.
+    """The texts of all workers, by rank.
 
     Raises:
         CommunicationError: some texts did not come in time.
@@ -132,7 +130,7 @@ def all_say(
 
 
 def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts) -> str:
-    """The first different fact of two workers; empty if there is none. The first fact of each is its topic."""
+    """Empty if there is none. The first fact of each worker is its topic."""
     topic = facts[0][1]
     for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
         if fact != other_fact:

@@ -29,9 +29,8 @@ class Pace:
     """Time constants of a detector, in seconds.
 
     Attributes:
-        interval: between two heartbeats.
         silence: without a new heartbeat, after which a worker counts as lost.
-        longest_gap: counted between two reads of the heartbeats, as the reader itself may have been stopped.
+        longest_gap: counted between two reads, as the reader itself may have been stopped.
         sampling: between two reads by the detector's thread; infinite if only the waiting thread reads.
     """
 
@@ -42,7 +41,7 @@ class Pace:
 
 
 class Messages:
-    """Messages of the workers, which all read in one order. Nothing else uses the keys of the store.
+    """Messages of the workers, read by all in one order.
 
     Attributes:
         gone: ranks of workers that may read nothing more.
@@ -55,11 +54,7 @@ class Messages:
         self.gone: set[int] = set()
 
     def publish(self, text: str, *, is_awaited: bool, tries_every: float = _SECONDS_BETWEEN_TRIES) -> None:
-        """Publishes a message; if it ``is_awaited``, returns when all others have read it, after some seconds at the latest.
-
-        Raises:
-            RuntimeError: the store was lost.
-        """
+        """Publishes a message; if it ``is_awaited``, waits some seconds at most until all others have read it."""
         key = f"message {self._store.add(_NUM_MESSAGES, 1) - 1}"
         self._published.add(key)  # it is read when it is there
         self._store.set(key, text)
@@ -71,7 +66,7 @@ class Messages:
             time.sleep(tries_every)
 
     def read(self) -> Iterator[str]:
-        """The new messages of the other workers. Each counts as read when the next one is asked for."""
+        """Each message counts as read when the next one is asked for."""
         count = self._store.add(_NUM_MESSAGES, 0)
         while self._num_read < count:
             key = f"message {self._num_read}"
@@ -101,7 +96,6 @@ class Beats:
         return time.monotonic() - self._read_at
 
     def read(self) -> dict[int, bytes]:
-        """The last heartbeats, by rank; empty for workers without any."""
         keys = {rank: _beat(rank) for rank in self._others}
         beats = {rank: self._store.get(key) if self._store.check([key]) else b"" for rank, key in keys.items()}
         with self._counting:
@@ -113,14 +107,12 @@ class Beats:
         return beats
 
     def silent(self) -> list[int]:
-        """The workers without a new heartbeat for long enough, at the last read."""
+        """Workers without a new heartbeat for long enough, at the last read."""
         with self._counting:
             return [rank for rank, seconds in self._silence.items() if seconds >= self._pace.silence]
 
 
 class Listener(Protocol):
-    """The client of a detector, such as a step."""
-
     def progress(self) -> str:
         """A text sent with each heartbeat."""
         ...
@@ -133,8 +125,8 @@ class Listener(Protocol):
 class FailureDetector:
     """Sends this worker's heartbeats from a thread, and passes on messages of the other workers.
 
-    A process has a detector for its rounds, and one for each step. A step's messages begin anew, wait for workers that make their
-    step later, and end with the step. Rounds bear long silence, while Python holds threads up.
+    A process has a detector for its rounds, which bears long silence, as Python may hold threads up; and one for each step,
+    which waits for workers that make their step later.
 
     Raises:
         RuntimeError, TimeoutError: the store was lost, or does not answer.
@@ -152,7 +144,7 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._run, name="mirrorc heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. The listener hears the messages of before, too."""
+        """Starts the thread. The listener hears earlier messages, too."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -182,7 +174,7 @@ class FailureDetector:
             self.beats.read()
 
     def publish(self, message: str) -> None:
-        """Publishes a message, and waits until all but ``messages.gone`` have read it, for a bounded time. Raises nothing."""
+        """Publishes a message, and waits a bounded time until all but ``messages.gone`` have read it. Raises nothing."""
         self._publish(message, _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS, is_awaited=True)
 
     def _publish(self, message: str, seconds: float, *, is_awaited: bool) -> None:
@@ -195,7 +187,7 @@ class FailureDetector:
     def find_silent(self, is_known: Callable[[], bool], slack_seconds: float) -> list[int] | None:
         """The ranks without heartbeats; None if the store does not answer. Empty at once if ``is_known`` tells of a failure.
 
-        Takes some seconds, or ``slack_seconds`` if the thread has already waited as long for the store.
+        Takes some seconds, or ``slack_seconds`` if the thread has waited as long for the store.
         """
         seconds = self._pace.silence + slack_seconds
         try:
@@ -206,11 +198,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """Waits if the thread has waited long for the store: it hangs, or this worker was stopped and gets the answer now.
-
-        Raises:
-            TimeoutError: there is none.
-        """
+        """The store hangs, or this worker was stopped and gets the answer now."""
         asked_at, until = self._asked_at, time.monotonic() + slack_seconds
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return
@@ -235,7 +223,7 @@ class FailureDetector:
         self._ending.set()
 
     def leave(self, message: str) -> None:
-        """Ends the thread, and publishes the reason for workers that wait for this one. Raises nothing."""
+        """Ends the thread, and publishes the reason. Raises nothing."""
         is_closed = self._ending.is_set()
         self.close()
         if is_closed or self._does_not_answer or self._connection.is_lost:

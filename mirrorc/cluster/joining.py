@@ -1,4 +1,4 @@
-"""Finds this process's place among the workers, and joins them."""
+"""Joins this process to the other workers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ class Cluster:
     """The joined workers, seen from one of them; a process on its own is a cluster of one worker.
 
     Attributes:
-        rank: the number of this worker, from 0.
-        num_workers: the number of workers.
         local_rank: the number of this worker among those of its machine; the GPU to use where each worker has one.
         workers: all workers, by rank.
         store: their rendezvous; None for a process on its own. It lives as long as worker 0, or torchrun's agent.
@@ -84,7 +82,6 @@ class Cluster:
         """The texts of all workers, by rank. All workers call it, as often and in the same order.
 
         Args:
-            text: this worker's text.
             timeout_seconds: the longest time to wait for the others.
 
         Raises:

@@ -20,17 +20,13 @@ _LONGEST_TEXT = 600  # of an error that is told to the others
 
 
 def pace_of_rounds(num_workers: int) -> Pace:
-    """The pace of a detector that bears long compilations."""
+    """Bears long compilations."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(interval, silence=_SILENT_BEATS * interval, longest_gap=interval)
 
 
 class Presence:
-    """Sends this process's heartbeats until it ends, and then the reason, if it still can.
-
-    Raises:
-        RuntimeError, TimeoutError: the store was lost, or does not answer.
-    """
+    """Sends this process's heartbeats until it ends, and then the reason, if it still can."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._rank, self._pid = rank, os.getpid()
@@ -45,7 +41,7 @@ class Presence:
 
 
 class Lookout:
-    """Detects lost workers while this one waits for others in their store; ``store`` and ``pace`` are those of `Presence`."""
+    """Detects lost workers while this one waits for others in their store."""
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, pace: Pace) -> None:
         self._others = [worker for worker in workers if worker.rank != rank]
@@ -56,11 +52,7 @@ class Lookout:
         self._ends: dict[int, str] = {}
 
     def gone(self) -> dict[int, str]:
-        """The fates of lost workers, as clauses, by rank. Asks at intervals, and returns nothing in between.
-
-        Raises:
-            RuntimeError: the store was lost.
-        """
+        """The fates of lost workers, as clauses, by rank; asks at intervals only."""
         now = time.monotonic()
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return {}
@@ -86,10 +78,7 @@ def cause_of_exit() -> str:
 
 
 def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
-    """An error on one line, for other workers: its name, and the beginning and the end of a long text.
-
-    The end of a long one, such as of a DataLoader's worker, is often the last line of a traceback, with the cause.
-    """
+    """An error on one line, with the end of a long text: there, DataLoader's tracebacks have the cause."""
     text = f"{error}".strip()
     if longest is not None and len(text) > longest:
         text = f"{text[: longest // 2]} … {text[-(longest // 2) :]}"

@@ -69,14 +69,9 @@ def call_roll(
     worker: Worker | None = None,
     while_waiting: Callable[[], object] = lambda: None,
 ) -> list[Worker]:
-    """Returns all workers, by rank, when all have come and fit together.
+    """Returns all workers, by rank, when all have come and fit together; else all present workers raise the same error.
 
-    The first one to see a misfit, or all workers, writes the verdict; all present workers then raise the same error, or go on.
-    A worker after the verdict is refused.
-
-    Raises:
-        CommunicationError: a worker did not come in time, two have one rank, they have different numbers of workers or versions,
-            or the store was lost.
+    The first one to see a misfit, or all workers, writes the verdict. A worker after it is refused.
     """
     try:
         return _call_roll(store, place, deadline, worker or Worker(place.rank, place.num_workers), while_waiting)
@@ -124,7 +119,7 @@ def _call_roll(
 
 
 def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
-    """None while more are awaited. ``num_readers`` bounds the readers to wait for; after a timeout, that is none."""
+    """None while more are awaited. ``num_readers`` bounds the readers to wait for: none after a timeout."""
     missing, members = _missing(came, place), sorted(came)
     wrong = disagreement(list(came.values()))
     if wrong or not missing:
@@ -142,7 +137,6 @@ def _missing(came: Mapping[int, Worker], place: Place) -> list[int]:
 
 
 def disagreement(workers: Sequence[Worker]) -> str:
-    """The misfit of the workers; empty if there is none."""
     first, *others = sorted(workers, key=lambda worker: worker.rank) or [Worker(0, 1)]
     taken = {first.rank: first}
     for other in others:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's rank, the number of workers, and their store, before any contact with the others.
+    """A worker's place, before any contact with the others.
 
     Attributes:
         source: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
         host, port: the address of the workers' store; an empty host if a process group has a store.
         hosts_store: True if this worker opens the store; otherwise it connects to it.
-        local_rank: the worker's number among those of its machine; None if unknown.
-        num_restarts: the restarts caused by this machine's workers, as torchrun's agent counts.
-        store_persists: True if the store outlives the workers, and may have keys of an earlier start.
+        local_rank: among the workers of its machine; None if unknown.
+        num_restarts: caused by this machine's workers, as torchrun's agent counts.
+        store_persists: True if the store may have keys of an earlier start.
     """
 
     rank: int = 0

@@ -15,9 +15,8 @@ _NUM_STARTS, _NUM_KNOCKS = "starts", "knocks"
 class Start:
     """A start of the workers, opened by the chief with the next number.
 
-    torchrun's agents start all workers again when one has failed. Their store stays, with all keys of the failed ones, and each
-    agent counts only the restarts caused by its workers. So another worker knocks, and joins the start whose chief has answered:
-    the chief of an earlier start is gone, and answers nobody.
+    torchrun's agents restart failed workers, but their store stays, and each agent counts only the restarts of its workers.
+    So another worker knocks, and joins the start whose chief answers.
     """
 
     def __init__(self, store: Any) -> None:
@@ -25,7 +24,7 @@ class Start:
         self.number: int = store.add(_NUM_STARTS, 1)
 
     def answer(self) -> None:
-        """Answers the knocks of workers; called again and again while the chief waits for them."""
+        """Answers the knocks of workers; called again and again while the chief waits."""
         knocks = self._store.add(_NUM_KNOCKS, 0)
         if knocks != self._num_heard:
             self._store.set(_heard(self.number), str(knocks))
@@ -36,7 +35,7 @@ def await_start(store: Any, place: Place, deadline: float) -> int:
     """The number of the present chief's start.
 
     Raises:
-        CommunicationError: it did not come in time.
+        CommunicationError: the chief did not answer in time.
     """
     number_of_knock = store.add(_NUM_KNOCKS, 1)
     while True:

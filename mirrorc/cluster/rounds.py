@@ -1,4 +1,4 @@
-"""Common tasks of all workers, such as compiling a step: a failure of one ends the wait of the others."""
+"""Common tasks of all workers: a failure of one ends the wait of the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Round:
         self._is_aware = False  # of a failure of this round, and counted among those that are
 
     def check_same(self, topic: str, facts: Mapping[str, object], *, timeout_seconds: float) -> None:
-        """As `Cluster.check_same`; raises also if a worker has failed in this round, and does not come."""
+        """See `Cluster.check_same`; raises also if a worker has failed in this round."""
         self._meet(
             lambda store, deadline: compare(
                 topic, facts, over=StoreTransport(store, self.workers, self.rank, deadline, self._look)
@@ -54,7 +54,7 @@ class Round:
         )
 
     def all_say(self, text: str, *, timeout_seconds: float) -> list[str]:
-        """As `Cluster.all_say`; raises also if a worker has failed in this round, and does not come."""
+        """See `Cluster.all_say`; raises also if a worker has failed in this round."""
         return self._meet(
             lambda store, deadline: all_say(store, self.workers, self.rank, text, deadline, self._look),
             "spoke with the others",
@@ -85,7 +85,6 @@ class Round:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _look(self) -> None:
-        """Called during waits; raises `CommunicationError` if another worker has failed, or is gone."""
         if not self._store.check([_FAILURE]):
             gone = self._lookout.gone()
             if not gone:

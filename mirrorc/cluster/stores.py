@@ -19,11 +19,7 @@ _SECONDS_BETWEEN_TRIES = 0.1
 
 
 def open_store(place: Place, deadline: float) -> Any:
-    """The store of the workers: opened by its host, awaited by all others until ``deadline``, by ``time.monotonic()``.
-
-    Raises:
-        CommunicationError: the port is in use, nobody listens in time, or the listener is no store.
-    """
+    """The store of the workers: opened by its host, awaited by all others until ``deadline``, by ``time.monotonic()``."""
     if not place.hosts_store:
         _await_listener(place, deadline)
     seconds = min(_LONGEST_ANSWER_SECONDS, max(1.0, deadline - time.monotonic()))
@@ -70,11 +66,7 @@ def _await_listener(place: Place, deadline: float) -> None:
 
 
 class OwnConnection:
-    """A separate connection to a store, so that no request waits for another's answer.
-
-    Raises:
-        RuntimeError, TimeoutError: the store is lost, or does not answer in time.
-    """
+    """A separate connection to a store, so that no request waits for another's answer."""
 
     def __init__(self, store: Any, seconds: float) -> None:
         def connected() -> Any:
@@ -87,17 +79,17 @@ class OwnConnection:
 
     @property
     def is_lost(self) -> bool:
-        """True if the store's host has closed it, as at its end. torch warns at later requests."""
+        """True if the store's host has closed it. torch warns at later requests."""
         return is_any_closed(self._sockets)
 
 
 def _port(store: Any) -> int:
-    """The port of a store of torch; 0 if it has no connections."""
+    """0 if the store has no connections."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return int(getattr(store, "port", 0))
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; torch's texts go on with addresses in its code."""
+    """torch's texts go on with addresses in its code."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -24,9 +24,6 @@ def place_by_tf_config(variables: Mapping[str, str]) -> Place | None:
     """The place in ``TF_CONFIG``: the chief, or else worker 0, has rank 0 and opens the store at its address.
 
     A cluster without any task, as platforms write it for a single machine, is a process on its own; without the variable, None.
-
-    Raises:
-        ValueError: the text or a field is wrong; names the field, its value and the expected form.
     """
     text = variables.get("TF_CONFIG")
     if text is None:
@@ -102,7 +99,7 @@ def _checked_cluster(cluster: dict[str, Any]) -> dict[str, list[tuple[str, int]]
 
 
 def _checked_address(field: str, address: Any) -> tuple[str, int]:
-    """Host and port; an IPv6 address stands in brackets."""
+    """An IPv6 address stands in brackets."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     is_bracketed = host.startswith("[") and host.endswith("]")
     bare = host[1:-1] if is_bracketed else host

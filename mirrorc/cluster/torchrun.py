@@ -12,11 +12,7 @@ _REMEDY = f"start the script with torchrun, which sets {_ALL}, or unset them all
 
 
 def place_by_torchrun(variables: Mapping[str, str]) -> Place | None:
-    """The place in torchrun's variables, also from other launchers; None if neither ``RANK`` nor ``WORLD_SIZE`` is set.
-
-    Raises:
-        ValueError: a variable is missing or wrong; names it, its value and the expected form.
-    """
+    """The place in torchrun's variables, also from other launchers; None if neither ``RANK`` nor ``WORLD_SIZE`` is set."""
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return None
     num_workers = _number(variables, "WORLD_SIZE", 1)

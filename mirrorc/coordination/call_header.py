@@ -24,8 +24,6 @@ _LOADED = "calls of step.load_unsent_states()"
 
 
 class Announcements:
-    """Makes the headers of one worker's calls of a step."""
-
     def __init__(
         self, options: StepOptions, model: ModelState, state: StepState, team: Team, taken: TakenValues
     ) -> None:
@@ -43,7 +41,7 @@ class Announcements:
     def written(self, program: Program, *, is_stale: bool) -> int:
         """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for none.
 
-        It leaves out the buffers that the step writes: an evaluation on one worker may have written those.
+        Leaves out the buffers that the step writes: an evaluation on one worker may have written those.
         """
         is_behind = self._state.are_variables_written or self._state.optimizers.user_steps.have_written
         if not (is_stale or is_behind):
@@ -64,8 +62,8 @@ class Announcements:
         """The header of a training call, and its details.
 
         Args:
-            executor: of a worker that has left, the program of its last call.
-            num_examples: for each replica of this worker; empty for a worker that has left.
+            executor: of a worker that has left, that of its last call.
+            num_examples: for each replica; empty for a worker that has left.
         """
         program, tensors = executor.program, self._state.store.tensors
         if tensors.keys() != self._variables.texts.keys():
@@ -105,10 +103,10 @@ class Announcements:
         }
 
     def besides(self, name: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
-        """The header of a call without training, which must be the same on all workers.
+        """The header of a call without training, the same on all workers.
 
         Args:
-            has_changed: a value that must be alike on all workers, or they agree to take over values.
+            has_changed: if so on any worker, all take over values.
         """
         facts = Facts({"the call": name})
         header = Header(

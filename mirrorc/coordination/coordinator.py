@@ -22,7 +22,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class Coordinator(Protocol):
-    """The stages of a training call in which workers meet; `TeamCoordinator` has them, `LocalCoordinator` meets nobody."""
+    """The stages of a training call in which workers meet; `LocalCoordinator` meets nobody."""
 
     @property
     def team(self) -> Team | None:
@@ -48,7 +48,7 @@ class Coordinator(Protocol):
         ...
 
     def note_call(self, call: Call) -> None:
-        """Notes the structure of a call, for calls without examples."""
+        """For calls without examples."""
         ...
 
     def agree(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Revision | None:
@@ -56,7 +56,7 @@ class Coordinator(Protocol):
         ...
 
     def compare_replicas(self, program: Program) -> None:
-        """Compares the workers' copies of variables, if the beginning step is due for that."""
+        """Compares the workers' copies of variables, if this step is due."""
         ...
 
     def examples(self, local: int) -> Examples:
@@ -152,11 +152,7 @@ class LocalCoordinator:
 
 
 def coordinator_of(options: StepOptions, model: ModelState, state: StepState) -> Coordinator:
-    """The coordinator of a step.
-
-    Raises:
-        CommunicationError: the workers do not compile the same step; or one did not come to compare.
-    """
+    """Compares the step with those of the other workers."""
     if options.cluster is None:
         return LocalCoordinator(options.timeout_seconds)
     return TeamCoordinator(options, model, state)

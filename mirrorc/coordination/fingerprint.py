@@ -29,8 +29,8 @@ class Facts:
     """Facts of one worker and their digest.
 
     Args:
-        row_counts: of the program; empty if it sends none.
-        gathered_rows: rows that all replicas gather, see `mirrorc.analysis.communication.worker_meetings`.
+        row_counts: empty if the program sends none.
+        gathered_rows: rows that all replicas gather.
         meets: whether the program's replicas meet those of other workers.
     """
 
@@ -43,7 +43,7 @@ class Facts:
 
 
 def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
-    """The facts in which all workers' LOWERED programs must agree."""
+    """Facts in which all workers' LOWERED programs must agree."""
     lines = {f"line {number}": line for number, line in enumerate(worker_schedule(program))}
     written = ", ".join(variable.name for variable in written_buffers(program))
     graphs = [region.graph_module.graph for region in program.regions.values()]
@@ -68,7 +68,7 @@ def written_buffers(program: Program) -> list[Variable]:
 
 
 def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
-    """The facts of `mirrorc.compile` in which all workers must agree; values come from the chief later."""
+    """Facts in which all workers must agree; values come from the chief later."""
     frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
     variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
     names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -98,7 +98,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
 
 
 def _text_of_pass(stage: Any) -> str:
-    """Without addresses, which differ from worker to worker. So functions are compared by name, and later by their programs."""
+    """Without addresses, which differ between workers. So functions are compared by name, and later by their programs."""
     return _ADDRESS.sub("", repr(stage))
 
 

@@ -22,7 +22,7 @@ def unsent_of_worker(
         Unsent gradients by variable, and the state of payloads by variable, the same on all workers.
 
     Raises:
-        TypeError, ValueError: wrong types or keys, not the states of all workers, or those of another model.
+        TypeError, ValueError: not the states of all workers, or those of another model.
     """
     of_ranks, first = _checked(states, parameters)
     unsent: dict[str, torch.Tensor] = {}

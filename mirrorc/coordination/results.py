@@ -1,4 +1,4 @@
-"""Results that are the same on all workers: the loss of all examples, and buffers."""
+"""Results that are the same on all workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.runtime.workers.team.control_messages import Words
 
 
 def total_loss(words: Words, local: torch.Tensor | None) -> torch.Tensor:
-    """The weighted sum of the losses of all workers, a scalar, float64 in host memory; ``local`` is None without examples."""
+    """The weighted sum of all workers' losses, a float64 scalar on the host; ``local`` is None without examples."""
     total = torch.zeros((), dtype=torch.float64)
     if local is not None:
         total.copy_(local.detach())
@@ -22,7 +22,7 @@ def total_loss(words: Words, local: torch.Tensor | None) -> torch.Tensor:
 
 
 def show_buffers(words: Words, program: Program, state: StepState, agreed: Agreement, num_present: int) -> None:
-    """Makes buffers alike on all replicas of all workers, which exchange them in one order."""
+    """Makes buffers alike on all replicas of all workers."""
     kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
     for variable in written_buffers(program):
         kinds.setdefault((variable.aggregation, variable.dtype), []).append(variable)

@@ -16,14 +16,14 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class TakenValues:
-    """The variables that have the same values on all workers, since a broadcast or by the steps after it."""
+    """The variables that have the same values on all workers."""
 
     def __init__(self, options: StepOptions, state: StepState, team: Team) -> None:
         self._options, self._state, self._team = options, state, team
         self._ids: dict[str, int] | None = None  # of the variables, by name; None before the first call
 
     def lack_any(self) -> bool:
-        """Test for new variables since the last broadcast, or for workers that may have parted."""
+        """True with new variables since the last broadcast, or if workers may have parted."""
         return self._ids is None or not self._ids_now().items() <= self._ids.items() or self._team.have_parted
 
     def _ids_now(self) -> dict[str, int]:

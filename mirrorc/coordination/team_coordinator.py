@@ -1,4 +1,4 @@
-"""Coordination of a step's training calls on several workers."""
+"""Training calls of a step on several workers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 @dataclass(frozen=True)
 class Revision:
-    """The program that a worker looks up after a meeting at which the workers' programs did not go together.
+    """The program to look up after a meeting at which the workers' programs did not go together.
 
     Attributes:
-        accumulation: of gradients of several calls.
         rows_elsewhere: rows that the other workers gather; None if unknown.
     """
 
@@ -58,19 +57,14 @@ class TeamCoordinator:
     """Coordinates the training calls of one step on several workers, all of which make the same calls at the same time.
 
     Workers meet when each has its program, before anything changes. They meet again after the chief's values are taken over, and
-    after a meeting with programs that do not go together, see `protocol.header.agreement`.
+    after a meeting with programs that do not go together.
 
-    Optimizers that are not element-wise run on every worker: with the chief's state alone, the others would go on from stale
-    state when the chief leaves `mirrorc.step.Step.join`. They get sums of the same bits and one stream of random numbers. Before
-    each call workers compare the parameters that these optimizers have written, so that nobody trains models that have parted.
-
-    Raises:
-        CommunicationError: the workers do not compile the same step; or one did not come to compare.
+    Optimizers that are not element-wise run on every worker, as the chief, with the only state, might leave a loop first. They
+    get sums of the same bits and one stream of random numbers; before each call workers compare the parameters they wrote.
 
     Attributes:
         call_without_examples: the structure of the last call; None before the first one.
-        rows_elsewhere: rows that the other workers gather in this call; None where no program gathers any, or programs do not go
-            together yet.
+        rows_elsewhere: rows that the other workers gather in this call; None without gathers, or before programs go together.
     """
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
@@ -142,19 +136,14 @@ class TeamCoordinator:
     # A call, from its beginning to its end
 
     def begin_call(self) -> None:
-        """Begins a call of the user's loop.
-
-        Raises:
-            ExecutionError: this thread is in the block of other steps.
-            CommunicationError: the workers call different steps of their block; or one of them has failed.
-        """
+        """Begins a call of the user's loop, in which all workers call the same step of their block."""
         refuse_within_others(self, "a step was called")
         if self._before_call is not None:
             self._before_call()
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A block around one training call. Parameters left between two steps are guarded at its end."""
+        """Guards parameters left between two steps at its end."""
         torn_before, had_parted = self._state.torn, self.team.have_parted
         self._num_meetings = self._num_row_meetings = 0
         try:
@@ -184,15 +173,12 @@ class TeamCoordinator:
         self.call_without_examples = without_examples(call)
 
     def agree(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Revision | None:
-        """Meets the other workers with this one's program.
+        """Meets the other workers. Returns None if all programs go together.
 
         Args:
-            executor: of the step's program; of a worker that has left, of its last call's.
-            num_examples: for each replica of this worker; empty for a worker that has left.
+            executor: of a worker that has left, that of its last call.
+            num_examples: for each replica; empty for a worker that has left.
             is_stale: whether the user has changed the optimizer's state since the last step.
-
-        Returns:
-            None if all programs go together, and the call goes on.
         """
         self._num_meetings += 1
         self.team.stop_on_failure(executor.interrupt)
@@ -216,11 +202,7 @@ class TeamCoordinator:
         return Revision(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """Compares the numbers of gathered rows for which programs were compiled; they follow from the batches of all workers.
-
-        Raises:
-            CommunicationError: they still differ after the last meeting; all workers raise it.
-        """
+        """Programs are compiled for numbers of gathered rows, which follow from the batches of all workers."""
         rows = self.team.gathered_rows
         if not rows[0]:
             return True
@@ -237,7 +219,6 @@ class TeamCoordinator:
         return False
 
     def _begin(self, agreed: Agreement, *, meets: bool) -> None:
-        """``meets``: whether replicas meet those of other workers."""
         if meets and not agreed.is_over:
             self.team.open_values()
         self._num_steps = agreed.num_steps + (agreed.accumulation is not Accumulation.ADDS)
@@ -249,9 +230,9 @@ class TeamCoordinator:
             self._state.optimizers.gather(self.team.words.gather)
 
     def compare_replicas(self, program: Program) -> None:
-        """Compares the workers' copies of variables and optimizer state, if the beginning step is due for that.
+        """Compares the workers' copies of variables and optimizer state, if this step is due.
 
-        Buffers that the program writes are left out: an evaluation between two steps may write one worker's.
+        Leaves out buffers that the program writes: an evaluation between two steps may write one worker's.
 
         Raises:
             CommunicationError: two workers have different copies; all raise it, again until copies are written anew.
@@ -316,8 +297,7 @@ class TeamCoordinator:
         """Makes buffers alike on all workers, and sums the losses of all.
 
         Args:
-            loss: the weighted sum of this worker's losses, a scalar; None if it has no examples.
-            dtype: of losses.
+            loss: the weighted sum of this worker's losses, a scalar; None without examples.
         """
         assert dtype is not None, "a training step has a loss"
         self.team.end_updates()
@@ -333,8 +313,7 @@ class TeamCoordinator:
         """Makes sharded optimizer state whole on all workers, in a call of its own.
 
         Raises:
-            ExecutionError: this worker is inside of `mirrorc.step.Step.join`, where others may have left.
-            CommunicationError: another worker makes another call, or has loaded state where others have not.
+            ExecutionError: inside of `mirrorc.step.Step.join`, where others may have left.
         """
         if self._options.program_workers.shards_optimizer:
             refuse_within_others(self, "step.gather_optimizer_state() was called")

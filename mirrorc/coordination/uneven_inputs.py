@@ -48,7 +48,7 @@ class BlockCalls(Protocol):
         ...
 
     def meet_turn(self, number: int) -> Agreement:
-        """Meets the other workers before a call of step ``number`` of the block."""
+        """Before a call of step ``number`` of the block."""
         ...
 
     def abandon(self, error: BaseException) -> None:
@@ -61,7 +61,7 @@ class JoinedStep:
     """A step over several workers in a block.
 
     Attributes:
-        take_part: takes part in one call of the other workers; False at the end of the last one.
+        take_part: in one call of the other workers; False at the end of the last one.
         exclusively: runs a function while no call of the step runs.
     """
 
@@ -75,7 +75,7 @@ class Block:
     """A loop over calls of some steps, and after it the calls of the workers whose loops still run.
 
     With several steps, a worker that has left cannot know the next step of the others. So before each call all workers meet over
-    the connections of the first step, and those in their loops announce the number of the step.
+    the connections of the first step, and those in their loops announce the step's number.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:
@@ -117,14 +117,7 @@ class Block:
 
 
 def refuse_within_others(calls: BlockCalls, action: str) -> None:
-    """Refuses a joint action of all workers inside the block of other steps, where some workers may have left.
-
-    Args:
-        action: a clause for the message.
-
-    Raises:
-        ExecutionError: this thread is in a block without the step.
-    """
+    """Refuses a joint action inside the block of other steps, where some workers may have left; ``action`` is a clause."""
     block = _current_block.get()
     if block is not None and calls not in block.calls:
         raise ExecutionError(
@@ -139,9 +132,6 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
     """A block at whose end a worker takes part in the calls of the others, until all have come to the end of theirs.
 
     An exception in it ends the next call of the others. Without ``steps``, it waits for nobody.
-
-    Raises:
-        ExecutionError: the block is inside another one.
     """
     if not steps:
         yield

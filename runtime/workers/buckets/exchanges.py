@@ -31,8 +31,8 @@ class Exchanges(Communicator):
     Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to launch
     sends the whole bucket. All devices launch in the order of the bucket plan, so all workers send in this order.
 
-    Of a bucket of factors, the last device packs the factors of all devices into a message. When the messages of all workers have
-    come, each device makes its share from the factors of all replicas.
+    Of a bucket of factors, the last device sends those of all devices. When the messages of all workers have come, each device
+    makes its share.
 
     Args:
         buckets: indices of the exchanged buckets, or numbers of their packs, if buckets are cut.
@@ -60,7 +60,7 @@ class Exchanges(Communicator):
         self.release()
 
     def say_packs(self, bucket_of_pack: Mapping[int, int]) -> None:
-        """Makes error messages name packs, each with its bucket."""
+        """Makes error messages name packs."""
         self.unit = self._joint.unit = "pack"
         self._in_words = {pack: f"{pack} of bucket {bucket_of_pack[pack]}" for pack in self._in_words}
 
@@ -155,7 +155,6 @@ class Exchanges(Communicator):
         self._sharded.wait_parameters(bucket, replica)
 
     def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
-        """Raises as `JointLaunches.wait`."""
         self._joint.wait(bucket, replica, self._in_words[bucket])
         return pending
 
@@ -180,7 +179,7 @@ _KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges,
 
 
 def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]:
-    """The bucket exchanges of a lowered program, by name of the link; empty if it has none, or is not to be run.
+    """By name of the link; empty if the program has no exchange, or is not to be run.
 
     Raises:
         ExecutionError: the link has no such runtime, or does not leave sums in memory that can be sent.

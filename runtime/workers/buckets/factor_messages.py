@@ -32,7 +32,7 @@ class FactorMessage:
         return sum(_aligned(number * kind.num_bytes) for _, _, number, kind in self._pieces(num_rows))
 
     def views(self, message: torch.Tensor, num_rows: NumRows) -> list[list[list[list[torch.Tensor]]]]:
-        """The rows in a message, [bytes] uint8: by replica, gradient, part and factor."""
+        """Rows in a message, [bytes] uint8: by replica, gradient, part and factor."""
         num_replicas = len(num_rows[0])
         views: list[list[list[list[torch.Tensor]]]] = [
             [[[] for _ in worker_rows[replica]] for worker_rows in num_rows] for replica in range(num_replicas)
@@ -55,7 +55,7 @@ class FactorMessage:
                         yield (place, replica, part), factor, number, kind
 
     def write(self, message: torch.Tensor, num_rows: NumRows, replicas: Sequence[ReplicaFactors]) -> None:
-        """Writes a worker's message, [bytes] uint8, from the factors of each of its replicas."""
+        """Writes a worker's message, [bytes] uint8."""
         for shard, places in zip(replicas, self.views(message, num_rows), strict=True):
             for gradient, parts, into in zip(self.gradients, shard, places, strict=True) if shard else ():
                 for factors, rows in zip(parts, into, strict=True):
@@ -78,7 +78,7 @@ class FactorMessage:
 
 
 class Gathering:
-    """All-gather of a bucket's factors; ``num_rows`` of each worker, by rank."""
+    """``num_rows`` of each worker, by rank."""
 
     def __init__(
         self, message: FactorMessage, num_rows: Sequence[NumRows], rank: int, replicas: Sequence[ReplicaFactors]

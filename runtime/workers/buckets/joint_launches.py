@@ -23,7 +23,6 @@ class JointLaunches:
         tags: keys of the collectives; each is launched once in a step.
 
     Attributes:
-        unit: name of the launched thing in messages.
         lock: held from `is_last` until the launch.
     """
 

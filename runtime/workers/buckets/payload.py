@@ -19,9 +19,9 @@ class SentPart(Protocol):
         """Launches the exchange; returns a work."""
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Afterwards: writes these elements of the sum over all workers into memory, 1-D.
+        """Writes these elements of the sum over all workers into memory, 1-D; each is taken once.
 
-        If it ``keeps_rest``, the pack then holds the unsent rest of these elements; each element is taken once.
+        If it ``keeps_rest``, the pack then holds their unsent rest.
         """
 
 

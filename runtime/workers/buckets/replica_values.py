@@ -21,8 +21,8 @@ _SENT_AS = {torch.int16: torch.int64}  # what gloo cannot add; the sum wraps aro
 class WorkerValues:
     """Meetings of a program's forward and backward with the replicas of other workers.
 
-    Each present replica leaves a copy of its value. The last to come adds them up, in the order of replicas, and launches the
-    sum over all workers. A gather is a sum, too: each worker writes its rows in their place, and zeros elsewhere, as integers.
+    The last of the present replicas adds up their values, in the order of replicas, and launches the sum over all workers. A
+    gather is a sum, too: each worker writes its rows in their place, and zeros elsewhere, as integers.
 
     Every replica waits until all have come, so all workers launch these sums in the order of the program, over a separate lane.
     """
@@ -59,7 +59,7 @@ class WorkerValues:
                 self._joint.send(number, (lambda group: group.all_reduce(message)) if message.numel() else None)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor | None:
-        """The result over all present replicas, contiguous and not shared. Raises as `JointLaunches.wait`."""
+        """The result over all present replicas, contiguous and not shared."""
         number = _number(node)
         meeting = self._meetings[number]
         self._joint.wait(number, self._present.index(replica), f"{meeting.name} {number}")

@@ -14,8 +14,7 @@ _SUMS, _PARAMETERS = "sums", "parameters"
 class ShardedBuckets:
     """Moves buckets that workers update in shards of equal length, in the order of ranks.
 
-    Sums go by an all_to_all and are added in the order of ranks: half of an all_reduce's bytes;
-    gloo's reduce_scatter takes longer.
+    Sums go by an all_to_all and are added in the order of ranks: half of an all_reduce's bytes. gloo's reduce_scatter is slower.
     """
 
     def __init__(

@@ -16,11 +16,7 @@ _MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at t
 
 
 class LargestElements:
-    """A `SentPart`: a worker's top-k elements of a pack, 1-D, which become zero there; NaN counts as the largest.
-
-    Attributes:
-        gathered: the messages of all workers, in order of ranks, after the all-gather.
-    """
+    """A `SentPart`: a worker's top-k elements of a pack, 1-D, which become zero there; NaN counts as the largest."""
 
     def __init__(self, whole: torch.Tensor, count: int, num_workers: int) -> None:
         self._count, self._dtype, self._places = count, whole.dtype, index_dtype(whole.numel())
@@ -59,8 +55,8 @@ class LargestElements:
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
     """The places of the ``count`` largest elements, 1-D and none below zero, in any order; NaN is the largest.
 
-    On a CPU, ``torch.topk`` takes five times as long, as it moves pairs. Here a sample gives a bound that somewhat more elements
-    reach than are wanted. If the sample was wrong, ``torch.topk`` decides.
+    On a CPU, ``torch.topk`` takes five times as long, as it moves pairs. Here a bound from a sample selects a few too many. If
+    the sample was wrong, ``torch.topk`` decides.
     """
     sample = magnitudes[::_SAMPLED]
     expected = count / _SAMPLED

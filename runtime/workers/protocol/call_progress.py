@@ -13,7 +13,7 @@ class Progress:
     """Progress of a worker in its training calls; further is greater.
 
     Attributes:
-        call: number of its last training call; 0 before the first.
+        call: 0 before the first.
         num_buckets: buckets sent in this call.
     """
 

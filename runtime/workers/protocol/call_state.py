@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 
 class Stage(enum.StrEnum):
-    """The stages of a training call: BEFORE, VOTING, COMMITTED, DONE.
+    """Stages of a training call.
 
     A call that commits before all sums are there goes over VOTING_EARLY, UPDATING and UPDATED. REFUSED ends one that all refuse.
     """
@@ -25,7 +25,7 @@ class Stage(enum.StrEnum):
 
 @dataclass
 class CallState:
-    """This worker's training calls, which come one at a time; ``number`` is 0 before the first."""
+    """This worker's training calls, one at a time; ``number`` is 0 before the first."""
 
     number: int = 0
     stage: Stage = Stage.BEFORE
@@ -40,7 +40,7 @@ class Failure:
     """A failure that ends a step of all workers.
 
     Attributes:
-        rank: the failed worker; -1 if unknown.
+        rank: -1 if unknown.
         step: number of the call that it ends; of the first of them, if it is final.
         text: its cause, as a clause: "it raised ValueError: ...".
         is_final: whether the worker cannot go on; otherwise all may call their steps again.
@@ -54,7 +54,6 @@ class Failure:
     stage: Stage = Stage.BEFORE
 
     def ends(self, call: int) -> bool:
-        """Test for an end of the call of this number."""
         return self.step == call or (self.is_final and self.step < call)
 
     def to_text(self) -> str:

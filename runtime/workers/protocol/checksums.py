@@ -1,4 +1,4 @@
-"""Checksums of replicated values, so that workers can compare them without sending them."""
+"""Checksums of replicated values, compared without sending the values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def checksums_of_state(
     optimizers: Sequence[torch.optim.Optimizer], named: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, str]:
-    """Checksums of the optimizers' state, by entry and parameter."""
     names = {id(tensor): name for name, tensor in named}
     entries = {
         f"{key}{where} of {names.get(id(parameter), 'another parameter')}": value
@@ -48,7 +47,7 @@ def checksums_of_state(
 def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor | str]]:
     """The tensors in a value, and process-independent texts of the rest, each with its path.
 
-    Objects are described by their attributes, unless they have a stable text. ``known``: paths of values seen before, by ids.
+    ``known``: paths of values seen before, by ids.
     """
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
         yield f"{path} sizes", str(list(value.shape))

@@ -12,29 +12,27 @@ from mirrorc.ir.program import Accumulation
 
 @dataclass(frozen=True)
 class Header:
-    """A worker's description of its step.
+    """A worker's description of its step. Digests are 0 for nothing.
 
     Attributes:
-        call: number of its training call.
         is_fresh: 1 if it has variables that were not broadcast yet.
-        written: digest of the variables and optimizer state that the user has written since the last step; 0 for none.
+        written: digest of the user's writes to variables and optimizer state since the last step.
         schedule: digest of the program's exchanges, and of all else that programs must share.
         variables: digest of its variables, those outside of the model included.
-        hyperparameters: digest of its optimizers' hyperparameters, and of the loss scale.
-        modes: digest of the training modes of its modules.
-        num_examples: examples in its batch.
+        hyperparameters: digest; includes the loss scale.
+        modes: digest of its modules' training modes.
         num_present: number of its replicas with examples.
-        seed: seed of the step's random streams; that of worker 0 counts.
+        seed: of the step's random streams; that of worker 0 counts.
         kind: gradient accumulation of its program, see `kind_of`; a guess of a worker that has left. `BESIDES` for a call
             that does not train, `TURN` for a meeting before one.
-        num_accumulated_calls, num_accumulated: accumulated calls, and their examples.
-        parameters: digest of the parameters whose optimizers are not element-wise, run by each worker; 0 for none.
+        num_accumulated: examples of the accumulated calls.
+        parameters: digest of the parameters whose optimizers are not element-wise, run by each worker.
         num_steps: its steps that count for comparisons of copies.
-        has_left: 1 if it makes no more calls, and joins those of others, see `mirrorc.step.Step.join`.
-        num_counts, counts: how many row counts of factors its program sends, and their digest.
+        has_left: 1 if it joins the calls of others only, see `mirrorc.step.Step.join`.
+        num_counts, counts: number and digest of the row counts of its program's factors.
         known: digest of all row counts received from workers.
         deals_anew: 1 if its shard of the optimizer's state belongs to other buckets than its program's.
-        turn: number of the step that it calls next, among those of its block, see `mirrorc.join`.
+        turn: number of its next step in its block, see `mirrorc.join`.
     """
 
     call: int
@@ -74,22 +72,16 @@ def kind_of(accumulation: Accumulation) -> int:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Common facts of a step that all workers begin together.
+    """Common facts of a step that all workers begin together. Its source is the first worker that has not left.
 
     Attributes:
-        num_examples: of all workers.
-        num_present: replicas with examples, over all workers.
-        present: the same of each worker, by rank.
-        num_accumulated: accumulated examples over all workers.
-        num_steps: of the source.
-        accumulation: gradient accumulation of all programs.
+        num_present: replicas with examples, over all workers; ``present`` by rank.
         is_other: whether some workers need a program with other accumulation, so that all must meet again.
         first_present: the rank of the first worker with examples; 0 if none has.
-        seed: of the step's random streams.
         takes_over: whether all must receive the source's values, and meet again.
-        source: the rank of the first worker that has not left, the source of broadcasts; 0 if there is none.
-        written: the source's digest of user writes since the last step; 0 for none.
-        tells_hyperparameters: whether it broadcasts its hyperparameters to workers that have left.
+        source: its rank; 0 if all have left.
+        written: the source's digest of user writes.
+        tells_hyperparameters: whether the source broadcasts them to workers that have left.
         is_over: whether all have left.
         deals_anew: whether all gather the optimizer's state, to shard it anew.
         turn: number of the next step, if they meet before a call of several steps.
@@ -120,7 +112,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     accumulated gradients, the programs of all end an accumulation.
 
     Args:
-        headers: of all workers by rank, [fields] int64.
+        headers: by rank, [fields] int64.
     """
     decoded = [Header(*map(int, header)) for header in headers]
     source = next((rank for rank, peer in enumerate(decoded) if not peer.has_left), 0)
@@ -160,9 +152,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 
 
 def _differs(header: Header, source: Header, name: str) -> bool:
-    """A worker that has left adopts hyperparameters, kind and turn. An update may end an accumulation: it does on all
-    workers, or on none.
-    """
+    """A worker that has left adopts hyperparameters, kind and turn. An update ends an accumulation on all workers, or on none."""
     if name == "kind" and min(header.kind, source.kind) < 0:
         return header.kind != source.kind
     if header.has_left and name in ("hyperparameters", "kind", "turn"):

@@ -18,7 +18,7 @@ Tell = Callable[[Callable[[Any], Any]], None]
 class KnownCounts:
     """Row counts of workers, by their digests.
 
-    If some worker does not know a digest in a header, or what is known differs, as after an unfinished call, all send theirs.
+    If a digest in a header is unknown to some worker, or their known counts differ after an unfinished call, all send theirs.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class KnownCounts:
         )
 
     def of_all(self, headers: Sequence[torch.Tensor], counts: Counts, tell: Tell) -> list[Counts]:
-        """The counts of each worker, by rank; ``tell`` runs a collective of all workers."""
+        """By rank; ``tell`` runs a collective of all workers."""
         decoded = [Header(*map(int, header)) for header in headers]
         length = max(peer.num_counts for peer in decoded)
         if not length:

@@ -67,8 +67,8 @@ class Outcome:
     """Result of a vote.
 
     Attributes:
-        numbers: the adopted numbers, [numbers of each, columns] float64; None for none.
-        used: number of workers that used each parameter, [parameters] float64; None if each step uses the same.
+        numbers: [numbers of each, columns] float64; None for none.
+        used: number of workers that used each parameter, [parameters] float64; None as in `Vote`.
     """
 
     takes_place: bool
@@ -77,11 +77,7 @@ class Outcome:
 
 
 def outcome(message: torch.Tensor, columns: Columns, num_workers: int, num_parameters: int = 0) -> Outcome:
-    """The result of a vote.
-
-    Args:
-        message: the sum of the `Vote.to_message` of all workers.
-        num_parameters: length of each `Vote.used`.
+    """The result of a vote; ``message`` is the sum of all `Vote.to_message`.
 
     Raises:
         CommunicationError: workers disagree on the same sums.

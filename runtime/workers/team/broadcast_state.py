@@ -1,4 +1,4 @@
-"""Broadcasts a worker's state, such as the chief's, to all workers."""
+"""Broadcasts a worker's state to all workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def take_over_values(
     scaler: torch.amp.GradScaler | None,
     source: int,
 ) -> None:
-    """Broadcasts parameters, buffers, and the state of optimizers and scaler from the worker ``source``."""
     with torch.no_grad():
         for tensor in tensors.values():
             sent = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -52,7 +51,7 @@ def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]
 def take_over_hyperparameters(
     team: Team, groups: Sequence[dict[str, Any]], scaler: torch.amp.GradScaler | None, source: int, *, has_left: bool
 ) -> None:
-    """Broadcasts hyperparameters of optimizers and scaler from the worker ``source`` to workers that have left."""
+    """Broadcasts hyperparameters of optimizers and scaler to workers that have left."""
     local = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     scale = scaler.state_dict() if scaler is not None else {}
     hyperparameters, scale = _copied(team, (local, scale) if team.cluster.rank == source else None, source)
@@ -99,11 +98,7 @@ def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
 
 
 def _copied(team: Team, state: Any, source: int) -> Any:
-    """The state of the worker ``source``; others pass None.
-
-    Raises:
-        ValueError: it holds an object that cannot be saved; names that.
-    """
+    """The state of the worker ``source``; others pass None."""
     saved = io.BytesIO()
     try:
         torch.save(state, saved)

@@ -21,7 +21,6 @@ class Event(enum.Enum):
 
     @staticmethod
     def of(failure: Failure) -> Event:
-        """The event of a failure that another worker has published."""
         if failure.is_final:
             return Event.GONE
         if failure.stage in (Stage.VOTING_EARLY, Stage.UPDATING):
@@ -60,7 +59,7 @@ class Consequence:
     """A row of the table.
 
     Attributes:
-        reason: the reason for a restart; empty if that is the failure itself.
+        reason: for a restart; empty if that is the failure itself.
     """
 
     next: Next
@@ -142,6 +141,6 @@ CONSEQUENCES = {
 
 
 def may_have_parted(stage: Stage, consequence: Consequence) -> bool:
-    """Test for parameters of two steps on different workers, so that a broadcast must precede the next step."""
+    """True if workers may have parameters of two steps, so that a broadcast must precede the next step."""
     commits_early = stage in (Stage.VOTING_EARLY, Stage.UPDATING, Stage.UPDATED)
     return consequence.next is Next.RESTORE or (commits_early and consequence.next is Next.RESTART)

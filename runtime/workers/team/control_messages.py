@@ -38,7 +38,6 @@ class Words:
         self._connections, self._failures = connections, failures
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """All-reduces a dense tensor, in place."""
         with on_host(tensor) as host_tensor:
             self._connections.tell(lambda group: group.all_reduce(host_tensor))
 
@@ -49,13 +48,13 @@ class Words:
                 self._connections.tell(lambda group: group.broadcast(host_tensor.view(-1).view(torch.uint8), root))
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-gathers 1-D tensors of equal length and dtype; concatenates them in the order of ranks."""
+        """All-gathers 1-D tensors of equal length and dtype, in the order of ranks."""
         whole = tensor.new_empty(tensor.numel() * self._cluster.num_workers)
         self._connections.tell(lambda group: group.all_gather_whole(tensor, whole))
         return whole
 
     def texts(self, text: str) -> list[tuple[str, str]]:
-        """The name of each worker, with its text, by rank."""
+        """By rank, with the names of workers."""
         encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
         self._connections.tell(lambda group: group.all_gather(torch.tensor([len(encoded)]), lengths))
@@ -77,11 +76,7 @@ class Words:
         return self._failures.is_any() or self._connections.are_broken
 
     def compare(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Compares the facts of all workers.
-
-        Raises:
-            CommunicationError: they differ; raised by all, with the worker, its first difference, and a remedy.
-        """
+        """All workers raise `CommunicationError` if facts differ, with the worker, its first difference, and a remedy."""
         self._compare(subject, facts, remedy, lambda: _Lane(self._cluster, self._connections, self._begin_refusal))
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
@@ -112,7 +107,7 @@ class Words:
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
-        """A context that raises on all workers alike, or on none, so that nobody needs a notice."""
+        """Raises on all workers alike, or on none, so that nobody needs a notice."""
         try:
             yield
         except CommunicationError:
@@ -121,7 +116,7 @@ class Words:
 
 
 class _BoundedStore:
-    """A `StoreTransport` that raises `LostConnectionError` if a worker is gone, or the store does not answer in time."""
+    """Raises `LostConnectionError` if a worker is gone, or the store does not answer in time."""
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, look: Callable[[], object]) -> None:
         self.workers: Sequence[Worker] = cluster.workers

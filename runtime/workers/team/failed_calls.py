@@ -44,7 +44,6 @@ class FailedCalls:
         return bool(self._why_over)
 
     def refuse_if_final(self) -> None:
-        """Raises `CommunicationError` after a final failure."""
         if self._why_over:
             raise CommunicationError(
                 f"no further step can be made by these workers: {self._why_over}. {Next.RESTART.value}"
@@ -94,7 +93,7 @@ class FailedCalls:
         return self._cause[1] if self._cause is not None and self._cause[0] == self._call.number else None
 
     def publish_cause(self, error: BaseException) -> None:
-        """Publishes the cause of a failure in the running call, before connections are cut for it.
+        """Publishes the cause of a failure before connections are cut for it.
 
         `explain` raises it, even if a device of this worker finds the cut connection first.
         """
@@ -114,7 +113,6 @@ class FailedCalls:
 
 
 def _event(error: BaseException, failure: Failure | None) -> Event:
-    """``failure``: published by another worker, if any."""
     if isinstance(error, StepStoppedError) and failure is None:
         return Event.CLOSED
     if not isinstance(error, LostConnectionError | StepStoppedError):

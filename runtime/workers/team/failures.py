@@ -14,8 +14,6 @@ _OUTCOME = re.compile(r"\. (No parameter was changed|It had committed).*", re.DO
 
 
 class Failures:
-    """Failures that end calls of a team, seen from a single worker."""
-
     def __init__(self, cluster: Cluster, call: CallState) -> None:
         self._cluster, self._call = cluster, call
         self._published: list[Failure] = []  # by others, in their order

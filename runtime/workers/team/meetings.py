@@ -50,8 +50,7 @@ class Meetings:
     """Has the workers of a team meet, once or several times in each call.
 
     Attributes:
-        row_counts: of each worker's factors in this step, by rank.
-        gathered_rows: of each worker's gathers, by rank.
+        row_counts, gathered_rows: of each worker in this step, by rank.
     """
 
     def __init__(
@@ -77,12 +76,11 @@ class Meetings:
         Args:
             facts: details of fields in which workers may differ.
             counts: row counts of this worker's factors.
-            gathered_rows: row counts of the model's gathers; as many numbers on all workers whose programs agree.
+            gathered_rows: as many numbers on all workers whose programs agree.
 
         Raises:
             CommunicationError: workers differ; raised by all, with the worker and its difference.
             ValueError: no worker has examples; raised by all.
-            LostConnectionError: the connection broke.
         """
         tell = self._connections.tell
         all_counts = (*counts, *gathered_rows)

@@ -38,11 +38,8 @@ class StepWatcher:
     """Sends this worker's progress with heartbeats, and receives failures that end calls of a step.
 
     Args:
-        on_failure: a method, weakly held, called in the detector's thread with each failure that another worker has published,
-            in order. It may name this worker, when the others have given up on it.
-
-    Raises:
-        CommunicationError: the store does not answer.
+        on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. It may name
+            this worker, when the others have given up on it.
     """
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:
@@ -69,12 +66,11 @@ class StepWatcher:
             self.detector.messages.gone.add(failure.rank)
 
     def publish(self, failure: Failure, silent: Collection[int] = ()) -> None:
-        """Publishes a failure, and waits for all but ``silent`` workers to read it, for a bounded time. Raises nothing."""
+        """Publishes a failure, and waits a bounded time for all but ``silent`` workers to read it. Raises nothing."""
         self.detector.messages.gone.update(silent)
         self.detector.publish(failure.to_text())
 
     def find_silent(self, is_known: Callable[[], bool]) -> list[int] | None:
-        """See `FailureDetector.find_silent`."""
         return self.detector.find_silent(is_known, _SLACK_SECONDS)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
@@ -82,7 +78,7 @@ class StepWatcher:
         return self.find_silent(is_known) == []
 
     def progress_of_all(self) -> dict[int, Progress]:
-        """The last known progress of each worker, without those that have sent none. Takes a bounded time."""
+        """The last progress of each worker, without those that have sent none. Takes a bounded time."""
         try:
             beats = in_bounded_time(self.detector.beats.read, _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError):
@@ -91,5 +87,5 @@ class StepWatcher:
         return {**by_rank, self._rank: self.local_progress}
 
     def leave(self, failure: Failure) -> None:
-        """Ends the heartbeats, and publishes the reason for workers that wait for this one. Raises nothing."""
+        """Ends the heartbeats, and publishes the reason. Raises nothing."""
         self.detector.leave(failure.to_text())

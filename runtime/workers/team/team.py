@@ -74,7 +74,7 @@ class Team:
 
     @property
     def have_parted(self) -> bool:
-        """Test for a failed step with partial updates across workers; a broadcast must precede the next step."""
+        """True after a failed step with partial updates across workers; a broadcast must precede the next step."""
         return self._failed.have_parted
 
     def come_together(self) -> None:
@@ -90,8 +90,7 @@ class Team:
         """A context of a single training call: an exception in it, on any worker, ends the call on all of them.
 
         Args:
-            is_whole: whether variables and optimizers are those of some step, asked after a failure behind the commit.
-            torn: the buckets updated by the step, if it has failed after an early commit; else empty.
+            is_whole, torn: see `FailedCalls.explain`.
             has_left: whether this worker makes no more calls, and waits for others as long as they live.
 
         Raises:
@@ -132,13 +131,12 @@ class Team:
     # The stages of a call
 
     def stop_on_failure(self, stop: Callable[[], object]) -> None:
-        """Sets the function that stops the running step when another worker fails, in another thread."""
+        """``stop`` runs in another thread when another worker fails."""
         self._stop = stop
 
     def meet(
         self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()
     ) -> Agreement:
-        """See `Meetings.meet`."""
         return self._meetings.meet(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
@@ -149,7 +147,6 @@ class Team:
         """Waits for the votes of all workers; from then on the step is decided, for all alike.
 
         Args:
-            columns: replicas whose numbers all adopt.
             is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
 
         Raises:
@@ -178,7 +175,6 @@ class Team:
         return texts
 
     def finish(self) -> None:
-        """Called after the last message of a step."""
         self._call.stage = Stage.DONE
 
     def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
@@ -199,7 +195,7 @@ class Team:
     # The end of the team
 
     def note_why(self, error: BaseException) -> None:
-        """Records the error with which this worker is about to leave, for the others."""
+        """Records the error with which this worker is about to leave."""
         self._last_words.append(in_short(error))
 
     def close(self) -> None:

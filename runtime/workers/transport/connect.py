@@ -33,11 +33,7 @@ def await_all(
     """Waits until all workers have come to a call. Unlike gloo's rendezvous, the wait can be interrupted by signals.
 
     Args:
-        is_over: whether a worker has failed meanwhile.
         may_wait_on: called at each timeout, whether to wait as long again.
-
-    Raises:
-        LostConnectionError: not all came.
     """
     answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
@@ -61,11 +57,7 @@ def await_all(
 def all_texts(
     store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
 ) -> list[str]:
-    """Each worker's first text, by rank; a worker that repeats itself must send the same.
-
-    Raises:
-        LostConnectionError: some worker sent nothing.
-    """
+    """Each worker's first text, by rank; a worker that repeats itself must send the same."""
     answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     keys = [f"text {rank}" for rank in range(cluster.num_workers)]
     answer(lambda: store.set(keys[cluster.rank], text))
@@ -80,7 +72,7 @@ def all_texts(
 
 
 def patience(timeout_seconds: float) -> float:
-    """Timeout of the store."""
+    """Timeout of the store, in seconds."""
     return max(_SHORTEST_PATIENCE_SECONDS, min(timeout_seconds / 2, _LONGEST_PATIENCE_SECONDS))
 
 
@@ -114,11 +106,7 @@ def open_lane(
     device: torch.device,
     is_over: Callable[[], bool],
 ) -> Lane:
-    """Opens a lane between workers past the rendezvous, for tensors on a device of this type.
-
-    Raises:
-        LostConnectionError: they could not connect.
-    """
+    """Opens a lane between workers past the rendezvous, for tensors on a device of this type."""
     lane_store = distributed.PrefixStore(name, store)
     places = cluster.rank, cluster.num_workers
     opened = functools.partial(Lane, lane_store, *places, timeout_seconds, f"mirrorc {name}", device)

@@ -60,7 +60,7 @@ class Connections:
 
     @property
     def are_broken(self) -> bool:
-        """Test for a lane closed by another worker."""
+        """True if another worker has closed a lane."""
         return any(lane.is_broken for lane in list(self._lanes))
 
     @property
@@ -73,7 +73,7 @@ class Connections:
         is_over: Callable[[], bool],
         may_wait_on: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Opens closed lanes when all workers have come to a call. Arguments as of `await_all`.
+        """Opens closed lanes when all workers have come to a call.
 
         Raises:
             LostConnectionError: a worker has failed, has ended, or does not come in time.
@@ -89,18 +89,13 @@ class Connections:
         self.link = measured_speed(self.buckets, self._cluster.num_workers, seconds, self._device)
 
     def open_values(self, call: int, is_over: Callable[[], bool]) -> None:
-        """Opens the lane for values after the meeting of a call."""
         if len(self._lanes) == 2:
             store = self.part_of_store(f"values of call {call}")
             await_all(store, self._cluster, self._timeout_seconds, is_over)
             self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST, is_over))
 
     def part_of_store(self, name: str) -> Any:
-        """A prefix of the store, over a separate connection.
-
-        Raises:
-            LostConnectionError: the store does not answer.
-        """
+        """A prefix of the store, over a separate connection."""
 
         try:
             return distributed.PrefixStore(name, OwnConnection(self._store, patience(self._timeout_seconds)).store)
@@ -108,7 +103,7 @@ class Connections:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
     def tell(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
-        """Runs a collective on control messages; see `Lane.call`."""
+        """See `Lane.call`."""
         lanes = list(self._lanes)
         if not lanes:
             raise LostConnectionError("the connection to the other workers is closed")
@@ -129,7 +124,7 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """A copy of the list of open lanes, control messages first."""
+        """Control messages first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:

@@ -26,7 +26,7 @@ class LostConnectionError(CommunicationError):
 
 
 class PayloadError(ExecutionError):
-    """Failure of a user's payload between two of its rounds, for the next of which other workers may wait."""
+    """Failure of a user's payload between two of its rounds: other workers may wait for the next."""
 
 
 Group = GlooGroup | NcclGroup
@@ -46,9 +46,6 @@ class Lane:
     """Launches collectives in order, over NCCL on a GPU and else over gloo, and reports the end of each in this order.
 
     Waiting for a collective is deaf to signals, and a waiting device has a timeout of its own. So the lane's thread waits.
-
-    Raises:
-        RuntimeError: the workers did not meet in time, or the store was lost.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Lane:
         """Launches a collective, returned by ``collective`` as a work, without waiting. ``done`` receives its error, if any.
 
         After the first work of `SeveralRounds`, each work waits for the end of those before it: so all workers launch the rounds
-        of all of them in the same order.
+        in the same order.
         """
         with self._launching:
             try:
@@ -87,9 +84,6 @@ class Lane:
         """Launches a collective and waits for it; Ctrl-C can cut the wait short, not the collective.
 
         ``may_wait_on`` is called at each timeout, whether to wait as long again.
-
-        Raises:
-            LostConnectionError: it has failed, or timed out.
         """
         outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self.launch(collective, outcomes.put)
@@ -116,7 +110,7 @@ class Lane:
 
     @property
     def is_deaf(self) -> bool:
-        """Test for collectives that wait forever for a lost worker, as those of NCCL do."""
+        """True if collectives wait forever for a lost worker, as those of NCCL do."""
         return isinstance(self._group, NcclGroup)
 
     @property
