@@ -54,7 +54,11 @@ class Messages:
         self.gone: set[int] = set()
 
     def publish(self, text: str, *, is_awaited: bool, tries_every: float = _SECONDS_BETWEEN_TRIES) -> None:
-        """Publishes a message; if it ``is_awaited``, waits some seconds at most until all others have read it."""
+        """Publishes a message; if it ``is_awaited``, waits some seconds at most until all others have read it.
+
+        Raises:
+            RuntimeError: the store was lost.
+        """
         key = f"message {self._store.add(_NUM_MESSAGES, 1) - 1}"
         self._published.add(key)  # it is read when it is there
         self._store.set(key, text)
@@ -223,7 +227,7 @@ class FailureDetector:
         self._ending.set()
 
     def leave(self, message: str) -> None:
-        """Ends the thread, and publishes the reason. Raises nothing."""
+        """Publishes the reason, too. Raises nothing."""
         is_closed = self._ending.is_set()
         self.close()
         if is_closed or self._does_not_answer or self._connection.is_lost:

@@ -26,7 +26,11 @@ def pace_of_rounds(num_workers: int) -> Pace:
 
 
 class Presence:
-    """Sends this process's heartbeats until it ends, and then the reason, if it still can."""
+    """Sends this process's heartbeats until it ends, and then the reason, if it still can.
+
+    Raises:
+        RuntimeError, TimeoutError: the store was lost, or does not answer.
+    """
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._rank, self._pid = rank, os.getpid()
@@ -35,7 +39,7 @@ class Presence:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Called at the interpreter's exit, also in a forked child, which is no worker."""
+        """Called at exit, also in a forked child, which is no worker."""
         if os.getpid() == self._pid:
             self.detector.leave(f"{self._rank} its process has ended{cause_of_exit()}")
 

@@ -69,9 +69,12 @@ def call_roll(
     worker: Worker | None = None,
     while_waiting: Callable[[], object] = lambda: None,
 ) -> list[Worker]:
-    """Returns all workers, by rank, when all have come and fit together; else all present workers raise the same error.
+    """Returns all workers, by rank, when all have come and fit together.
 
     The first one to see a misfit, or all workers, writes the verdict. A worker after it is refused.
+
+    Raises:
+        CommunicationError: in all present workers: a worker is late or does not fit, or the store was lost.
     """
     try:
         return _call_roll(store, place, deadline, worker or Worker(place.rank, place.num_workers), while_waiting)

@@ -11,8 +11,8 @@ class Place:
 
     Attributes:
         source: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
-        host, port: the address of the workers' store; an empty host if a process group has a store.
-        hosts_store: True if this worker opens the store; otherwise it connects to it.
+        host, port: of the workers' store; an empty host if a process group has a store.
+        hosts_store: True if this worker opens the store.
         local_rank: among the workers of its machine; None if unknown.
         num_restarts: caused by this machine's workers, as torchrun's agent counts.
         store_persists: True if the store may have keys of an earlier start.

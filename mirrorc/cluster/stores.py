@@ -19,7 +19,11 @@ _SECONDS_BETWEEN_TRIES = 0.1
 
 
 def open_store(place: Place, deadline: float) -> Any:
-    """The store of the workers: opened by its host, awaited by all others until ``deadline``, by ``time.monotonic()``."""
+    """The store of the workers: opened by its host, awaited by all others until ``deadline``, by ``time.monotonic()``.
+
+    Raises:
+        CommunicationError: the port is in use, nobody listens in time, or the listener is no store.
+    """
     if not place.hosts_store:
         _await_listener(place, deadline)
     seconds = min(_LONGEST_ANSWER_SECONDS, max(1.0, deadline - time.monotonic()))
@@ -66,7 +70,11 @@ def _await_listener(place: Place, deadline: float) -> None:
 
 
 class OwnConnection:
-    """A separate connection to a store, so that no request waits for another's answer."""
+    """A separate connection to a store, so that no request waits for another's answer.
+
+    Raises:
+        RuntimeError, TimeoutError: the store is lost, or does not answer in time.
+    """
 
     def __init__(self, store: Any, seconds: float) -> None:
         def connected() -> Any:

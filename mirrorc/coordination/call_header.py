@@ -41,7 +41,7 @@ class Announcements:
     def written(self, program: Program, *, is_stale: bool) -> int:
         """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for none.
 
-        Leaves out the buffers that the step writes: an evaluation on one worker may have written those.
+        An evaluation on one worker may have written the buffers of the step; so these are left out.
         """
         is_behind = self._state.are_variables_written or self._state.optimizers.user_steps.have_written
         if not (is_stale or is_behind):
@@ -125,7 +125,7 @@ class Announcements:
         return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """The header of a meeting before a call of step ``number`` of a block; a worker that has left has no number."""
+        """``number`` of a step of a block; a worker that has left has none."""
         num_examples = 0 if has_left else 1  # a call without any would be refused
         header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
         return header, {

@@ -68,7 +68,7 @@ class Coordinator(Protocol):
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
-        """A block in which optimizers draw random numbers."""
+        """For optimizers."""
         ...
 
     def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
@@ -85,11 +85,11 @@ class Coordinator(Protocol):
         ...
 
     def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
-        """Makes sharded optimizer state whole on all workers."""
+        """Makes sharded state whole."""
         ...
 
     def note_failure(self, error: BaseException) -> None:
-        """The error after which this worker leaves, for the others."""
+        """For the other workers, before this one leaves."""
         ...
 
     def close(self) -> None:

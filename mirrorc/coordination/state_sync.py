@@ -37,7 +37,7 @@ class TakenValues:
         """Broadcasts parameters, buffers, optimizer state and the scaler from the source of the agreement.
 
         Args:
-            written: digest of the user's writes on this worker since the last step; 0 for none.
+            written: digest of the user's writes since the last step; 0 for none.
 
         Raises:
             CommunicationError: the workers' parts of the optimizer's state may be of two steps; all raise it.
@@ -61,7 +61,7 @@ class TakenValues:
         self._team.come_together()
 
     def _make_state_whole_for(self, source: int) -> None:
-        """The source of a broadcast may have a shard of the optimizer's state alone."""
+        """The source may have a shard of the optimizer's state alone."""
         if not self._options.program_workers.shards_optimizer:
             return
         words = self._team.words

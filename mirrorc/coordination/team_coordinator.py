@@ -56,8 +56,8 @@ class Revision:
 class TeamCoordinator:
     """Coordinates the training calls of one step on several workers, all of which make the same calls at the same time.
 
-    Workers meet when each has its program, before anything changes. They meet again after the chief's values are taken over, and
-    after a meeting with programs that do not go together.
+    Workers meet when each has its program, before anything changes, and again after the chief's values are taken over, or after
+    a meeting with programs that do not go together.
 
     Optimizers that are not element-wise run on every worker, as the chief, with the only state, might leave a loop first. They
     get sums of the same bits and one stream of random numbers; before each call workers compare the parameters they wrote.
@@ -136,7 +136,12 @@ class TeamCoordinator:
     # A call, from its beginning to its end
 
     def begin_call(self) -> None:
-        """Begins a call of the user's loop, in which all workers call the same step of their block."""
+        """Begins a call of the user's loop.
+
+        Raises:
+            ExecutionError: this thread is in the block of other steps.
+            CommunicationError: the workers call different steps of their block; or one of them has failed.
+        """
         refuse_within_others(self, "a step was called")
         if self._before_call is not None:
             self._before_call()
@@ -160,7 +165,6 @@ class TeamCoordinator:
             torn.guard(self._options.model, self.optimizers.optimizers)
 
     def _go_on_from_a_checkpoint(self) -> None:
-        """Some workers have used their accumulated and unsent gradients, and others not."""
         self._state.accumulated.clear()
         self._state.unsent.forget()
 
@@ -202,7 +206,11 @@ class TeamCoordinator:
         return Revision(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """Programs are compiled for numbers of gathered rows, which follow from the batches of all workers."""
+        """Programs are compiled for numbers of gathered rows, which follow from the batches of all workers.
+
+        Raises:
+            CommunicationError: they still differ after the last meeting; all workers raise it.
+        """
         rows = self.team.gathered_rows
         if not rows[0]:
             return True
@@ -258,7 +266,6 @@ class TeamCoordinator:
             raise
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
-        """A block in which optimizers that every worker runs draw the same random numbers."""
         runs_by_itself = not program.accumulates and updated_as_a_whole(program)
         return stream_of_chief(self.team) if runs_by_itself else nullcontext()
 
@@ -297,7 +304,7 @@ class TeamCoordinator:
         """Makes buffers alike on all workers, and sums the losses of all.
 
         Args:
-            loss: the weighted sum of this worker's losses, a scalar; None without examples.
+            loss: the weighted sum of this worker's; None without examples.
         """
         assert dtype is not None, "a training step has a loss"
         self.team.end_updates()

@@ -40,7 +40,7 @@ class BlockCalls(Protocol):
         ...
 
     def leave_loop(self) -> None:
-        """From here on this worker takes part in the calls of the others."""
+        """This worker then takes part in the calls of the others."""
         ...
 
     def exit_block(self) -> None:

@@ -39,15 +39,14 @@ class ChooseCheckpoints:
         ...                                      ...
         grad  = aten.mm(t, tanh)                 grad  = aten.mm(t, tanh)
 
-    `RecomputeCheckpoints`, the next pass, then lets backward recompute them. Forward is cut into segments where few
-    values pass. In each, a minimum cut separates kept values, at a price per byte, from recomputed ones. The prices and
-    the number of segments minimize recomputation within the bound, by the prediction of `memory.activation_peaks`; else
-    the nearest choice is taken.
+    `RecomputeCheckpoints` then lets backward recompute them. Forward is cut into segments where few values pass. In
+    each, a minimum cut separates kept values, at a price per byte, from recomputed ones. Prices and segments minimize
+    recomputation within the bound, as `memory.activation_peaks` predicts; else the nearest choice is taken.
 
     Guarantees: every value is the same expression, bit for bit. The model's own checkpoints stay.
 
     Attributes:
-        max_bytes: the bound for each device; None to leave the program unchanged.
+        max_bytes: for each device; None to leave the program unchanged.
     """
 
     max_bytes: int | None = None
@@ -106,7 +105,7 @@ class _Search:
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
     def _tries(self, segments: Sequence[Segment]) -> Iterator[tuple[Levels, Peak]]:
-        """Choices of rising price per byte, until one keeps the bound, by bisection."""
+        """Bisects the price per byte, until a choice keeps the bound."""
         ladder = _ladder(segments)
         low, high = 0, len(ladder) - 1  # the choice of low exceeds the bound
         peak = self._timeline.peak(self._checkpoints(segments, ladder[high]))
@@ -122,7 +121,7 @@ class _Search:
             low, high = (low, middle) if peak.num_bytes <= self._max_bytes else (middle, high)
 
     def _trimmed(self, segments: Sequence[Segment], levels: Levels, rank: tuple[bool, float, int]) -> Levels:
-        """The choice without its dispensable steps; the most expensive are tried first."""
+        """Without dispensable steps; tries the most expensive first."""
         order = sorted(range(len(segments)), key=lambda i: (-_seconds(segments[i], levels[i]), i))
         for i in [i for i in order if levels[i]][:_MOST_TRIMS]:
             for level in sorted({0, levels[i] - 1}):

@@ -28,13 +28,12 @@ class LayChannelsLast:
                                                      relu = aten.relu(conv)
                                                      flat = aten.reshape(relu, [2, -1])
 
-    Values computed from the results have channels-last format, too, up to an operator that changes the shape. Operators
-    from outside torch, and operations of mirrorc, get their arguments in the former layout.
+    Results stay channels-last up to an operator that changes the shape. Operators from outside torch, and operations of
+    mirrorc, get their arguments in the former layout.
 
     Guarantees: every value keeps its elements. If an operator addresses elements by their position in memory, the
         program stays as it is, and a remark names the operator.
-    Source: torch's compiler. Here regions keep the strides of their arguments, so the format must be in the graph
-        before it is cut.
+    Source: torch's compiler. Here regions keep the strides of their arguments, so the format precedes the cut.
     """
 
     wanted: bool = True

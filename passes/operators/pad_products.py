@@ -25,15 +25,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class PadProducts:
-    """Pads the second matrix of large products with odd numbers of columns, as for 50,257 words in float32::
+    """Pads the second matrix of a large product, as for 50,257 words in float32::
 
         logits = aten.mm(x, w)               w_padded = aten.constant_pad_nd(w, [0, 3])
         loss   = f(logits)            ->     logits_padded = aten.mm(x, w_padded)
                                              logits = aten.slice(logits_padded, 1, 0, 50257)
                                              loss   = f(logits)
 
-    The result keeps its shape and has longer rows, as have elementwise results computed from it. Gradients of weights
-    are made in their buckets, and stay as they are.
+    The result, and elementwise results computed from it, have longer rows in memory. Gradients of weights are made in
+    their buckets, and stay as they are.
 
     Guarantees: as `LayChannelsLast`.
     Source: torch's compiler on GPUs. Here values for backward need longer rows before the graph is cut.

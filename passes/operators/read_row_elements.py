@@ -17,7 +17,7 @@ from mirrorc.torch_internals import sizes_key
 
 @dataclass(frozen=True)
 class ReadRowElements:
-    """Computes a sum over one-hot rows, or a read of one element per row, from that element alone::
+    """Computes a sum over one-hot rows, or a read of one element per row, from that element::
 
         rows = aten.scatter(zeros, 1, t, -1.0)
         mul  = aten.mul(rows, w)                     ->    mul   = aten.mul(rows, w)
@@ -27,7 +27,7 @@ class ReadRowElements:
         sub  = aten.sub(logits, lse)                       found = aten.gather(logits, 1, t)
         loss = aten.gather(sub, 1, t)                ->    loss  = aten.sub(found, lse)
 
-    Both occur in the loss of a classifier, with rows as long as its number of classes.
+    Both occur in the loss of a classifier.
 
     Guarantees: bits stay, but a row with a non-finite factor sums to its one element, where zeros times that factor
         made it NaN.
@@ -50,7 +50,7 @@ class ReadRowElements:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """A graph's nodes as sources of rows; new ones come before the node to replace."""
+    """New nodes come before the node to replace."""
 
     program: Program
     replaced: fx.Node
@@ -68,7 +68,6 @@ class _Nodes:
 
 
 def _shorten(program: Program, node: fx.Node) -> bool:
-    """Returns True if it has replaced a sum or read of rows."""
     if node.target not in ROW_READERS:
         return False
     nodes = _Nodes(program, node)

@@ -27,9 +27,8 @@ class RecomputeCheckpoints:
                                                              relu_again = aten.relu(mm_again)
                                                              grad       = aten.mm(t, relu_again)
 
-    Forward then keeps, for backward alone, the inputs of the checkpoint, the values that its policy keeps, values that
-    leave it, and the inputs of the first backward operator. A copy draws the same random numbers, since random
-    operators are functions of a seed.
+    Forward then keeps the inputs of the checkpoint, the values that its policy keeps, values that leave it, and the
+    inputs of the first backward operator. Random operators are functions of a seed, so copies draw the same numbers.
 
     Guarantees: every value is the same expression, bit for bit; no operator has a checkpoint any more.
     """

@@ -33,9 +33,8 @@ class RecomputeElementwise:
         exp  = aten.exp(sub)    # in backward              again = aten.sub(mm, lse)
                                                            exp   = aten.exp(again)
 
-    Forward has ``mm`` in memory in any case; it would write ``sub`` for backward alone. A value is recomputed if
-    backward then moves fewer bytes: saving costs a write and a read, recomputing reads of its sources, and writes of
-    those that would not be in memory otherwise.
+    Forward would write ``sub`` for backward alone. A value is recomputed if that moves fewer bytes: saving costs a
+    write and a read; recomputing costs reads of its sources, and writes of those not in memory otherwise.
 
     Guarantees: every value is the same expression, bit for bit. Forward saves no more memory, except for small values.
     """
@@ -60,13 +59,12 @@ class RecomputeElementwise:
 
 
 def _recompute(program: Program, graph: fx.Graph) -> list[str]:
-    """Returns the names of recomputed values."""
     first = first_of_backward(program, graph)
     return [value.name for value in _Recomputation(graph, first).run()] if first is not None else []
 
 
 class _Recomputation:
-    """Visits the values of a forward in order, so that their sources are decided before them."""
+    """Visits values in order, so that their sources are decided before them."""
 
     def __init__(self, graph: fx.Graph, first_of_backward: fx.Node) -> None:
         nodes = list(graph.nodes)
@@ -125,7 +123,7 @@ class _Recomputation:
 
     @staticmethod
     def _sources(operators: list[fx.Node]) -> list[fx.Node]:
-        """The values that these operators read from memory, each memory once."""
+        """Values read from memory, each memory once."""
         read = (source for node in operators for source in node.all_input_nodes if source not in operators)
         return list(dict.fromkeys(map(owner_of, read)))
 

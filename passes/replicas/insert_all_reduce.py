@@ -17,8 +17,7 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class InsertAllReduce:
-    """Joins the replicas' buckets: one `all_reduce`, right after the last replica's `pack`, and one `wait` per
-    replica::
+    """Reduces the replicas' buckets, right after the last replica's `pack`::
 
         pack   = pack(g0, g1, bucket=0, replica=0)        pack   = pack(g0, g1, bucket=0, replica=0)
         pack_1 = pack(h0, h1, bucket=0, replica=1)  ->    pack_1 = pack(h0, h1, bucket=0, replica=1)
@@ -29,7 +28,7 @@ class InsertAllReduce:
 
     A program that accumulates gradients reduces nothing: each replica keeps its sums.
 
-    If buckets are cut, each pack is reduced separately, and each replica joins its packs::
+    Packs of a cut bucket are reduced separately::
 
         b0_pack0 ...; b0_pack1 ...                  ->    b0_pack0 ...; all_reduce(b0_pack0, ..., bucket=0, pack=0, op=sum)
                                                           b0_pack1 ...; all_reduce(b0_pack1, ..., bucket=0, pack=1, op=sum)

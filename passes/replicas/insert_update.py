@@ -21,8 +21,8 @@ from mirrorc.messages.wording import listed, numbered
 class InsertUpdate:
     """Puts the optimizer at the end of every replica's program.
 
-    An element-wise optimizer runs on whole buckets, on every replica. Any other runs once, on replica 0, because it
-    cannot be copied safely and might draw random numbers::
+    An element-wise optimizer runs on whole buckets, on every replica. Any other runs on replica 0 alone, as it cannot
+    be copied safely and might draw random numbers::
 
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 
@@ -35,7 +35,7 @@ class InsertUpdate:
         output {losses: (l, l_1)}                         #   w_1 = wait(broadcast, bucket=0, replica=1)
                                                           #   store(w_1, bucket=0, replica=1)
 
-    A program that accumulates gradients adds each replica's packed bucket to its sums instead::
+    A program that accumulates gradients::
 
         output {reduced: ((pack, pack_1),), ...}    ->    accumulate(pack, bucket=0, replica=0)
                                                           accumulate(pack_1, bucket=0, replica=1)
@@ -43,7 +43,7 @@ class InsertUpdate:
     A replica commits after the last operation of any replica that can fail, so that a failure leaves all variables as
     they were.
 
-    Guarantees: each parameter is updated once per replica, after every read of it in this step, and after its commit.
+    Guarantees: each parameter is updated once per replica, after every read in this step, and after its commit.
     """
 
     name: str = field(default="insert-update", init=False)

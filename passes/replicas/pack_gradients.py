@@ -21,8 +21,7 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class PackGradients:
-    """Inserts one `pack` per bucket and replica, right after the last gradient of the bucket, and behind the pack
-    before::
+    """Inserts a `pack` on each replica, right after the last gradient of a bucket, and behind the pack before::
 
         bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
         g0, g1 = bwd_0[0], bwd_0[1]                         ->    g0, g1 = bwd_0[0], bwd_0[1]
@@ -33,12 +32,12 @@ class PackGradients:
 
         (no nodes of replica 1)                             ->    pack_1 = pack(bucket=0, replica=1)
 
-    A step that ends an accumulation adds the gradients of earlier calls, before any other operation::
+    The end of an accumulation adds earlier gradients, before any other operation::
 
         pack = pack(g0, g1, bucket=0, replica=0)            ->    pack = pack(g0, g1, bucket=0, replica=0)
                                                                   sum  = add_accumulated(pack, bucket=0, replica=0)
 
-    If a bucket is cut, each pack is filled as soon as its elements are complete::
+    Packs of a cut bucket are filled as soon as their elements are complete::
 
         bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
         g0    = bwd_0[0]                                    ->    g0    = bwd_0[0]

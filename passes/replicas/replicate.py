@@ -20,7 +20,7 @@ from mirrorc.printing.printed_values import type_of
 
 @dataclass(frozen=True)
 class Replicate:
-    """Makes one graph with the nodes of every device side by side, interleaved, with the keyword ``replica``::
+    """Makes one graph with the interleaved nodes of every device, and the keyword ``replica``::
 
         fwd_0 = call_region(x, read, region=fwd_0)        fwd_0   = call_region(x, read, region=fwd_0, replica=0)
         loss  = fwd_0[0]                            ->    loss    = fwd_0[0]
@@ -28,8 +28,8 @@ class Replicate:
                                                           loss_1  = fwd_0_1[0]
                                                           output {losses: (loss, loss_1)}
 
-    A replica without examples has no nodes here, and None in place of each result. If no replica of a worker has any,
-    its first one attends the sums of the other workers' replicas.
+    A replica without examples has no nodes, and None as results. If no replica of a worker has any, its first one
+    attends the sums of the other workers' replicas.
 
     Guarantees: replica r runs the graph of its shard shape; no edge joins two replicas.
     """

@@ -28,14 +28,14 @@ class SendRows:
         store(w_1, bucket=0, replica=1)                          w_1 = wait(b, bucket=0, replica=1)
                                                                  store_rows(w_1, sum_1, bucket=0, replica=1)
 
-    Every device has gathered the indices of all rows (``sum_1`` on replica 1). If the rows may have as many bytes as
-    the table, the table is sent.
+    Every device has gathered the indices of all rows (``sum_1`` on replica 1). Rows that may have as many bytes as the
+    table are not sent.
 
     Guarantees: each device has the same parameters, bit for bit. The pass may run twice.
 
     Attributes:
-        most_in_one_memory: the largest part of a table to send as rows between devices of one memory, which copy a
-            whole table faster than they gather and scatter its rows (measured in benchmarks/README.md).
+        most_in_one_memory: the largest part of a table to send as rows between devices of one memory, as whole copies
+            are faster there (measured in benchmarks/README.md).
     """
 
     most_in_one_memory: float = 1 / 8

@@ -37,14 +37,13 @@ class ShareParameters:
     Waits and updates come after the commit, because a device must not write a parameter before another device's last
     read. An optimizer that runs by itself updates the one copy after all waits.
 
-    A bucket in packs is reduced whole, and each device takes its share of the result of `unpack`: some devices would
-    otherwise sum up packs outside their share::
+    A bucket in packs is reduced whole, as some devices would otherwise sum up packs outside their share::
 
         unpack = unpack(wait_0, wait_1, bucket=0, replica=0)  ->  unpack = unpack(wait_0, wait_1, bucket=0, replica=0)
         update(unpack, bucket=0, replica=0)                       share  = aten.slice(unpack, 0, 0, 64)
                                                                   update(share, bucket=0, replica=0)
 
-    Guarantees: every share has one writer. Each element has the same bits as with a copy for each device.
+    Guarantees: every share has one writer; bits are those of a copy for each device.
     Source: stage 1 of ZeRO (Rajbhandari et al., 2020), without the gathering.
     """
 

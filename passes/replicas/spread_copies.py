@@ -31,14 +31,13 @@ class SpreadCopies:
                                                          store(cat([c_1, d_1]), bucket=0, replica=1)
                                                          (the same on replica 2)
 
-    The owner sends a large bucket once, in place of once to each device. The cost of a small bucket is the number of
-    messages, not their bytes.
+    The owner sends a large bucket once, in place of once to each device. Small buckets cost by message, not by byte.
 
     Guarantees: each device stores the same values.
     Source: tensorpack's OverrideCachingDevice; van de Geijn (1994).
 
     Attributes:
-        within_one_memory: also relay between devices of one memory, which otherwise copy straight from the owner's.
+        within_one_memory: also relay between devices of one memory.
     """
 
     min_elements: int = 2**16

@@ -20,7 +20,7 @@ from mirrorc.messages.wording import numbered
 
 @dataclass(frozen=True)
 class UpdateAtOwner:
-    """Turns N equal updates of N copies of a bucket's parameters into one update at its owner, and N - 1 copies::
+    """Turns N equal updates of a bucket into one update at its owner, and N - 1 copies::
 
         ar = all_reduce(p_0, p_1, bucket=0, op=sum)           r = reduce(p_0, p_1, bucket=0, op=sum, root=1)
         commit(replica=0); commit(replica=1)                  commit(replica=0); commit(replica=1)
@@ -35,8 +35,7 @@ class UpdateAtOwner:
     The owner alone has the optimizer's state. All devices first make their updates, and then write those of others.
 
     Needs: an owner for each bucket (place-variables).
-    Guarantees: each bucket has the same bits as with an update on each device; every other device's copy is written
-        once.
+    Guarantees: bits are those of an update on each device; every other device's copy is written once.
     Source: TensorFlow's CentralStorageStrategy and tensorpack.
     """
 

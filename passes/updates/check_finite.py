@@ -30,11 +30,11 @@ class CheckFinite:
                                                               update(wait_0, bucket=0, replica=0)
                                                               (the same on replica 1)
 
-    All replicas exchange their checks at the commit, and decide alike. A program that accumulates gradients checks each
-    replica's packed gradients, unless the pass only skips updates.
+    All replicas exchange their checks at the commit, and decide alike. An accumulation checks packed gradients, unless
+    the pass only skips updates.
 
-    Guarantees: the operands of updates and each replica's loss are checked. Where the loss is scaled, gradients alone
-        decide, as with torch's GradScaler.
+    Guarantees: the operands of updates and each replica's loss are checked; of a scaled loss gradients alone, as with
+        torch's GradScaler.
 
     Attributes:
         otherwise: "raise" an error at a non-finite value, or "skip" the update and return the loss.
@@ -94,9 +94,7 @@ def _remark(program: Program, otherwise: str, num_moved: int, is_scaled: bool) -
 
 
 def _move_before(commit: fx.Node) -> int:
-    """Moves nodes before the first commit, except writes, their sources, and their users; returns the number of moved
-    waits.
-    """
+    """Moves all but writes, their sources and users; returns the number of moved waits."""
     late = set(calls_to(commit.graph, ops.commit))
     num_moved, nodes = 0, list(commit.graph.nodes)
     for node in nodes[nodes.index(commit) :]:

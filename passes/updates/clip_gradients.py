@@ -57,11 +57,11 @@ class ClipGradients:
                                                        update(g, bucket=0, replica=0)
                                                        (the same on replica 1)
 
-    A replica with shares of the sums measures these, and all replicas exchange their norms at the commit; one with
-    whole sums measures them alone. If workers have different numbers of devices, all use the chief's norm.
+    Replicas with shares of the sums exchange their norms at the commit; one with whole sums measures them alone. If
+    workers have different numbers of devices, all use the chief's norm.
 
-    If each worker has only the sum of its part of a bucket, all workers' replicas exchange their norms. Of a bucket
-    that each worker updates whole, each measures as many elements::
+    With a sharded optimizer, all workers' replicas exchange their norms. Of a bucket that each worker updates whole,
+    each measures as many elements::
 
         commit(replica=0)                              own = slice(total_1, 0, 64, 128)
         update(part_0, bucket=0, replica=0)      ->    n_0 = norm(part_0, own, norm_type=2.0, replica=0)
@@ -73,7 +73,7 @@ class ClipGradients:
     Source: `torch.nn.utils.clip_grad_norm_`.
 
     Attributes:
-        max_norm: a tuple has one norm for each group. None leaves gradients alone; math.inf only measures their norm.
+        max_norm: a tuple has one norm for each group. None does not scale; math.inf only measures.
         norm_type: a positive number or math.inf; or a tuple with one for each group.
         max_value: the largest absolute value of an element, applied after scaling.
     """
@@ -157,11 +157,7 @@ def _remark(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: 
 
 
 def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
-    """Tests for norms that are exchanged at the commit.
-
-    Raises:
-        PassError: workers would measure them separately, in different orders.
-    """
+    """Raises `PassError` if workers would measure norms separately, in different orders."""
     if any(bucket.part is not None for bucket in buckets):
         return True
     if not program.workers.are_several or program.workers.are_alike:
@@ -177,7 +173,7 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A reduced gradient on a replica: its bucket, and its update, if any."""
+    """A reduced gradient on a replica."""
 
     value: fx.Node
     bucket: int
@@ -270,7 +266,7 @@ def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum
 
 
 def _move_sums(values: Sequence[fx.Node], anchor: fx.Node) -> None:
-    """Moves values, and their operands since their waits, before a node; the order stays."""
+    """Moves values, and their operands since their waits; the order stays."""
     moved: set[fx.Node] = set()
     waiting = [value for value in values if value > anchor]
     while waiting:

@@ -27,8 +27,8 @@ class ScaleInUpdates:
     nine passes over memory instead of AdamW's seven.
 
     Needs: links, which tell the memory of a sum: after lower-collectives.
-    Guarantees: an optimizer gets the same gradient up to rounding. A gradient in memory that other replicas read, one
-        with a bound for its elements, and one of other than 32 bits on CPUs are scaled as before.
+    Guarantees: the same gradient up to rounding. One that other replicas read, one with a bound for its elements, and
+        one of other than 32 bits on CPUs are scaled as before.
 
     Attributes:
         groups: those that torch's fused kernels update, by number.

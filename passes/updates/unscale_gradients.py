@@ -35,8 +35,7 @@ class UnscaleGradients:
     The runtime multiplies the loss's weight, the start of backward, by the scale.
 
     Needs: clipped gradients, if they are clipped: after clip-gradients.
-    Guarantees: updates and bounds see gradients of the loss itself. A gradient is scaled once, with or without
-        clipping.
+    Guarantees: updates and bounds see gradients of the loss itself. A gradient is scaled once.
     Source: `torch.amp.GradScaler` (Micikevicius et al., 2018).
     """
 

@@ -31,11 +31,11 @@ class UpdateInParts:
         wait_0 = wait(reduce_scatter_0, ...)        ->   wait_0 = wait(reduce_scatter_0, ...)
         update(wait_0, bucket=0, replica=0)              update(wait_0, part_elements=524288, bucket=0, replica=0)
 
-    A wait that makes a share writes all of it to memory, and the update reads it back: three of the nine passes over
-    memory of product and AdamW. Parts share one small buffer, which stays in the processor's cache.
+    Writing a share to memory and reading it back are three of the nine passes over memory of product and AdamW. Parts
+    share one small buffer, which stays in the processor's cache.
 
-    Needs: links, which determine the makers of shares: after lower-collectives, and after all passes that look at sums.
-    Guarantees: an optimizer gets the same gradients, but for the order of additions in a product of fewer rows.
+    Needs: links: after lower-collectives, and after all passes that look at sums.
+    Guarantees: the same gradients, but for the order of additions in a product of fewer rows.
 
     Attributes:
         part_elements: 2 MiB of 32 bits were fastest on an AMD EPYC with 1 MiB of cache for each core.
@@ -82,7 +82,7 @@ def _fewest(size: Any) -> int:
 
 
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
-    """The sizes of each bucket's products that devices make from factors, and of workers' factors by the plan."""
+    """Sizes of the products that devices make from factors, by bucket."""
     sizes: dict[int, list[Size]] = defaultdict(list)
     for bucket in program.buckets:
         for slot, sent in zip(bucket.slots, bucket.sent_factors, strict=bucket.is_sent_as_factors):

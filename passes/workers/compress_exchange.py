@@ -35,8 +35,8 @@ class CompressExchange(WorkerCompression):
                                                               update(total_0, bucket=0, replica=0)
 
     A gradient is rounded once on its worker, and once more by each addition over workers. All workers get the same
-    bits. Infinities and NaN of any worker stay so in the sum; numbers outside the range of the narrower dtype become
-    infinite. Complex buckets, buckets of no wider dtype, and factors are sent unchanged.
+    bits. Infinities and NaN stay; numbers outside the range of the narrower dtype become infinite. Complex buckets, buckets
+    of no wider dtype, and factors are sent unchanged.
 
     Attributes:
         dtype: "bfloat16", with the range of float32 and 8 bits of precision; or "float16", with 11 bits, up to 65504.

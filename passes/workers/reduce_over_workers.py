@@ -47,17 +47,17 @@ class ReduceOverWorkers:
                                                                 update(total_1, bucket=1, replica=0)
                                                                 update(total_0, bucket=0, replica=0)
 
-    For a bucket that is sent as factors, `gather_factors` takes the packed buckets of all replicas instead of the sum::
+    A bucket sent as factors has a `gather_factors` of the packed buckets of all replicas::
 
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        f_0    = gather_factors(p_0, q_0, bucket=0, op=sum)
         wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
 
-    Devices add up their gradients first, and each sends its share. The wait for a bucket's shares comes at the launch
-    of the next bucket, so that no device waits for a straggler while backward can run.
+    The wait for a bucket's shares comes at the launch of the next bucket, so that no device waits for a straggler while
+    backward can run.
 
     All workers exchange in the order of the bucket plan, so no two wait for each other's next exchange. Everything that
     can fail on one worker comes before its commit. After an early commit only a connection can fail; the runtime then
-    knows the updated buckets, and refuses any use of them.
+    refuses any use of the updated buckets.
 
     Needs: one copy of the parameters where a worker has several devices: after share-parameters.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
@@ -128,7 +128,7 @@ def _check(program: Program, bucket: Bucket) -> None:
 
 
 def _sums(program: Program) -> list[list[fx.Node]]:
-    """The parts of each pack's sum over this worker's replicas, by replica."""
+    """Packs of each replica's sum."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
         sums: list[list[fx.Node]] = [[] for _ in program.packs]

@@ -30,8 +30,8 @@ class SendLargest(WorkerCompression):
                                                               update(total_0, bucket=0, replica=0)
 
     The rest is error feedback: the worker adds it to its sum in the next step. Every worker adds up in the order of
-    ranks, so all have the same bits. NaN and infinities count as largest. A bucket is sent so only if that is fewer
-    bytes than its whole sum.
+    ranks, so all have the same bits. NaN and infinities count as largest. Buckets that would take no fewer bytes are sent
+    whole.
     """
 
     ratio: float = 0.01

@@ -31,8 +31,8 @@ class SendPayload(WorkerCompression):
                                                               update(total_0, bucket=0, replica=0)
 
     The unsent part of earlier steps is added to the sum of a worker's devices (error feedback). Updates take the sum
-    that `mirrorc.compression.Payload.exchange` makes. A bucket is sent so only if that is fewer bytes than its whole
-    sum; factors never are.
+    that `mirrorc.compression.Payload.exchange` makes. Factors, and buckets that would take no fewer bytes, are sent
+    as before.
     """
 
     payload: Payload = field(default_factory=Payload)

@@ -21,8 +21,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class ShardOptimizer:
-    """Turns W equal updates of a bucket, one on each of W workers, into updates of W parts and an all-gather of
-    parameters::
+    """Shards the updates of W workers into W parts, with an all-gather of parameters::
 
         x_0     = exchange(wait_0, w_0, bucket=0, op=sum)            x_0     = scatter_sums(wait_0, w_0, bucket=0, op=sum)
         (the same for bucket 1)                                      (the same for bucket 1)
@@ -36,11 +35,10 @@ class ShardOptimizer:
                                                                      new_1   = wait(g_1, bucket=1, replica=0)
                                                                      new_0   = wait(g_0, bucket=0, replica=0)
 
-    Each worker keeps the optimizer's state of its part alone. Buckets are gathered in the order of the next forward,
-    the reverse of the plan. Without an early commit they are updated in that order, too, so that one is sent during the
-    update of the next.
+    Each worker keeps the optimizer's state of its part alone. Buckets are gathered in the order of the next forward.
+    Without an early commit they are updated in that order, too, so that one is sent during the update of the next.
 
-    Factors go to all workers as before, and each makes the gradient of its part alone::
+    Factors go to all workers as before::
 
         f_0     = gather_factors(p_0, bucket=0, op=sum)              f_0     = gather_factors(p_0, bucket=0, op=sum)
         total_0 = wait(f_0, bucket=0, replica=0)              ->     total_0 = wait(f_0, bucket=0, replica=0)   (its elements)

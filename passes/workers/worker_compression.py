@@ -1,4 +1,4 @@
-"""The base class of compression between workers."""
+"""Base class of compression between workers."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class WorkerCompression:
         raise NotImplementedError
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        """Replaces an exchange, and returns the new launch."""
+        """Returns the new launch."""
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """Remarks on new exchanges; the former ones sent ``before`` bytes of sums."""
+        """The former exchanges sent ``before`` bytes of sums."""
         raise NotImplementedError
 
     def run(self, program: Program) -> Program:
@@ -89,6 +89,6 @@ def ring_bytes_text(program: Program, num_bytes: int) -> str:
 
 
 def other_buckets_text(program: Program, new: Sequence[fx.Node]) -> str:
-    """The buckets with former exchanges, in words; may be empty."""
+    """Buckets with former exchanges; may be empty."""
     others = sorted({bucket.index for bucket in program.buckets} - {bucket_of(launch) for launch in new})
     return numbered("bucket", others) if others else ""

@@ -29,10 +29,8 @@ class Exchanges(Communicator):
     """Exchanges the buckets of a program over gloo.
 
     Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to launch
-    sends the whole bucket. All devices launch in the order of the bucket plan, so all workers send in this order.
-
-    Of a bucket of factors, the last device sends those of all devices. When the messages of all workers have come, each device
-    makes its share.
+    sends the whole bucket, or the factors of all devices. All devices launch in the order of the bucket plan, so all workers send
+    in this order.
 
     Args:
         buckets: indices of the exchanged buckets, or numbers of their packs, if buckets are cut.

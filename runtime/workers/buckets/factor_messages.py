@@ -24,7 +24,7 @@ ReplicaFactors = list[list[Factors]]
 
 @dataclass(frozen=True)
 class FactorMessage:
-    """Layout of a bucket's message: the rows of all factors of a worker's replicas, concatenated."""
+    """The rows of all factors of a worker's replicas, concatenated."""
 
     gradients: Sequence[SentFactors]
 
@@ -47,7 +47,7 @@ class FactorMessage:
         return views
 
     def _pieces(self, num_rows: NumRows) -> Iterator[tuple[tuple[int, int, int], int, int, RowType]]:
-        """The place of each piece (gradient, replica, part), its factor, its number of rows and their type."""
+        """Each piece (gradient, replica, part), its factor, number of rows and their type."""
         for replica in range(len(num_rows[0])):
             for place, gradient in enumerate(self.gradients):
                 for part, number in enumerate(num_rows[place][replica]):
@@ -65,7 +65,7 @@ class FactorMessage:
                         to.copy_(source)
 
     def read(self, message: torch.Tensor, num_rows: NumRows) -> list[ReplicaFactors]:
-        """The factors of each replica of a worker, as views of its message."""
+        """By replica, as views of the message."""
         return [
             [
                 [form_named(gradient.operation).from_rows(rows) for rows in parts]

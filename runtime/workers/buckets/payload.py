@@ -13,7 +13,7 @@ from mirrorc.torch_internals import GlooGroup
 
 
 class SentPart(Protocol):
-    """Payload of a pack in a step, made once all devices of the worker have written their shares of the pack."""
+    """Payload of a pack in a step, made once all devices of the worker have written their shares."""
 
     def launch(self, group: GlooGroup) -> Any:
         """Launches the exchange; returns a work."""

@@ -45,10 +45,7 @@ def checksums_of_state(
 
 
 def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor | str]]:
-    """The tensors in a value, and process-independent texts of the rest, each with its path.
-
-    ``known``: paths of values seen before, by ids.
-    """
+    """Texts are process-independent. ``known``: paths of values seen before, by ids."""
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
         yield f"{path} sizes", str(list(value.shape))
         yield f"{path} indices", value._indices()

@@ -12,24 +12,24 @@ from mirrorc.ir.program import Accumulation
 
 @dataclass(frozen=True)
 class Header:
-    """A worker's description of its step. Digests are 0 for nothing.
+    """A worker's description of its step.
 
     Attributes:
-        is_fresh: 1 if it has variables that were not broadcast yet.
-        written: digest of the user's writes to variables and optimizer state since the last step.
-        schedule: digest of the program's exchanges, and of all else that programs must share.
-        variables: digest of its variables, those outside of the model included.
-        hyperparameters: digest; includes the loss scale.
+        is_fresh: 1 with variables that were not broadcast yet.
+        written: digest of the user's writes since the last step; 0 for none.
+        schedule: digest of all that programs must share, such as exchanges.
+        variables: digest; those outside of the model included.
+        hyperparameters: digest; the loss scale included.
         modes: digest of its modules' training modes.
         num_present: number of its replicas with examples.
-        seed: of the step's random streams; that of worker 0 counts.
-        kind: gradient accumulation of its program, see `kind_of`; a guess of a worker that has left. `BESIDES` for a call
-            that does not train, `TURN` for a meeting before one.
+        seed: that of worker 0 counts.
+        kind: gradient accumulation, see `kind_of`; a guess of a worker that has left. `BESIDES` for a call that does not
+            train, `TURN` for a meeting before one.
         num_accumulated: examples of the accumulated calls.
-        parameters: digest of the parameters whose optimizers are not element-wise, run by each worker.
-        num_steps: its steps that count for comparisons of copies.
-        has_left: 1 if it joins the calls of others only, see `mirrorc.step.Step.join`.
-        num_counts, counts: number and digest of the row counts of its program's factors.
+        parameters: digest of those whose optimizers are not element-wise, run by each worker; 0 for none.
+        num_steps: those that count for comparisons of copies.
+        has_left: 1 if it only joins the calls of others.
+        num_counts, counts: number and digest of its factors' row counts.
         known: digest of all row counts received from workers.
         deals_anew: 1 if its shard of the optimizer's state belongs to other buckets than its program's.
         turn: number of its next step in its block, see `mirrorc.join`.
@@ -75,12 +75,13 @@ class Agreement:
     """Common facts of a step that all workers begin together. Its source is the first worker that has not left.
 
     Attributes:
+        num_examples, num_accumulated: of all workers.
         num_present: replicas with examples, over all workers; ``present`` by rank.
-        is_other: whether some workers need a program with other accumulation, so that all must meet again.
+        is_other: whether programs need other accumulation, so that all must meet again.
         first_present: the rank of the first worker with examples; 0 if none has.
         takes_over: whether all must receive the source's values, and meet again.
         source: its rank; 0 if all have left.
-        written: the source's digest of user writes.
+        written: the source's.
         tells_hyperparameters: whether the source broadcasts them to workers that have left.
         is_over: whether all have left.
         deals_anew: whether all gather the optimizer's state, to shard it anew.

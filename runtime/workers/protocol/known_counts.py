@@ -16,9 +16,9 @@ Tell = Callable[[Callable[[Any], Any]], None]
 
 
 class KnownCounts:
-    """Row counts of workers, by their digests.
+    """Row counts by digest.
 
-    If a digest in a header is unknown to some worker, or their known counts differ after an unfinished call, all send theirs.
+    If a digest is unknown to some worker, or known counts differ after an unfinished call, all send theirs.
     """
 
     def __init__(self) -> None:

@@ -15,8 +15,8 @@ class Vote:
     """A worker's vote, cast when it is past all that can fail in a step.
 
     Attributes:
-        has_sound_sums: whether all sums over workers are finite; must be the same on all of them.
-        numbers: of its replicas, [numbers of each, replicas]; None for none.
+        has_sound_sums: whether all sums over workers are finite; the same on all of them.
+        numbers: [numbers of each, replicas]; None for none.
         used: parameters used by its replicas, [parameters] float64, ones and zeros; None if each step uses the same.
     """
 

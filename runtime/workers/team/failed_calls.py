@@ -24,7 +24,7 @@ from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
 
 class FailedCalls:
-    """Draws the `CONSEQUENCES` of a team's failed calls, seen from a single worker.
+    """Draws the `CONSEQUENCES` of a team's failed calls.
 
     Attributes:
         have_parted: whether a call has failed when some workers may have updated, and others not, or in part.

@@ -81,6 +81,7 @@ class Meetings:
         Raises:
             CommunicationError: workers differ; raised by all, with the worker and its difference.
             ValueError: no worker has examples; raised by all.
+            LostConnectionError: the connection broke.
         """
         tell = self._connections.tell
         all_counts = (*counts, *gathered_rows)

@@ -40,6 +40,9 @@ class StepWatcher:
     Args:
         on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. It may name
             this worker, when the others have given up on it.
+
+    Raises:
+        CommunicationError: the store does not answer.
     """
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:

@@ -35,7 +35,7 @@ class Team:
     call.
 
     Args:
-        name: the same on all workers, and of no other step.
+        name: of no other step; the same on all workers.
         device: of this worker's buckets; of the same type on all workers.
     """
 
@@ -140,7 +140,7 @@ class Team:
         return self._meetings.meet(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
-        """Opens the lane for values of the model, if it is not open; all workers do so in the same call."""
+        """All workers do so in the same call; may be repeated."""
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
@@ -195,11 +195,11 @@ class Team:
     # The end of the team
 
     def note_why(self, error: BaseException) -> None:
-        """Records the error with which this worker is about to leave."""
+        """The error with which this worker is about to leave."""
         self._last_words.append(in_short(error))
 
     def close(self) -> None:
-        """Closes the connections, and notifies the others. May be repeated."""
+        """Notifies the others. May be repeated."""
         self._finalizer()
 
 

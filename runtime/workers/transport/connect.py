@@ -34,6 +34,9 @@ def await_all(
 
     Args:
         may_wait_on: called at each timeout, whether to wait as long again.
+
+    Raises:
+        LostConnectionError: not all came.
     """
     answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
@@ -57,7 +60,11 @@ def await_all(
 def all_texts(
     store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
 ) -> list[str]:
-    """Each worker's first text, by rank; a worker that repeats itself must send the same."""
+    """Each worker's first text, by rank; a worker that repeats itself must send the same.
+
+    Raises:
+        LostConnectionError: some worker sent nothing.
+    """
     answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     keys = [f"text {rank}" for rank in range(cluster.num_workers)]
     answer(lambda: store.set(keys[cluster.rank], text))
@@ -106,7 +113,7 @@ def open_lane(
     device: torch.device,
     is_over: Callable[[], bool],
 ) -> Lane:
-    """Opens a lane between workers past the rendezvous, for tensors on a device of this type."""
+    """Called by workers past the rendezvous; tensors are on a device of this type."""
     lane_store = distributed.PrefixStore(name, store)
     places = cluster.rank, cluster.num_workers
     opened = functools.partial(Lane, lane_store, *places, timeout_seconds, f"mirrorc {name}", device)

@@ -95,7 +95,11 @@ class Connections:
             self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST, is_over))
 
     def part_of_store(self, name: str) -> Any:
-        """A prefix of the store, over a separate connection."""
+        """A prefix of the store, over a separate connection.
+
+        Raises:
+            LostConnectionError: the store does not answer.
+        """
 
         try:
             return distributed.PrefixStore(name, OwnConnection(self._store, patience(self._timeout_seconds)).store)

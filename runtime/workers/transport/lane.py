@@ -46,6 +46,9 @@ class Lane:
     """Launches collectives in order, over NCCL on a GPU and else over gloo, and reports the end of each in this order.
 
     Waiting for a collective is deaf to signals, and a waiting device has a timeout of its own. So the lane's thread waits.
+
+    Raises:
+        RuntimeError: the workers did not meet in time, or the store was lost.
     """
 
     def __init__(
@@ -84,6 +87,9 @@ class Lane:
         """Launches a collective and waits for it; Ctrl-C can cut the wait short, not the collective.
 
         ``may_wait_on`` is called at each timeout, whether to wait as long again.
+
+        Raises:
+            LostConnectionError: it has failed, or timed out.
         """
         outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self.launch(collective, outcomes.put)
@@ -118,7 +124,7 @@ class Lane:
         return self._group is None
 
     def close(self) -> bool:
-        """Ends all collectives, and the thread; returns whether memory passed to the lane is not written any more."""
+        """Ends all collectives; returns whether memory passed to the lane is not written any more."""
         self.cut()
         with self._launching:
             group, self._group = self._group, None
