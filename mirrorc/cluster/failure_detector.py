@@ -41,7 +41,7 @@ class Pace:
 
 
 class Messages:
-    """Messages of the workers, read by all in one order.
+    """Messages of the workers, read by all in one order. Nothing else uses the keys of the store.
 
     Attributes:
         gone: ranks of workers that may read nothing more.

@@ -56,7 +56,11 @@ class Lookout:
         self._ends: dict[int, str] = {}
 
     def gone(self) -> dict[int, str]:
-        """The fates of lost workers, as clauses, by rank; asks at intervals only."""
+        """The fates of lost workers, as clauses, by rank. Asks at intervals, and returns nothing in between.
+
+        Raises:
+            RuntimeError: the store was lost.
+        """
         now = time.monotonic()
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return {}

@@ -19,6 +19,10 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
     """A block around one call; an error in it reaches the others.
 
     Arguments are checked within the block, but those that name the workers: without them a worker can reach nobody.
+
+    Raises:
+        TypeError, ValueError: on entering, the description of the workers is wrong; or a process that trains alone has a group.
+        CommunicationError: on entering, see `mirrorc.cluster.join`.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Coordinator(Protocol):
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
-        """For optimizers."""
+        """A block in which optimizers draw random numbers."""
         ...
 
     def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
@@ -89,7 +89,7 @@ class Coordinator(Protocol):
         ...
 
     def note_failure(self, error: BaseException) -> None:
-        """For the other workers, before this one leaves."""
+        """For the other workers, when this one leaves."""
         ...
 
     def close(self) -> None:

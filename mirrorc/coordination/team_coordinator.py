@@ -59,8 +59,8 @@ class TeamCoordinator:
     Workers meet when each has its program, before anything changes, and again after the chief's values are taken over, or after
     a meeting with programs that do not go together.
 
-    Optimizers that are not element-wise run on every worker, as the chief, with the only state, might leave a loop first. They
-    get sums of the same bits and one stream of random numbers; before each call workers compare the parameters they wrote.
+    Optimizers that are not element-wise run on every worker: a chief with the only state might leave a loop first. They get sums
+    of the same bits and one stream of random numbers. Before each call workers compare the parameters that they have written.
 
     Attributes:
         call_without_examples: the structure of the last call; None before the first one.

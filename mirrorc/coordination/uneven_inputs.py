@@ -132,6 +132,9 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
     """A block at whose end a worker takes part in the calls of the others, until all have come to the end of theirs.
 
     An exception in it ends the next call of the others. Without ``steps``, it waits for nobody.
+
+    Raises:
+        ExecutionError: the block is inside another one.
     """
     if not steps:
         yield

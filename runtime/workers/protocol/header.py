@@ -153,7 +153,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 
 
 def _differs(header: Header, source: Header, name: str) -> bool:
-    """A worker that has left adopts hyperparameters, kind and turn. An update ends an accumulation on all workers, or on none."""
+    """A worker that has left adopts hyperparameters, kind and turn. Accumulations end on all workers, or on none."""
     if name == "kind" and min(header.kind, source.kind) < 0:
         return header.kind != source.kind
     if header.has_left and name in ("hyperparameters", "kind", "turn"):
