@@ -5,7 +5,7 @@ from typing import Any
 
 from mirrorc import all_reduce_algorithms, cluster, compression, packing
 from mirrorc.api import compile
-from mirrorc.calls.batch_sharding import shard_batch
+from mirrorc.calls.worker_batch import shard_batch
 from mirrorc.capture.call.call_arguments import PerReplica, replicated
 from mirrorc.capture.call.traced_outputs import summed
 from mirrorc.collectives import all_gather, all_reduce, num_replicas, replica_id

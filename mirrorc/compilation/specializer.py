@@ -11,7 +11,7 @@ import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
+from mirrorc.capture.call.changing_numbers import ChangingNumbers
 from mirrorc.capture.call.dynamic_sizes import ChangingSizes, without_numbers_of_examples
 from mirrorc.capture.call.shard_types import shard_types
 from mirrorc.capture.call.shards import Shards, split_call
@@ -109,7 +109,7 @@ class Specializer:
             self.choices.settle(program)
             if self.choices.apply_to(program):
                 return cached, shards
-        key = self._note_changes(cache, key, call, shards, purpose) if cached is None else key
+        key = self._promote_changed_numbers(cache, key, call, shards, purpose) if cached is None else key
         try:
             new = self._compiled(call, shards, cache.new_parts(key), purpose)
         except LoneExampleError:
@@ -179,7 +179,9 @@ class Specializer:
             return "numbers that Python computes are arguments, and one graph does not take both"
         return why_sizes_are_numbers(self._options)
 
-    def _note_changes(self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
+    def _promote_changed_numbers(
+        self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose
+    ) -> Key:
         """Returns the key without the changed numbers."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *cache.changed_numbers(call.structure, call.plain)])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
+from mirrorc.capture.call.changing_numbers import ChangingNumbers
 from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.recompile_reasons import CallKind
 from mirrorc.capture.call.shard_types import SymbolicDims, shard_types

@@ -73,7 +73,9 @@ def split_call(
             columns.append(_resolved(leaf.tensor).split_with_sizes(sizes))
         else:
             columns.append([_resolved(leaf.tensor).detach()] * num_replicas)
-    parts = tuple(tuple(size for size in _even_sizes(part_sizes, microbatches, fewest) if size) for part_sizes in sizes)
+    parts = tuple(
+        tuple(size for size in _even_part_sizes(shard_size, microbatches, fewest) if size) for shard_size in sizes
+    )
     is_whole = all(len(part_sizes) <= 1 for part_sizes in parts)
     return Shards(tuple(zip(*columns, strict=True)), sizes, () if is_whole else parts)
 
@@ -177,7 +179,7 @@ def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:
             f"argument {leaf.path!r} is a scalar tensor and cannot be split along dim 0; pass it as "
             f"mirrorc.replicated({leaf.path})"
         )
-    return _even_sizes(leaf.tensor.size(0), num_replicas, fewest)
+    return _even_part_sizes(leaf.tensor.size(0), num_replicas, fewest)
 
 
 def _refuse_empty(leaf: Leaf) -> NoReturn:
@@ -191,9 +193,9 @@ def _refuse_empty(leaf: Leaf) -> NoReturn:
 
 
 @functools.lru_cache(maxsize=256)
-def _even_sizes(total: int, num_replicas: int, fewest: int) -> tuple[int, ...]:
-    used = max(1, min(num_replicas, total // fewest))
-    return tuple(total // used + (i < total % used) if i < used else 0 for i in range(num_replicas))
+def _even_part_sizes(total: int, num_parts: int, fewest: int) -> tuple[int, ...]:
+    used = max(1, min(num_parts, total // fewest))
+    return tuple(total // used + (i < total % used) if i < used else 0 for i in range(num_parts))
 
 
 def _in_all(sizes: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
+from mirrorc.capture.call.changing_numbers import ChangingNumbers
 from mirrorc.capture.diagnostics.python_effects import users_place
 from mirrorc.capture.model.model_state import free_name
 from mirrorc.capture.program.captured_graph import CapturedGraph

@@ -32,7 +32,7 @@ class Figures:
     loaded: Sequence[str] | None = None
 
 
-def chosen(
+def choose_sent_as_factors(
     candidates: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
 ) -> tuple[tuple[str, ...], str]:
     """The variables with gradients to send as factors, and a remark on the reason; alike on all workers.

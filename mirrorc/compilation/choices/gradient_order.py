@@ -18,7 +18,7 @@ from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.workers.team.team import Team
 
 
-class ReadyOrder(JointChoice):
+class ChiefGradientOrder(JointChoice):
     """The chief's order of gradients.
 
     Workers need the same buckets, but their own orders may differ. An eager backward depends on the values of examples,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mirrorc.compilation.choices.gradient_order import ReadyOrder
+from mirrorc.compilation.choices.gradient_order import ChiefGradientOrder
 from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
 from mirrorc.ir.program import Program
 from mirrorc.options.step_options import StepOptions
@@ -17,7 +17,7 @@ class WorkerChoices:
 
     def __init__(self, options: StepOptions, num_threads: int, team: Team | None) -> None:
         self.exchange = ExchangeChoice(options, num_threads, team)
-        self._choices = (ReadyOrder(options, team), self.exchange)
+        self._choices = (ChiefGradientOrder(options, team), self.exchange)
         self._has_team, self._in_call = team is not None, False
 
     @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.analysis.cost.gradient_exchange import Candidate
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable, sent_factors
-from mirrorc.compilation.choices.exchange_decision import Figures, chosen
+from mirrorc.compilation.choices.exchange_decision import Figures, choose_sent_as_factors
 from mirrorc.compilation.choices.joint_choice import JointChoice
 from mirrorc.ir import ops
 from mirrorc.ir.links import carries_between_workers, why_no_factors_for_workers
@@ -91,7 +91,7 @@ class ExchangeChoice(JointChoice):
         """
         workers = self._options.program_workers
         everyone = [Figures(**json.loads(text)) for text in proposals]
-        self._names, self._remark = chosen(self._candidates, everyone, workers, self._options.exchange)
+        self._names, self._remark = choose_sent_as_factors(self._candidates, everyone, workers, self._options.exchange)
 
     def applies_to(self, program: Program) -> bool:
         return program.workers.sent_as_factors == self._names_for(program)

@@ -13,7 +13,7 @@ from torch import nn
 
 from mirrorc.capture.eager.autograd_front_end import AutogradFrontEnd
 from mirrorc.capture.front_ends.front_end import front_end_named
-from mirrorc.compilation.choices.gradient_order import ReadyOrder
+from mirrorc.compilation.choices.gradient_order import ChiefGradientOrder
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
@@ -66,14 +66,14 @@ def attending(rows: int) -> Program:
     return captured_model(Attention(), 1, rows, front_end=front_end_named("dynamo"), workers=World(2).worker(1))
 
 
-def order_with(chief: Sequence[str] | None) -> tuple[ReadyOrder, Words]:
+def order_with(chief: Sequence[str] | None) -> tuple[ChiefGradientOrder, Words]:
     words = Words(chief or ())
     team: Any = SimpleNamespace(words=words) if chief is not None else None
     options: Any = SimpleNamespace(program_workers=World(2).worker(1))
-    return ReadyOrder(options, team), words
+    return ChiefGradientOrder(options, team), words
 
 
-def put_into(order: ReadyOrder, program: Program, *, in_call: bool = True) -> Program:
+def put_into(order: ChiefGradientOrder, program: Program, *, in_call: bool = True) -> Program:
     order.consider(program, in_call=in_call)
     return order.noted_in(program)
 

@@ -11,7 +11,7 @@ import mirrorc
 from mirrorc import World
 from mirrorc.analysis.communication.worker_schedule import worker_schedule
 from mirrorc.analysis.cost.gradient_exchange import Candidate
-from mirrorc.compilation.choices.exchange_decision import Figures, chosen
+from mirrorc.compilation.choices.exchange_decision import Figures, choose_sent_as_factors
 from mirrorc.errors import CommunicationError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
@@ -28,7 +28,7 @@ def figures(rows: int, **more: Any) -> Figures:
 
 
 def names(*everyone: Figures, exchange: mirrorc.options.table.Exchange = "auto") -> tuple[str, ...]:
-    return chosen([WIDE, NARROW], everyone, Workers((1,) * len(everyone)), exchange)[0]
+    return choose_sent_as_factors([WIDE, NARROW], everyone, Workers((1,) * len(everyone)), exchange)[0]
 
 
 def test_fewer_bytes_are_sent() -> None:
@@ -54,23 +54,26 @@ def test_what_the_chief_has_loaded_counts() -> None:
 
 def test_machines_that_differ_send_whole_gradients() -> None:
     other = replace(figures(64), machine={"processor": "another"})
-    assert chosen([WIDE], [figures(64), other], Workers((1, 1)), "auto") == (
+    assert choose_sent_as_factors([WIDE], [figures(64), other], Workers((1, 1)), "auto") == (
         (),
         "workers send all gradients whole, none as factors: workers 0 and 1 differ in processor: one and another, and bits of a "
         "product may depend on it",
     )
-    assert "worker 0 has 1 device, worker 1 has 2" in chosen([WIDE], [figures(64)] * 2, Workers((1, 2)), "auto")[1]
+    assert (
+        "worker 0 has 1 device, worker 1 has 2"
+        in choose_sent_as_factors([WIDE], [figures(64)] * 2, Workers((1, 2)), "auto")[1]
+    )
     with pytest.raises(CommunicationError, match=r"workers 0 and 1 differ in processor.*No parameter was changed"):
-        chosen([WIDE], [figures(64), other], Workers((1, 1)), "factors")
+        choose_sent_as_factors([WIDE], [figures(64), other], Workers((1, 1)), "factors")
 
 
 def test_parts_of_a_gradient_are_sent_once_and_made_on_any_machine() -> None:
     assert [one.num_bytes for one in WIDE.messages([64, 64], is_dealt=True)] == [2**23, 2**20]
     two, other = Workers((1, 2), shards_optimizer=True), replace(figures(64), machine={"processor": "another"})
-    assert chosen([WIDE], [figures(64), other], two, "auto")[0] == ("wide",)
+    assert choose_sent_as_factors([WIDE], [figures(64), other], two, "auto")[0] == ("wide",)
     rows = 640  # 10 MiB of factors, against 8 MiB of sums of parts, or 16 MiB of whole sums
     assert names(figures(rows), figures(rows)) == ("wide",)
-    assert chosen([WIDE], [figures(rows)] * 2, Workers((1, 1), shards_optimizer=True), "auto")[0] == ()
+    assert choose_sent_as_factors([WIDE], [figures(rows)] * 2, Workers((1, 1), shards_optimizer=True), "auto")[0] == ()
 
 
 def test_a_worker_multiplies_for_its_part_alone() -> None:
@@ -80,7 +83,7 @@ def test_a_worker_multiplies_for_its_part_alone() -> None:
     }  # 15 ms less to send, 38 ms more to multiply
     everyone = [figures(64, **link)] * 8
     assert names(*everyone) == ()
-    assert chosen([WIDE], everyone, Workers((1,) * 8, shards_optimizer=True), "auto")[0] == ("wide",)
+    assert choose_sent_as_factors([WIDE], everyone, Workers((1,) * 8, shards_optimizer=True), "auto")[0] == ("wide",)
 
 
 def model() -> nn.Module:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import mirrorc
-from mirrorc.calls.batch_sharding import part_of_worker
+from mirrorc.calls.worker_batch import part_of_worker
 from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.shards import split_call
 from mirrorc.ir.workers import ALONE, World
