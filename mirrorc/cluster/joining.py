@@ -13,7 +13,7 @@ from typing import Any
 from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
-from mirrorc.cluster.lost_workers import Lookout, Presence, pace_of_rounds
+from mirrorc.cluster.lost_in_rounds import Lookout, Presence, pace_of_rounds
 from mirrorc.cluster.membership import Worker, call_roll
 from mirrorc.cluster.place import Place
 from mirrorc.cluster.restarts import Start, await_start

@@ -13,7 +13,7 @@ from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.consistency import StoreTransport, all_say, compare
-from mirrorc.cluster.lost_workers import Lookout, in_short
+from mirrorc.cluster.lost_in_rounds import Lookout, in_short
 from mirrorc.cluster.membership import Worker
 from mirrorc.cluster.stores import first_line
 from mirrorc.errors import CommunicationError

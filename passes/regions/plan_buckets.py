@@ -111,16 +111,17 @@ class PlanBuckets:
             planned = self._planned(program, gradients, factored)
         except (TypeError, ValueError) as error:
             raise PassError(f"pass 'plan-buckets': {error}") from error
-        closed = sorted(planned.closed, key=lambda members: max(position[member.name] for member in members))
+        # gradient_order= decides which gradients share a bucket, but buckets are launched in the order in which they are ready
+        in_launch_order = sorted(planned.closed, key=lambda members: max(position[member.name] for member in members))
         unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
-        buckets = [_bucket(i, members, as_factors, unit) for i, members in enumerate(closed)]
+        buckets = [_bucket(i, members, as_factors, unit) for i, members in enumerate(in_launch_order)]
         buckets = [replace(b, gathers_factors=b.slots[0].variable in program.gathered) for b in buckets]
         buckets = _cut(program, buckets, _equal_packs(buckets, planned.num_packs, position))
         remarks = [*planned.remarks, *_pack_remarks(buckets, planned.num_packs)]
         result = program.evolve(buckets=tuple(buckets)).with_remarks(*remarks, is_kept=False)
         alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
         alike += ", sent to other devices in one way" if program.gathered else ""
-        num_kinds = len({_kind(member, factored) for members in closed for member in members})
+        num_kinds = len({_kind(member, factored) for members in in_launch_order for member in members})
         kinds = f"{num_kinds} kinds of bucket: a bucket holds {alike}"
         return result.with_remarks(self._remark(buckets), *([kinds] if num_kinds > 1 else []))
 

@@ -24,7 +24,7 @@ from mirrorc.options.option import Request
 from mirrorc.options.table import OPTIONS
 from mirrorc.passes import CompressExchange, default_pipeline
 from mirrorc.printing.reader import read_program_text
-from mirrorc.runtime.execution.commit.used_parameters import UsedVariables
+from mirrorc.runtime.execution.commit.used_variables import UsedVariables
 
 
 def step_of(**options: Any) -> mirrorc.Step:

@@ -388,7 +388,7 @@ class Binder:
             def arrive(*values: Any) -> None:
                 commit.arrive_with(replica, *values)
 
-            return Meeting(arrive, functools.partial(commit.leave_if_finite, replica), may_end=True)
+            return Meeting(arrive, functools.partial(commit.commit_if_finite, replica), may_end=True)
         return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
 
     @binds(ops.step_optimizer)

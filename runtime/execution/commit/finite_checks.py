@@ -142,7 +142,7 @@ class CheckedCommit(CommitPoint):
                 self._faults_by_replica[replica] = faults
         self.arrive(replica, *numbers)
 
-    def leave_if_finite(self, replica: int) -> torch.Tensor | Literal[False] | None:
+    def commit_if_finite(self, replica: int) -> torch.Tensor | Literal[False] | None:
         self._rendezvous.await_replicas(replica, self._all)
         if self._faults_by_replica and self._workers is None and not self._skips:
             gradients = self._gradient_messages(self._faults_of_gradients())

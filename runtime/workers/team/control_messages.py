@@ -14,7 +14,7 @@ from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.consistency import StoreTransport, Transport, compare, digest
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
-from mirrorc.runtime.workers.team.failures import Failures
+from mirrorc.runtime.workers.team.published_failures import PublishedFailures
 from mirrorc.runtime.workers.transport.connect import all_texts
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import LostConnectionError, in_words
@@ -32,7 +32,12 @@ class Words:
     """
 
     def __init__(
-        self, cluster: Cluster, timeout_seconds: float, call: CallState, connections: Connections, failures: Failures
+        self,
+        cluster: Cluster,
+        timeout_seconds: float,
+        call: CallState,
+        connections: Connections,
+        failures: PublishedFailures,
     ) -> None:
         self._cluster, self._timeout_seconds, self._call = cluster, timeout_seconds, call
         self._connections, self._failures = connections, failures

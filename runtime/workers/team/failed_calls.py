@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mirrorc.cluster import Cluster
-from mirrorc.cluster.lost_workers import in_short
+from mirrorc.cluster.lost_in_rounds import in_short
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.communication import StepStoppedError
 from mirrorc.runtime.workers.protocol.call_state import CallState, Failure, Stage
@@ -17,7 +17,7 @@ from mirrorc.runtime.workers.team.consequences import (
     Tells,
     may_have_parted,
 )
-from mirrorc.runtime.workers.team.failures import Failures
+from mirrorc.runtime.workers.team.published_failures import PublishedFailures
 from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
@@ -31,7 +31,12 @@ class FailedCalls:
     """
 
     def __init__(
-        self, cluster: Cluster, call: CallState, connections: Connections, failures: Failures, watcher: StepWatcher
+        self,
+        cluster: Cluster,
+        call: CallState,
+        connections: Connections,
+        failures: PublishedFailures,
+        watcher: StepWatcher,
     ) -> None:
         self._cluster, self._call, self._watcher = cluster, call, watcher
         self._connections, self._failures = connections, failures
@@ -61,7 +66,7 @@ class FailedCalls:
         failure = self._failures.present
         event, stage = _event(error, failure), self._stage(is_whole)
         if CONSEQUENCES[event][stage].next is Next.FIND:
-            failure = self._failures.judge(error, self._watcher)
+            failure = self._failures.find_failed_worker(error, self._watcher)
             event, stage = Event.of(failure), self._stage(is_whole)  # a device may have gone on meanwhile
         consequence = CONSEQUENCES[event][stage]
         if consequence.next is Next.RAISE:

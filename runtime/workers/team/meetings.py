@@ -13,7 +13,7 @@ from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
 from mirrorc.runtime.workers.protocol.header import NUM_FIELDS, Agreement, Header, agreement
 from mirrorc.runtime.workers.protocol.known_counts import Counts, KnownCounts
 from mirrorc.runtime.workers.team.control_messages import Words
-from mirrorc.runtime.workers.team.failures import Failures
+from mirrorc.runtime.workers.team.published_failures import PublishedFailures
 from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
 
@@ -58,7 +58,7 @@ class Meetings:
         cluster: Cluster,
         call: CallState,
         connections: Connections,
-        failures: Failures,
+        failures: PublishedFailures,
         watcher: StepWatcher,
         words: Words,
     ) -> None:

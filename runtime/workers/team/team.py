@@ -14,15 +14,15 @@ from torch import distributed
 
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
-from mirrorc.cluster.lost_workers import cause_of_exit, in_short
+from mirrorc.cluster.lost_in_rounds import cause_of_exit, in_short
 from mirrorc.runtime.workers.protocol.call_state import CallState, Failure, Stage
 from mirrorc.runtime.workers.protocol.header import Agreement, Header
 from mirrorc.runtime.workers.protocol.known_counts import Counts
 from mirrorc.runtime.workers.protocol.vote import Columns, Outcome, Vote, outcome
 from mirrorc.runtime.workers.team.control_messages import Words
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
-from mirrorc.runtime.workers.team.failures import Failures
 from mirrorc.runtime.workers.team.meetings import Details, Meetings
+from mirrorc.runtime.workers.team.published_failures import PublishedFailures
 from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, PayloadError
@@ -44,7 +44,7 @@ class Team:
         self._stop: Callable[[], object] = _nothing
         store: Any = distributed.PrefixStore(name, cluster.store)
         self._call = CallState()
-        self._failures = Failures(cluster, self._call)
+        self._failures = PublishedFailures(cluster, self._call)
         self.connections = Connections(store, cluster, timeout_seconds, device)
         self._watcher = StepWatcher(store, cluster.workers, cluster.rank, self._notice)
         self.words = Words(cluster, timeout_seconds, self._call, self.connections, self._failures)

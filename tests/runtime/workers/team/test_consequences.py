@@ -92,7 +92,7 @@ TEXTS = {
 }
 
 
-class Failures:
+class PublishedFailures:
     """Failures of other workers: published, or found in heartbeats."""
 
     def __init__(self, published: Failure | None, sought: Failure | None) -> None:
@@ -101,7 +101,7 @@ class Failures:
     def is_any(self) -> bool:
         return self.present is not None
 
-    def judge(self, error: BaseException, watcher: object) -> Failure:
+    def find_failed_worker(self, error: BaseException, watcher: object) -> Failure:
         assert self._sought is not None
         return self._sought
 
@@ -121,7 +121,7 @@ def outcome(
     closed: list[bool] = []
     cluster, watcher = SimpleNamespace(rank=0), SimpleNamespace(publish=told.append)
     connections = SimpleNamespace(close=lambda: closed.append(True) or True)
-    parts: Any = (cluster, CallState(4, stage), connections, Failures(published, sought), watcher)
+    parts: Any = (cluster, CallState(4, stage), connections, PublishedFailures(published, sought), watcher)
     failed = FailedCalls(*parts)
     raised = failed.explain(error, lambda: True, lambda: "bucket 0")
     if not closed:

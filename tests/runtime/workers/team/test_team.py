@@ -8,7 +8,7 @@ import torch
 
 from mirrorc.runtime.workers.protocol.call_state import CallState, Failure
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
-from mirrorc.runtime.workers.team.failures import Failures
+from mirrorc.runtime.workers.team.published_failures import PublishedFailures
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import LostConnectionError, PayloadError
@@ -30,7 +30,7 @@ def test_a_late_notice_cuts_the_connections_of_its_own_call_alone() -> None:
     cluster: Any = SimpleNamespace(workers=[], rank=0)
     team = Team.__new__(Team)  # without the store and the watcher that it would begin with
     team._call = CallState(number=5)
-    team._failures = Failures(cluster, team._call)
+    team._failures = PublishedFailures(cluster, team._call)
     team.connections = Connections(None, cluster, 1.0, torch.device("cpu"))
     team.connections._lanes += own  # type: ignore[arg-type]
 
@@ -60,7 +60,7 @@ def test_a_failed_payload_is_published_before_the_cut_and_raised_whatever_is_see
     watcher, cause = FakeWatcher(), PayloadError("compression=Half() failed in exchange(): ValueError: the code")
     call = CallState(number=3)
     connections = Connections(None, cluster, 1.0, torch.device("cpu"))
-    failed = FailedCalls(cluster, call, connections, Failures(cluster, call), watcher)  # type: ignore[arg-type]
+    failed = FailedCalls(cluster, call, connections, PublishedFailures(cluster, call), watcher)  # type: ignore[arg-type]
     failed.publish_cause(cause)
     assert watcher.published == [f"it raised PayloadError: {cause}"], "before any connection is cut"
     seen = {"the cut connection": LostConnectionError("closed"), "the cause": cause, "Ctrl-C": KeyboardInterrupt()}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from mirrorc.cluster import Worker, lost_workers
+from mirrorc.cluster import Worker, lost_in_rounds
 from mirrorc.cluster.failure_detector import Pace
-from mirrorc.cluster.lost_workers import Lookout, Presence, pace_of_rounds
+from mirrorc.cluster.lost_in_rounds import Lookout, Presence, pace_of_rounds
 from mirrorc.cluster.membership import local_system
 from mirrorc.cluster.rounds import Round
 from mirrorc.errors import CommunicationError
@@ -20,7 +20,7 @@ from mirrorc.errors import CommunicationError
 
 @pytest.fixture(autouse=True)
 def _looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_workers, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(lost_in_rounds, "_SECONDS_BETWEEN_LOOKS", 0.0)
 
 
 PACE = pace_of_rounds(3)
@@ -49,17 +49,17 @@ def test_of_a_long_error_the_beginning_and_the_end_are_told() -> None:
         *["  File"] * 400,
         "OSError: bad file",
     ]
-    told = lost_workers.in_short(OSError("\n".join(lines)))
+    told = lost_in_rounds.in_short(OSError("\n".join(lines)))
     assert told.startswith("OSError: Caught OSError in DataLoader worker process 0. Original Traceback: File")
     assert told.endswith("File OSError: bad file") and len(told) < 700
-    assert lost_workers.in_short(OSError("short.")) == "OSError: short"
+    assert lost_in_rounds.in_short(OSError("short.")) == "OSError: short"
 
 
 def test_a_child_that_was_forked_says_nothing_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     store = distributed.HashStore()
     presence = Presence(store, 2, 1, PACE)
     with monkeypatch.context() as child:
-        child.setattr(lost_workers.os, "getpid", lambda: 1)
+        child.setattr(lost_in_rounds.os, "getpid", lambda: 1)
         presence.end()
     assert Lookout(store, elsewhere(2), 0, PACE).gone() == {}
     presence.end()

@@ -13,7 +13,7 @@ from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 _OUTCOME = re.compile(r"\. (No parameter was changed|It had committed).*", re.DOTALL)
 
 
-class Failures:
+class PublishedFailures:
     def __init__(self, cluster: Cluster, call: CallState) -> None:
         self._cluster, self._call = cluster, call
         self._published: list[Failure] = []  # by others, in their order
@@ -35,7 +35,7 @@ class Failures:
     def is_any(self) -> bool:
         return self.present is not None
 
-    def judge(self, error: BaseException, watcher: StepWatcher) -> Failure:
+    def find_failed_worker(self, error: BaseException, watcher: StepWatcher) -> Failure:
         """Attributes a lost connection to a worker: a failure published meanwhile, else a silent worker, which is published."""
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile
