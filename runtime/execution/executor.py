@@ -268,6 +268,7 @@ class Executor:
 
     def _run_replica(self, replica: int, *arguments: Any) -> tuple[torch.Tensor | None, Any]:
         values = replica_arguments(self.program, replica, self._host_copies[replica], *arguments)
+        # a generated function: `Binder.bind` has bound each node of the replica's graph to the function of its handler
         call = seen(self.functions.whole[replica])
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)

@@ -1,6 +1,6 @@
 """Functions of nodes. Importing this package imports the files that register how operations run."""
 
-from mirrorc.runtime.execution.binding import accumulate, clipping, compression, reserved_blocks
+from mirrorc.runtime.execution.binding import accumulate, clipping, compression, reserved_blocks, updates
 from mirrorc.runtime.execution.binding.binder import binds
 
-__all__ = ["accumulate", "binds", "clipping", "compression", "reserved_blocks"]
+__all__ = ["accumulate", "binds", "clipping", "compression", "reserved_blocks", "updates"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +10,19 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import slots_in
-from mirrorc.analysis.buckets.rescaling import has_exclusive_memory, scaling_factor
+from mirrorc.analysis.buckets.rescaling import has_exclusive_memory
 from mirrorc.analysis.gradients.tiled_updates import part_elements_of
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.value_types import value_type
 from mirrorc.runtime.execution.binding.binder import Binder, binds
 from mirrorc.runtime.execution.commit.part_visitors import BoundVisitor, NormVisitor, norm_of, norms_of_all
-from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
-from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
 from mirrorc.runtime.state.shares.deferred_tables import DeferredTables
-from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, forget_writes
+from mirrorc.runtime.state.shares.gradient_shares import forget_writes
 from mirrorc.runtime.state.shares.pieces import bounding_by, scaling_by
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.variables.reserved_memory import OF_PARTS
 from mirrorc.torch_internals import scale_each
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-_SMALLEST = torch.finfo(torch.float32).tiny  # what is smaller has no inverse
 
 
 @binds(ops.loss_scale)
@@ -83,92 +77,19 @@ def _bind_clip_factor(binder: Binder, replica: int, node: fx.Node) -> Callable[.
 
 @binds(ops.scale)
 def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-    return _scaling(binder, replica, node)
+    return scaling(binder, replica, node)
 
 
-@binds(ops.update)
-def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
-    slots = binder.state.optimizers.slot_optimizer(bucket_of(node), replica)
-    if slots is not None:
-        return _by_slots(binder, replica, node, slots)
-    optimizer = binder.state.optimizers.flat_optimizer(bucket_of(node), replica)
-    part_elements: Any = node.kwargs.get("part_elements")
-    if part_elements is not None:
-        return _in_parts(binder, replica, optimizer, part_elements)
-    make_deferred = _make_deferred(binder, node.args[0])
-    if scaling_factor(node) is None:
-
-        def update_as_it_is(gradient: torch.Tensor, **_: Any) -> None:
-            make_deferred()
-            optimizer.update(gradient)
-
-        return update_as_it_is
-    scale, few = _scaling(binder, replica, node), binder.few_made(replica, node.args[0])
-
-    def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
-        number = _usual(factor) if optimizer.divides_gradients else None
-        if number is None:
-            optimizer.update(scale(gradient, factor))
-            return
-        make_deferred()
-        if few.visit(gradient, scaling_by(number)):
-            optimizer.update(gradient)
-        else:
-            optimizer.update_divided(gradient, 1.0 / number)
-
-    return update
-
-
-def _make_deferred(binder: Binder, gradient: Any) -> Callable[[], None]:
+def making_deferred(binder: Binder, gradient: Any) -> Callable[[], None]:
     deferred = binder.deferred.get(gradient)
     return deferred.make if deferred is not None else lambda: None
 
 
-def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimizer) -> Callable[..., None]:
-    bucket = bucket_of(node)
-    if scaling_factor(node) is None:
-        return lambda gradient, **_: optimizer.update(gradient, binder.unused(bucket))
-    scale = _scaling(binder, replica, node)
-
-    def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
-        number = _usual(factor) if optimizer.divides_gradients else None
-        if number is None:
-            optimizer.update(scale(gradient, factor), binder.unused(bucket))
-        else:
-            optimizer.update(gradient, binder.unused(bucket), 1.0 / number)
-
-    return update
-
-
-def _in_parts(
-    binder: Binder, replica: int, optimizer: FlatOptimizer, num_elements: int
-) -> Callable[[UnmadeShare], None]:
-    reserved, dtype = binder.state.reserved, optimizer.parameter.dtype
-
-    def update(share: UnmadeShare, **_: Any) -> None:
-        if largest := share.largest_part(num_elements):
-            memory = reserved.block(replica, OF_PARTS, (largest,), dtype)
-            optimizer.of_parts.update(functools.partial(share.make_parts, num_elements, memory))
-        else:
-            optimizer.update(share.make())
-
-    return update
-
-
-def _usual(factor: torch.Tensor) -> float | None:
-    """The number of a factor, if a host-side kernel may divide gradients by its inverse with the same result."""
-    if factor.device.type != "cpu":
-        return None
-    number = factor.item()
-    is_usual = number != 1.0 and _SMALLEST <= abs(number) <= 1 / _SMALLEST
-    return number if is_usual else None
-
-
-def _scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+def scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     if not has_exclusive_memory(node.args[0]):
         return lambda gradient, factor, **_: gradient.mul(factor)
 
-    make_deferred, few = _make_deferred(binder, node.args[0]), binder.few_made(replica, node.args[0])
+    make_deferred, few = making_deferred(binder, node.args[0]), binder.few_made(replica, node.args[0])
     part = binder.parts.of(node.args[0])
     slots = [(start, stop) for _, _, start, stop in slots_in(binder.program, part)] if part is not None else []
 
