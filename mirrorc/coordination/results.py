@@ -9,19 +9,21 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Aggregation, Variable
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.protocol.header import Agreement
-from mirrorc.runtime.workers.team.control_messages import Words
+from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 
 
-def total_loss(words: Words, local: torch.Tensor | None) -> torch.Tensor:
+def total_loss(control: ControlCollectives, local: torch.Tensor | None) -> torch.Tensor:
     """The weighted sum of all workers' losses, a float64 scalar on the host; ``local`` is None without examples."""
     total = torch.zeros((), dtype=torch.float64)
     if local is not None:
         total.copy_(local.detach())
-    words.sum(total)
+    control.all_reduce(total)
     return total
 
 
-def show_buffers(words: Words, program: Program, state: StepState, agreed: Agreement, num_present: int) -> None:
+def show_buffers(
+    control: ControlCollectives, program: Program, state: StepState, agreed: Agreement, num_present: int
+) -> None:
     """Makes buffers alike on all replicas of all workers."""
     kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
     for variable in written_buffers(program):
@@ -31,10 +33,10 @@ def show_buffers(words: Words, program: Program, state: StepState, agreed: Agree
         buffers = [state.store.tensors[variable.name].detach() for variable in variables]
         flat = torch.cat([value.reshape(-1) for value in buffers])
         if aggregation is Aggregation.MEAN:
-            words.sum(flat.mul_(num_present) if num_present else flat.zero_())
+            control.all_reduce(flat.mul_(num_present) if num_present else flat.zero_())
             flat.div_(agreed.num_present)
         else:
-            words.copy(flat, agreed.first_present)
+            control.broadcast(flat, agreed.first_present)
         parts = flat.split([value.numel() for value in buffers])
         values |= {v.name: part.view_as(value) for v, value, part in zip(variables, buffers, parts, strict=True)}
     if values:

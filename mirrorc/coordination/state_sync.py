@@ -64,17 +64,17 @@ class TakenValues:
         """The source may have a shard of the optimizer's state alone."""
         if not self._options.program_workers.shards_optimizer:
             return
-        words = self._team.words
+        control = self._team.control
         is_dealt = torch.tensor(self._state.optimizers.is_dealt)
-        words.copy(is_dealt, source)
+        control.broadcast(is_dealt, source)
         num_parted = torch.tensor(float(self._team.have_parted))
-        words.sum(num_parted)
+        control.all_reduce(num_parted)
         if is_dealt and num_parted:
-            with words.raising_alike():
+            with control.raising_alike():
                 raise CommunicationError(
                     f"worker {source}, whose values all take over, has a part of the optimizer's state alone, and those of "
                     "others may be of another step, as the connection was lost while parameters were updated. Nothing was "
                     "changed. Load a checkpoint into model and optimizer on all workers, and call the step again"
                 )
         if is_dealt:
-            self._state.optimizers.gather(words.gather)
+            self._state.optimizers.gather(control.all_gather)

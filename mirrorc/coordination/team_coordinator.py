@@ -126,7 +126,7 @@ class TeamCoordinator:
 
     def meet_turn(self, number: int) -> Agreement:
         with self.call():
-            agreed = self.team.meet(*self._announcements.of_turn(number, has_left=self._has_left))
+            agreed = self.team.exchange_headers(*self._announcements.of_turn(number, has_left=self._has_left))
             self.team.finish()
         return agreed
 
@@ -195,7 +195,7 @@ class TeamCoordinator:
         header, details = self._announcements.of_step(
             executor, num_examples, written=written, num_steps=self._num_steps, has_left=self._has_left
         )
-        self._agreed = agreed = self.team.meet(header, details, counts, rows)
+        self._agreed = agreed = self.team.exchange_headers(header, details, counts, rows)
         self.rows_elsewhere = None
         if agreed.takes_over:
             assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
@@ -219,7 +219,7 @@ class TeamCoordinator:
             return True
         self._num_row_meetings += 1
         if self._num_row_meetings >= _MOST_ROW_MEETINGS:
-            with self.team.words.raising_alike():
+            with self.team.control.raising_alike():
                 raise CommunicationError(
                     "how many rows the model gathers by mirrorc.all_gather on one worker follows from how many it gathers on the "
                     "others, without end. No parameter was changed. Give all workers as many examples"
@@ -235,7 +235,7 @@ class TeamCoordinator:
             groups = list(self.optimizers.hyperparameters)
             take_over_hyperparameters(self.team, groups, self._options.scaler, agreed.source, has_left=self._has_left)
         if agreed.deals_anew:
-            self._state.optimizers.gather(self.team.words.gather)
+            self._state.optimizers.gather(self.team.control.all_gather)
 
     def compare_replicas(self, program: Program) -> None:
         """Compares the workers' copies of variables and optimizer state, if this step is due.
@@ -258,7 +258,7 @@ class TeamCoordinator:
             "load a checkpoint of model and optimizer on all workers, which writes all copies anew"
         )
         try:
-            self.team.words.compare("the copies of variables and optimizer state", facts, remedy)
+            self.team.control.compare("the copies of variables and optimizer state", facts, remedy)
         except LostConnectionError:
             raise
         except CommunicationError:  # all workers raise it
@@ -308,9 +308,9 @@ class TeamCoordinator:
         """
         assert dtype is not None, "a training step has a loss"
         self.team.end_updates()
-        total = total_loss(self.team.words, loss)
+        total = total_loss(self.team.control, loss)
         if not executor.commit.is_skipped:
-            show_buffers(self.team.words, executor.program, self._state, self.agreed, self._num_present)
+            show_buffers(self.team.control, executor.program, self._state, self.agreed, self._num_present)
         self.team.finish()
         return total.to(self._options.devices[0].torch_device, dtype)
 
@@ -336,15 +336,15 @@ class TeamCoordinator:
             self._state.refuse_if_torn()
             is_whole = not self._state.optimizers.is_dealt
             announcement = self._announcements.besides("step.gather_optimizer_state()", has_changed=is_whole)
-            if self.team.meet(*announcement).takes_over:
-                with self.team.words.raising_alike():
+            if self.team.exchange_headers(*announcement).takes_over:
+                with self.team.control.raising_alike():
                     raise CommunicationError(
                         "the workers have no parts of one state of the optimizer: some have loaded or cleared it since the "
                         "last step, and others have not, or that step has failed while it updated. Nothing was changed. Load it "
                         "on all workers, make a step, and call step.gather_optimizer_state() then"
                     )
             if not is_whole:
-                self._state.optimizers.gather(self.team.words.gather)
+                self._state.optimizers.gather(self.team.control.all_gather)
             self.team.finish()
 
     @property

@@ -13,7 +13,7 @@ class Constant:
         self.value = value
 
 
-class Meeting:
+class TwoPartCall:
     """A call in two parts: ``arrive`` takes its arguments and never blocks, ``leave`` waits for other graphs' calls.
 
     A generated function with pauses yields between them.

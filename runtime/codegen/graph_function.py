@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.runtime.codegen.bound_calls import WAITS, Asking, Constant, Meeting
+from mirrorc.runtime.codegen.bound_calls import WAITS, Asking, Constant, TwoPartCall
 from mirrorc.runtime.profiling.clocks import Clock
 
 _serial = itertools.count()
@@ -74,10 +74,10 @@ def generate(
     """Generates the function of a graph.
 
     Args:
-        bind: returns a call's function, or a `Constant`, a `Meeting` or an `Asking`.
+        bind: returns a call's function, or a `Constant`, a `TwoPartCall` or an `Asking`.
         boxed: test for a function with a list of arguments, which it empties, and a sequence of results to unpack.
         clock: marks the end of every call; None for a function without marks.
-        pauses: test for a yield before a call, or within a `Meeting`, which makes the function a generator.
+        pauses: test for a yield before a call, or within a `TwoPartCall`, which makes the function a generator.
         waits: test for a yield of `WAITS` before a call.
     """
     return _Generator(graph, bind, boxed, clock, pauses, waits).generate(title)
@@ -153,8 +153,8 @@ class _Generator:
                 self._emit("    yield WAITS", node)
             if isinstance(bound, Asking):
                 bound = self._emit_asking(node, name, bound)
-            if isinstance(bound, Meeting):
-                self._emit_meeting(node, name, bound)
+            if isinstance(bound, TwoPartCall):
+                self._emit_two_part_call(node, name, bound)
                 return
             self.namespace[function], self.calls[function] = bound, node
             if self.boxed(node):
@@ -183,7 +183,7 @@ class _Generator:
         self._emit(f"    {results + '= ' if parts else ''}{function}(box)", node)
         self._mark(node)
 
-    def _emit_meeting(self, node: fx.Node, name: str, bound: Meeting) -> None:
+    def _emit_two_part_call(self, node: fx.Node, name: str, bound: TwoPartCall) -> None:
         self.namespace |= {f"arrive_{name}": bound.arrive, f"leave_{name}": bound.leave}
         self.calls |= {f"arrive_{name}": node, f"leave_{name}": node}
         self._emit(f"    arrive_{name}({', '.join(self._show(argument) for argument in node.args)})", node)

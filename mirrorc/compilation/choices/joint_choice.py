@@ -75,7 +75,7 @@ class JointChoice(ABC):
         if self._is_final or self._team is None:
             return
         self._sent = self.propose() if self._sent is None else self._sent
-        proposals = self._team.words.first_texts(self.subject, self._sent)
-        with self._team.words.raising_alike():
+        proposals = self._team.control.first_texts(self.subject, self._sent)
+        with self._team.control.raising_alike():
             self.decide(proposals)
         self._is_joint = self._is_final = True

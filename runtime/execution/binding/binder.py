@@ -22,7 +22,7 @@ from mirrorc.ir.nodes import bucket_of, is_compute, pack_of
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
-from mirrorc.runtime.codegen.bound_calls import Constant, Meeting
+from mirrorc.runtime.codegen.bound_calls import Constant, TwoPartCall
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.communication.replica_values import ReplicaValues
@@ -147,9 +147,9 @@ class Binder:
         return self._outputs.part(replica, node)
 
     @binds(ops.ATTENDED)
-    def _bind_meeting(self, replica: int, node: fx.Node) -> Meeting:
+    def _bind_meeting(self, replica: int, node: fx.Node) -> TwoPartCall:
         values = self._replica_values
-        return Meeting(
+        return TwoPartCall(
             functools.partial(values.arrive, node, replica),
             functools.partial(values.leave, node, replica),
             is_timed=True,
@@ -381,15 +381,17 @@ class Binder:
         return lambda value, **_: examined(value)
 
     @binds(ops.commit)
-    def _bind_commit(self, replica: int, node: fx.Node) -> Meeting:
+    def _bind_commit(self, replica: int, node: fx.Node) -> TwoPartCall:
         commit = self._commit
         if isinstance(commit, CheckedCommit):
 
             def arrive(*values: Any) -> None:
                 commit.arrive_with(replica, *values)
 
-            return Meeting(arrive, functools.partial(commit.commit_if_finite, replica), may_end=True)
-        return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
+            return TwoPartCall(arrive, functools.partial(commit.commit_if_finite, replica), may_end=True)
+        return TwoPartCall(
+            functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica)
+        )
 
     @binds(ops.step_optimizer)
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:

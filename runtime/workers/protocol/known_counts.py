@@ -12,7 +12,7 @@ from mirrorc.cluster.consistency import digest
 from mirrorc.runtime.workers.protocol.header import Header
 
 Counts = tuple[int, ...]
-Tell = Callable[[Callable[[Any], Any]], None]
+RunControl = Callable[[Callable[[Any], Any]], None]
 
 
 class KnownCounts:
@@ -32,8 +32,8 @@ class KnownCounts:
             known=digest(repr(sorted(self._by_digest))),
         )
 
-    def of_all(self, headers: Sequence[torch.Tensor], counts: Counts, tell: Tell) -> list[Counts]:
-        """By rank; ``tell`` runs a collective of all workers."""
+    def of_all(self, headers: Sequence[torch.Tensor], counts: Counts, run_control: RunControl) -> list[Counts]:
+        """By rank; ``run_control`` runs a collective of all workers."""
         decoded = [Header(*map(int, header)) for header in headers]
         length = max(peer.num_counts for peer in decoded)
         if not length:
@@ -42,7 +42,7 @@ class KnownCounts:
             padded = torch.zeros(length, dtype=torch.int64)
             padded[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
             gathered = [torch.empty_like(padded) for _ in decoded]
-            tell(lambda group: group.all_gather(padded, gathered))
+            run_control(lambda group: group.all_gather(padded, gathered))
             if len({peer.known for peer in decoded}) > 1:
                 self._by_digest = {}  # they begin anew together
             for peer, numbers in zip(decoded, gathered, strict=True):

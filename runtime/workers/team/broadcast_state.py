@@ -23,7 +23,7 @@ def take_over_values(
     with torch.no_grad():
         for tensor in tensors.values():
             sent = tensor.detach().clone(memory_format=torch.contiguous_format)
-            team.words.copy(sent, source)
+            team.control.broadcast(sent, source)
             if team.cluster.rank != source:
                 tensor.copy_(sent)
     holders: list[Any] = [*optimizers, *([scaler] if scaler is not None else [])]
@@ -70,7 +70,7 @@ def stream_of_chief(team: Team) -> Iterator[None]:
     """A context in which torch's default generator has the chief's state; other workers get theirs back after it."""
     local_state = torch.get_rng_state()
     chiefs = local_state.clone()
-    team.words.copy(chiefs)
+    team.control.broadcast(chiefs)
     if team.cluster.is_chief:
         yield
         return
@@ -110,9 +110,9 @@ def _copied(team: Team, state: Any, source: int) -> Any:
         ) from error
     text = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8)
     size = torch.tensor(text.numel())
-    team.words.copy(size, source)
+    team.control.broadcast(size, source)
     received = text.clone() if team.cluster.rank == source else torch.empty(int(size), dtype=torch.uint8)
-    team.words.copy(received, source)
+    team.control.broadcast(received, source)
     # a worker of this very program has saved it a moment ago
     # and each may have a GPU of another number
     return torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=False)

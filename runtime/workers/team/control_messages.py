@@ -24,7 +24,7 @@ _HOST = torch.device("cpu")
 _T = TypeVar("_T")
 
 
-class Words:
+class ControlCollectives:
     """Collectives on small values, called by all workers in the same order.
 
     Raises:
@@ -42,31 +42,33 @@ class Words:
         self._cluster, self._timeout_seconds, self._call = cluster, timeout_seconds, call
         self._connections, self._failures = connections, failures
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         with on_host(tensor) as host_tensor:
-            self._connections.tell(lambda group: group.all_reduce(host_tensor))
+            self._connections.run_control(lambda group: group.all_reduce(host_tensor))
 
-    def copy(self, tensor: torch.Tensor, root: int = 0) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Broadcasts the dense tensor of worker ``root``, of any dtype."""
         if tensor.numel():
             with on_host(tensor) as host_tensor:
-                self._connections.tell(lambda group: group.broadcast(host_tensor.view(-1).view(torch.uint8), root))
+                self._connections.run_control(
+                    lambda group: group.broadcast(host_tensor.view(-1).view(torch.uint8), root)
+                )
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-gathers 1-D tensors of equal length and dtype, in the order of ranks."""
         whole = tensor.new_empty(tensor.numel() * self._cluster.num_workers)
-        self._connections.tell(lambda group: group.all_gather_whole(tensor, whole))
+        self._connections.run_control(lambda group: group.all_gather_whole(tensor, whole))
         return whole
 
-    def texts(self, text: str) -> list[tuple[str, str]]:
+    def all_gather_texts(self, text: str) -> list[tuple[str, str]]:
         """By rank, with the names of workers."""
         encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
-        self._connections.tell(lambda group: group.all_gather(torch.tensor([len(encoded)]), lengths))
+        self._connections.run_control(lambda group: group.all_gather(torch.tensor([len(encoded)]), lengths))
         padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
         padded[: len(encoded)] = encoded
         gathered = [torch.empty_like(padded) for _ in lengths]
-        self._connections.tell(lambda group: group.all_gather(padded, gathered))
+        self._connections.run_control(lambda group: group.all_gather(padded, gathered))
         texts = [
             bytes(message[: int(length)].tolist()).decode() for message, length in zip(gathered, lengths, strict=True)
         ]
@@ -153,7 +155,7 @@ class _Lane:
 
     def digests(self, topic: str, text: str) -> Sequence[int]:
         digests = [torch.empty(1, dtype=torch.int64) for _ in self.workers]
-        self._connections.tell(lambda group: group.all_gather(torch.tensor([digest(text)]), digests))
+        self._connections.run_control(lambda group: group.all_gather(torch.tensor([digest(text)]), digests))
         return list(map(int, digests))
 
     def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:

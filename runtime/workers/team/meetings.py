@@ -12,7 +12,7 @@ from mirrorc.errors import CommunicationError
 from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
 from mirrorc.runtime.workers.protocol.header import NUM_FIELDS, Agreement, Header, agreement
 from mirrorc.runtime.workers.protocol.known_counts import Counts, KnownCounts
-from mirrorc.runtime.workers.team.control_messages import Words
+from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 from mirrorc.runtime.workers.team.published_failures import PublishedFailures
 from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
@@ -60,15 +60,15 @@ class Meetings:
         connections: Connections,
         failures: PublishedFailures,
         watcher: StepWatcher,
-        words: Words,
+        control: ControlCollectives,
     ) -> None:
         self._cluster, self._call, self._connections = cluster, call, connections
-        self._failures, self._watcher, self._words = failures, watcher, words
+        self._failures, self._watcher, self._control = failures, watcher, control
         self._known_counts = KnownCounts()
         self.row_counts: Sequence[Counts] = ()
         self.gathered_rows: Sequence[Counts] = ()
 
-    def meet(
+    def exchange_headers(
         self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()
     ) -> Agreement:
         """Begins a step together with the others.
@@ -83,15 +83,15 @@ class Meetings:
             ValueError: no worker has examples; raised by all.
             LostConnectionError: the connection broke.
         """
-        tell = self._connections.tell
+        run_control = self._connections.run_control
         all_counts = (*counts, *gathered_rows)
         header = self._known_counts.noted_in(header, all_counts)
         headers = [torch.empty(NUM_FIELDS, dtype=torch.int64) for _ in self._cluster.workers]
         if header.has_left:
             others_live = functools.partial(self._watcher.all_live, self._failures.is_any)
-            tell(lambda group: group.all_gather(header.to_tensor(), headers, is_patient=True), others_live)
+            run_control(lambda group: group.all_gather(header.to_tensor(), headers, is_patient=True), others_live)
         else:
-            tell(lambda group: group.all_gather(header.to_tensor(), headers))
+            run_control(lambda group: group.all_gather(header.to_tensor(), headers))
         agreed, name, other = agreement(headers)
         if agreed is None:
             self._call.stage = Stage.REFUSED
@@ -102,7 +102,7 @@ class Meetings:
                 "no worker has examples in this step, which needs at least one: leave the batch out on all workers"
             )
         self._watcher.local_progress = self._watcher.local_progress.met()
-        all_rows = self._known_counts.of_all(headers, all_counts, tell)
+        all_rows = self._known_counts.of_all(headers, all_counts, run_control)
         num_gathered = len(gathered_rows)
         self.row_counts = [rows[: len(rows) - num_gathered] for rows in all_rows]
         self.gathered_rows = [rows[len(rows) - num_gathered :] for rows in all_rows]
@@ -114,7 +114,7 @@ class Meetings:
         """May raise a more precise error."""
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
         if name in facts and not (any(left) and name in _OF_LIVE_ONES):
-            self._words.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))
+            self._control.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))
         workers = self._cluster.workers
         worker, source = workers[other], workers[left.index(False) if False in left else 0]
         return CommunicationError(

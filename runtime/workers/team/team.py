@@ -19,7 +19,7 @@ from mirrorc.runtime.workers.protocol.call_state import CallState, Failure, Stag
 from mirrorc.runtime.workers.protocol.header import Agreement, Header
 from mirrorc.runtime.workers.protocol.known_counts import Counts
 from mirrorc.runtime.workers.protocol.vote import Columns, Outcome, Vote, outcome
-from mirrorc.runtime.workers.team.control_messages import Words
+from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
 from mirrorc.runtime.workers.team.meetings import Details, Meetings
 from mirrorc.runtime.workers.team.published_failures import PublishedFailures
@@ -47,8 +47,8 @@ class Team:
         self._failures = PublishedFailures(cluster, self._call)
         self.connections = Connections(store, cluster, timeout_seconds, device)
         self._watcher = StepWatcher(store, cluster.workers, cluster.rank, self._notice)
-        self.words = Words(cluster, timeout_seconds, self._call, self.connections, self._failures)
-        self._meetings = Meetings(cluster, self._call, self.connections, self._failures, self._watcher, self.words)
+        self.control = ControlCollectives(cluster, timeout_seconds, self._call, self.connections, self._failures)
+        self._meetings = Meetings(cluster, self._call, self.connections, self._failures, self._watcher, self.control)
         self._failed = FailedCalls(cluster, self._call, self.connections, self._failures, self._watcher)
         self._last_words: list[str] = []  # why it leaves the team, if that is known
         self._finalizer = weakref.finalize(
@@ -134,10 +134,10 @@ class Team:
         """``stop`` runs in another thread when another worker fails."""
         self._stop = stop
 
-    def meet(
+    def exchange_headers(
         self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()
     ) -> Agreement:
-        return self._meetings.meet(header, facts, counts, gathered_rows)
+        return self._meetings.exchange_headers(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
         """All workers do so in the same call; may be repeated."""
@@ -156,7 +156,7 @@ class Team:
         message = vote.to_message(columns)
         call.stage = Stage.VOTING_EARLY if is_early else Stage.VOTING
         self._watcher.local_progress = self._watcher.local_progress.ready()
-        self.words.sum(message)
+        self.control.all_reduce(message)
         num_parameters = len(vote.used) if vote.used is not None else 0
         decision = outcome(message, columns, self.cluster.num_workers, num_parameters)
         # a step that is skipped updates nothing
@@ -170,7 +170,7 @@ class Team:
     def hear(self, text: str) -> list[tuple[str, str]]:
         """Exchanges texts of all workers after the decision against a step; then all raise the same error."""
         self._call.stage = Stage.BEFORE
-        texts = self.words.texts(text)
+        texts = self.control.all_gather_texts(text)
         self._call.stage = Stage.REFUSED
         return texts
 

@@ -51,7 +51,7 @@ class Connections:
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> None:
         self._store, self._cluster, self._timeout_seconds, self._device = store, cluster, timeout_seconds, device
-        self._lanes: list[Lane] = []  # for words, for buckets, and for values; threads look at copies of it
+        self._lanes: list[Lane] = []  # for control messages, for buckets, and for values; threads look at copies of it
         self.link: LinkSpeed | None = None
 
     @property
@@ -82,7 +82,7 @@ class Connections:
             return
         store, seconds = self.part_of_store(f"call {call}"), self._timeout_seconds
         await_all(store, self._cluster, seconds, is_over, may_wait_on)
-        for name, place in (("words", _HOST), ("buckets", self._device)):
+        for name, place in (("control", _HOST), ("buckets", self._device)):
             self._lanes.append(open_lane(name, store, self._cluster, seconds, place, is_over))
         if self.buckets.is_deaf:
             cut_when_broken(self.buckets, watched=self._lanes[0])
@@ -106,7 +106,7 @@ class Connections:
         except (RuntimeError, TimeoutError) as error:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
-    def tell(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
+    def run_control(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
         """See `Lane.call`."""
         lanes = list(self._lanes)
         if not lanes:

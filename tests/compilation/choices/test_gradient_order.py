@@ -25,7 +25,7 @@ READY = ("2.bias", "2.weight", "0.bias", "0.weight")
 OTHER = ("0.weight", "2.weight", "2.bias", "0.bias")
 
 
-class Words:
+class Control:
     def __init__(self, chief: Sequence[str]) -> None:
         self.chief, self.told = chief, list[str]()
 
@@ -66,11 +66,11 @@ def attending(rows: int) -> Program:
     return captured_model(Attention(), 1, rows, front_end=front_end_named("dynamo"), workers=World(2).worker(1))
 
 
-def order_with(chief: Sequence[str] | None) -> tuple[ChiefGradientOrder, Words]:
-    words = Words(chief or ())
-    team: Any = SimpleNamespace(words=words) if chief is not None else None
+def order_with(chief: Sequence[str] | None) -> tuple[ChiefGradientOrder, Control]:
+    control = Control(chief or ())
+    team: Any = SimpleNamespace(control=control) if chief is not None else None
     options: Any = SimpleNamespace(program_workers=World(2).worker(1))
-    return ChiefGradientOrder(options, team), words
+    return ChiefGradientOrder(options, team), control
 
 
 def put_into(order: ChiefGradientOrder, program: Program, *, in_call: bool = True) -> Program:

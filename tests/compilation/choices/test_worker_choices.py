@@ -18,7 +18,7 @@ from mirrorc.ir.workers import World
 WORKER = World(2).worker(1)
 
 
-class Words:
+class Control:
     """All workers propose the same, but for the number of rows of factors that the chief has."""
 
     def __init__(self, rows_of_chief: int) -> None:
@@ -43,43 +43,43 @@ def captured() -> Program:
     return captured_model(model(), 1, rows=4, columns=512, front_end=front_end_named("dynamo"), workers=WORKER)
 
 
-def choices_with(words: Words) -> WorkerChoices:
+def choices_with(control: Control) -> WorkerChoices:
     net = model()
     with sgd_step(net, None, loss_fn=nn.MSELoss(), world=World(2)) as step:
         options = replace(step._options, program_workers=WORKER)
-    team: Any = SimpleNamespace(words=words, link=None)
+    team: Any = SimpleNamespace(control=control, link=None)
     return WorkerChoices(options, 1, team)
 
 
 def test_nothing_is_sent_outside_of_a_call() -> None:
-    words = Words(4)
-    choices = choices_with(words)
+    control = Control(4)
+    choices = choices_with(control)
     program = choices.put_into(captured())
     choices.settle(program)
-    assert choices.apply_to(program) and not words.subjects
+    assert choices.apply_to(program) and not control.subjects
     assert program.workers.sent_as_factors == ("0.weight",)
     assert any("as if all workers had as many examples" in one.text for one in program.remarks)
 
 
 @pytest.mark.slow
 def test_proposals_are_sent_once_in_one_order() -> None:
-    words = Words(4)
-    choices = choices_with(words)
+    control = Control(4)
+    choices = choices_with(control)
     early = choices.put_into(captured())
     with choices.in_call():
         for _ in range(2):
             choices.settle(early)
             choices.put_into(captured())
-    assert words.subjects == ["the order of gradients", "factors"]
+    assert control.subjects == ["the order of gradients", "factors"]
     assert choices.apply_to(early), "the workers have decided as this one would alone"
 
 
 def test_what_was_compiled_by_another_decision_does_not_stay() -> None:
-    words = Words(rows_of_chief=10**6)
-    choices = choices_with(words)
+    control = Control(rows_of_chief=10**6)
+    choices = choices_with(control)
     early = choices.put_into(captured())
     with choices.in_call():
-        assert choices.apply_to(early) and not words.subjects, "a question sends nothing"
+        assert choices.apply_to(early) and not control.subjects, "a question sends nothing"
         choices.settle(early)
         assert not choices.apply_to(early)
         program = choices.put_into(captured())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import fx
 
-from mirrorc.runtime.codegen.bound_calls import Constant, Meeting
+from mirrorc.runtime.codegen.bound_calls import Constant, TwoPartCall
 from mirrorc.runtime.codegen.graph_function import failing_nodes, generate
 from mirrorc.runtime.profiling.clocks import Clock
 
@@ -165,7 +165,7 @@ def test_a_meeting_that_gives_nothing_is_timed_where_it_says_so(is_timed: bool) 
     graph.output(y)
 
     def bind(node: fx.Node) -> Any:
-        return Meeting(lambda _: None, lambda: None, is_timed=is_timed) if node is met else node.target
+        return TwoPartCall(lambda _: None, lambda: None, is_timed=is_timed) if node is met else node.target
 
     function = generate("test", graph, bind, clock=Clock())
     assert function.call([2]) == -2

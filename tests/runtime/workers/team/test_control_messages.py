@@ -8,7 +8,7 @@ from torch import distributed
 
 from mirrorc.cluster import Worker
 from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
-from mirrorc.runtime.workers.team.control_messages import Words
+from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
 
@@ -18,9 +18,9 @@ def test_a_worker_that_is_gone_is_not_waited_for_to_tell_a_difference(is_known: 
     connections: Any = SimpleNamespace(part_of_store=lambda name: distributed.HashStore(), are_broken=is_broken)
     failures: Any = SimpleNamespace(is_any=lambda: is_known)
     call = CallState(stage=Stage.REFUSED)
-    words = Words(cluster, 600.0, call, connections, failures)
+    control = ControlCollectives(cluster, 600.0, call, connections, failures)
     with pytest.raises(LostConnectionError, match="a worker is gone, or has failed"):
-        words.refuse_difference("their variables", {"a": "1"}, "")
+        control.refuse_difference("their variables", {"a": "1"}, "")
     assert call.stage is Stage.BEFORE, "who is behind it is found out, as they do not raise the like"
 
 
@@ -33,5 +33,7 @@ def test_a_store_that_is_lost_before_a_difference_is_told_ends_the_call_as_a_los
     connections: Any = SimpleNamespace(part_of_store=lost, are_broken=False)
     call = CallState()
     with pytest.raises(LostConnectionError):
-        Words(cluster, 600.0, call, connections, failures).refuse_difference("their variables", {"a": "1"}, "")
+        ControlCollectives(cluster, 600.0, call, connections, failures).refuse_difference(
+            "their variables", {"a": "1"}, ""
+        )
     assert call.stage is Stage.BEFORE

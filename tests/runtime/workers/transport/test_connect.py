@@ -78,7 +78,7 @@ def test_a_worker_that_ends_while_connections_are_opened_is_not_waited_for_longe
     never = threading.Event()
     monkeypatch.setattr(connect, "Lane", lambda *_: never.wait(60))
     with pytest.raises(LostConnectionError, match="workers could not connect: no answer within"):
-        open_lane("words", distributed.HashStore(), _CLUSTER, 0.2, torch.device("cpu"), lambda: False)
+        open_lane("control", distributed.HashStore(), _CLUSTER, 0.2, torch.device("cpu"), lambda: False)
     never.set()
 
 
@@ -86,5 +86,5 @@ def test_who_opens_a_connection_waits_no_longer_when_another_worker_has_failed(m
     never, looks = threading.Event(), iter([False, False, True])
     monkeypatch.setattr(connect, "Lane", lambda *_: never.wait(60))
     with pytest.raises(LostConnectionError, match="workers could not connect: another worker has failed meanwhile"):
-        open_lane("words", distributed.HashStore(), _CLUSTER, 30.0, torch.device("cpu"), lambda: next(looks))
+        open_lane("control", distributed.HashStore(), _CLUSTER, 30.0, torch.device("cpu"), lambda: next(looks))
     never.set()
