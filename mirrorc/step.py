@@ -325,7 +325,7 @@ class Step(StepReports):
         call, shards = self._signature.split(args, kwargs, trains=False)
         compiled, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.EVALUATION)
         self._lock.check_open()
-        compiled.executor.state.take_over(compiled.executor.program)
+        compiled.executor.state.prepare_for(compiled.executor.program)
         self._runs.run(compiled, shards, LocalCoordinator(self._options.timeout_seconds))
         return compiled.evaluated(call, shards, wants_outputs=self._options.return_outputs)
 

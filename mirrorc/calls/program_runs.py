@@ -86,7 +86,7 @@ class ProgramRuns:
                 numbers,
                 compiled.sizes_of(shards),
             )
-        return coordinator.finish(executor, loss, compiled.loss_dtype)
+        return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)
 
     def interrupt(self) -> None:
         """Stops a run in another thread, unless it is committed."""

@@ -123,7 +123,7 @@ class StepReports(ABC):
         program, last = self.program, self._last
         self._state.refuse_if_torn()
         if last is not None and not self._state.store.has(program):
-            self._exclusively(lambda: last.state.take_over(program))
+            self._exclusively(lambda: last.state.prepare_for(program))
         elif self._state.is_behind and not self._state.callers.now:  # a call that runs sees to it
             self._exclusively(self._state.catch_up)
         return mirrored_variables(program, self._state.store, self._model.names)

@@ -70,7 +70,7 @@ class TrainingCalls:
                 call, shards = self._signature.split(args, kwargs)
                 compiled = self._compile(call, shards, purpose)
                 self._lock.check_open()  # compiling takes long
-                next_purpose = self._agree(compiled)
+                next_purpose = self._exchange_header(compiled)
                 if next_purpose is None:
                     return self._execute(compiled)
                 purpose = next_purpose
@@ -119,22 +119,22 @@ class TrainingCalls:
         specialization, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)
         return CompiledCall(specialization, call, shards, purpose, is_stale)
 
-    def _agree(self, compiled: CompiledCall) -> Purpose | None:
+    def _exchange_header(self, compiled: CompiledCall) -> Purpose | None:
         """Returns the purpose to compile for anew; None if all workers' programs go together."""
         call, shards = compiled.call, compiled.shards
         self._coordinator.note_call(call)
-        revision = self._coordinator.agree(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)
-        if revision is None:
+        retry = self._coordinator.exchange_header(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)
+        if retry is None:
             return None
-        if revision.rows_elsewhere is not None:
-            self._specializer.note_rows(call, shards, compiled.purpose, revision.rows_elsewhere)
-        return Purpose.of_training(revision.accumulation)
+        if retry.rows_elsewhere is not None:
+            self._specializer.note_rows(call, shards, compiled.purpose, retry.rows_elsewhere)
+        return Purpose.of_training(retry.accumulation)
 
     def _execute(self, compiled: CompiledCall) -> Any:
         """All workers have begun the call."""
         executor = compiled.executor
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
-        self._state.take_over(executor.program, is_stale=compiled.is_stale)
+        self._state.prepare_for(executor.program, is_stale=compiled.is_stale)
         if compiled.purpose.updates:
             self._coordinator.compare_replicas(executor.program)
         self._last = executor
@@ -158,12 +158,12 @@ class TrainingCalls:
         if not self._specializer.choices.apply_to(last.program):  # it was prepared before the first call
             last = self._compile(call, shards, purpose).executor
         while True:
-            revision = coordinator.agree(last, (), is_stale=self._state.optimizers.is_stale())
-            if revision is None:
+            retry = coordinator.exchange_header(last, (), is_stale=self._state.optimizers.is_stale())
+            if retry is None:
                 break
             self._state.begin_use()
-            if revision.accumulation is not last.program.accumulation:
-                purpose = Purpose.of_training(revision.accumulation)
+            if retry.accumulation is not last.program.accumulation:
+                purpose = Purpose.of_training(retry.accumulation)
                 last = self._compile(call, shards, purpose).executor
         if coordinator.agreed.is_over:
             return None

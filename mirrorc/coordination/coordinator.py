@@ -11,7 +11,7 @@ import torch
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.coordination.team_coordinator import Revision, TeamCoordinator
+from mirrorc.coordination.team_coordinator import Retry, TeamCoordinator
 from mirrorc.coordination.uneven_inputs import JoinedStep
 from mirrorc.ir.program import Program
 from mirrorc.options.step_options import StepOptions
@@ -51,8 +51,12 @@ class Coordinator(Protocol):
         """For calls without examples."""
         ...
 
-    def agree(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Revision | None:
-        """None if the call goes on with this program."""
+    def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
+        """Waits for the headers of all workers, and may broadcast the parameters of the chief.
+
+        Returns:
+            None if the call goes on with this program.
+        """
         ...
 
     def compare_replicas(self, program: Program) -> None:
@@ -71,7 +75,9 @@ class Coordinator(Protocol):
         """A block in which optimizers draw random numbers."""
         ...
 
-    def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    def reduce_loss(
+        self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
+    ) -> torch.Tensor | None:
         """Returns the loss of all examples."""
         ...
 
@@ -115,7 +121,7 @@ class LocalCoordinator:
     def note_call(self, call: Call) -> None:
         pass
 
-    def agree(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Revision | None:
+    def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
         return None
 
     def compare_replicas(self, program: Program) -> None:
@@ -130,7 +136,9 @@ class LocalCoordinator:
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    def reduce_loss(
+        self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
+    ) -> torch.Tensor | None:
         return loss
 
     def joined_steps(

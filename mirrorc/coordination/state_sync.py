@@ -33,7 +33,7 @@ class TakenValues:
         """Notes the present variables as broadcast; one that is gone counts as new when it comes back."""
         self._ids = self._ids_now()
 
-    def take_over(self, agreed: Agreement, written: int) -> None:
+    def broadcast_from_source(self, agreed: Agreement, written: int) -> None:
         """Broadcasts parameters, buffers, optimizer state and the scaler from the source of the agreement.
 
         Args:

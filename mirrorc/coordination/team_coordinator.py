@@ -42,7 +42,7 @@ _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 
 @dataclass(frozen=True)
-class Revision:
+class Retry:
     """The program to look up after a meeting at which the workers' programs did not go together.
 
     Attributes:
@@ -176,8 +176,11 @@ class TeamCoordinator:
     def note_call(self, call: Call) -> None:
         self.call_without_examples = without_examples(call)
 
-    def agree(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Revision | None:
-        """Meets the other workers. Returns None if all programs go together.
+    def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
+        """Waits for the headers of all workers. Returns None if all programs go together.
+
+        May broadcast the parameters of the chief, or of the worker whose user has written; a retry follows. When the call goes
+        on, workers may also wait for the connection for values, hyperparameters, and a gather of optimizer state.
 
         Args:
             executor: of a worker that has left, that of its last call.
@@ -199,11 +202,11 @@ class TeamCoordinator:
         self.rows_elsewhere = None
         if agreed.takes_over:
             assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
-            self._taken.take_over(agreed, written)
+            self._taken.broadcast_from_source(agreed, written)
         elif not agreed.is_other and (agreed.is_over or self._compare_rows()):
             self._begin(agreed, meets=facts.meets)
             return None
-        return Revision(agreed.accumulation, self.rows_elsewhere)
+        return Retry(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
         """Programs are compiled for numbers of gathered rows, which follow from the batches of all workers.
@@ -300,8 +303,10 @@ class TeamCoordinator:
     def seed(self, local: int | None) -> int | None:
         return self.agreed.seed
 
-    def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Makes buffers alike on all workers, and sums the losses of all.
+    def reduce_loss(
+        self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
+    ) -> torch.Tensor | None:
+        """Sums the losses of all workers, and makes buffers alike on all.
 
         Args:
             loss: the weighted sum of this worker's; None without examples.

@@ -12,7 +12,7 @@ from mirrorc.runtime.state.step_state import StepState
 
 
 class AccumulationState(StateView):
-    """Counterpart of `StepState` for accumulating calls: `take_over`, then `finish` or `abandon`."""
+    """Counterpart of `StepState` for accumulating calls: `prepare_for`, then `finish` or `abandon`."""
 
     @property
     def accumulated(self) -> AccumulatedGradients:
@@ -21,8 +21,8 @@ class AccumulationState(StateView):
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
         return self.accumulated.begin_call(program, examples, self._state.scale_of_loss())
 
-    def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
-        self._state.take_over(program, is_stale=is_stale)
+    def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
+        self._state.prepare_for(program, is_stale=is_stale)
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
         return self._state.needs_other_buckets(program, is_stale=is_stale)

@@ -15,8 +15,8 @@ class EvaluationState(StateView):
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
         return 1.0
 
-    def take_over(self, program: Program) -> None:
-        self._state.take_over_variables(program)
+    def prepare_for(self, program: Program) -> None:
+        self._state.prepare_variables_for(program)
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
         return False

@@ -56,8 +56,8 @@ class ComparedState(StepState):
         self._unwritten: list[Variable] = []  # by the present program
         self._plan: Sequence[Bucket] = ()  # of the present program
 
-    def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
-        super().take_over(program, is_stale=is_stale)
+    def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
+        super().prepare_for(program, is_stale=is_stale)
         self._plan = program.buckets
         self._unwritten = [
             variable

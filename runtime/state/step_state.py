@@ -27,9 +27,9 @@ from mirrorc.torch_internals import mark_optimizer_stepped
 
 
 class StepState:
-    """The state of all programs of one step: `take_over`, then `finish` or `abandon`.
+    """The state of all programs of one step: `prepare_for`, then `finish` or `abandon`.
 
-    An abandoned step leaves the state inconsistent if it had committed; the next `take_over` repairs it.
+    An abandoned step leaves the state inconsistent if it had committed; the next `prepare_for` repairs it.
 
     Attributes:
         unsent: error feedback of gradient compression.
@@ -120,7 +120,7 @@ class StepState:
         if self._held.store.mirror_changes():
             self._held.layout += 1
 
-    def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
+    def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
         """Lays memory out for a program, and mirrors the user's changes since the last step."""
         self.accumulated.check(program)
         if program.accumulation is not Accumulation.NONE:
@@ -152,7 +152,7 @@ class StepState:
         self._held.was_behind = False
         self.is_whole = True
 
-    def take_over_variables(self, program: Program) -> None:
+    def prepare_variables_for(self, program: Program) -> None:
         """Mirrors the user's writes to variables for an evaluation, which reads them in place.
 
         Buckets stay, unless a parameter has new memory from the user: then all parameters stay in the user's memory until

@@ -145,7 +145,7 @@ def test_memory_is_laid_out_anew_completely_or_not_at_all(
             training.model.first.weight.requires_grad_(is_thawed)
 
     state, interrupter = both.disturbed.step._state, Interrupter(lambda filename: "runtime/state" in filename)
-    take_over = state.take_over
+    prepare_for = state.prepare_for
     with python_handles_interrupts(), both.undisturbed.step, both.disturbed.step:
         for is_thawed in (True, False, True):
             thaw(is_thawed)
@@ -156,11 +156,11 @@ def test_memory_is_laid_out_anew_completely_or_not_at_all(
             with monkeypatch.context() as patch:
                 there = functools.partial(
                     lambda at, *given, **how_stale: interrupter.interrupted(
-                        lambda: take_over(*given, **how_stale), at, how
+                        lambda: prepare_for(*given, **how_stale), at, how
                     ),
                     place,
                 )
-                patch.setattr(state, "take_over", there)
+                patch.setattr(state, "prepare_for", there)
                 raised, has_trained = both.disturb()
             if how is fail:  # what repeating has cured is no failure
                 assert (raised is None) == has_trained and (has_trained or interrupter.where)
