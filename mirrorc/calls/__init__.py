@@ -1,1 +1,1 @@
-"""The calls of a step: their stages, the lock around them, reports, and the shard of this worker."""
+"""The calls of a step."""

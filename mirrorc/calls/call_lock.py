@@ -1,4 +1,4 @@
-"""The lock around the calls of a step: one at a time, in the process of the step, until it is closed."""
+"""The lock around the calls of a step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ _LONGEST_CLOSING_SECONDS = 5.0
 
 
 class ExclusiveCalls:
-    """Runs one call of a step at a time, also among other steps over the same variables.
-
-    Args:
-        callers: the owner of the running call, shared by the steps over the same variables.
-    """
+    """Runs one call at a time; ``callers`` is shared by the steps over the same variables."""
 
     def __init__(self, guard: InterruptGuard, callers: Callers) -> None:
         self._guard = guard
@@ -35,10 +31,6 @@ class ExclusiveCalls:
 
         An interrupt may come between any two calls of Python. So acquire and release are one operation each, within the
         ``try``, and the ``finally`` runs with interrupts deferred.
-        ``end_threads`` runs at the end of the call if the step was closed meanwhile.
-
-        Raises:
-            ExecutionError: another call runs, the step is closed, or this is another process.
         """
         if os.getpid() != self._pid:
             raise ExecutionError(
@@ -76,21 +68,14 @@ class ExclusiveCalls:
 
     @property
     def is_any_running(self) -> bool:
-        """Tests for a running call of a step over the same variables."""
         return "now" in self._callers.now
 
     def check_open(self) -> None:
-        """Raises `ExecutionError` if the step is closed."""
         if self.is_closed:
             raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
 
     def close(self, interrupt: Callable[[], None], end_threads: Callable[[], None]) -> None:
-        """Refuses further calls, and waits at most 5 seconds for a call in another thread.
-
-        Args:
-            interrupt: stops a call in another thread.
-            end_threads: runs here if no call runs then, otherwise at the end of that call.
-        """
+        """Refuses further calls, interrupts a call in another thread, and waits for it 5 seconds at most."""
         self.is_closed = True
         running = self._callers.now.get("now")
         if running is not None and running[1] is self and running[0] != threading.get_ident():

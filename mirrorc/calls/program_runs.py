@@ -16,15 +16,11 @@ from mirrorc.runtime.execution.interrupts import InterruptGuard
 
 
 class ProgramRuns:
-    """Runs programs whose variables are laid out, one at a time.
-
-    Args:
-        num_threads: of each device.
-        step_seconds: the longest time of a step on the devices.
+    """Runs programs, one at a time, at most ``step_seconds`` each.
 
     Attributes:
         pool: None before the first run.
-        last: the program of the last call, or of `prepare`; None before.
+        last: the program of the last call, or of `prepare`.
         last_update: the last one of a call that updates.
     """
 
@@ -39,10 +35,8 @@ class ProgramRuns:
         self.last = self.last_update = executor
 
     def run(self, compiled: Specialization, shards: Shards, coordinator: Coordinator) -> torch.Tensor | None:
-        """Runs a program; a run that fails before its commit leaves the random number generators as they were.
-
-        Returns:
-            The loss of all workers' examples; None for an evaluation without a loss.
+        """Gives the loss of all workers' examples. A run that fails before its commit leaves the random number
+        generators.
         """
         executor = compiled.executor
         if executor.program.trains and not executor.program.accumulates:

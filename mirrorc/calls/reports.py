@@ -1,4 +1,4 @@
-"""Reports of a step: its program and variables, and the times and measurements of its last calls."""
+"""Reports of a step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ _T = TypeVar("_T")
 
 
 class StepReports(ABC):
-    """The reports of a `Step`."""
-
     def __init__(self, options: StepOptions, model: ModelState, state: StepState, runs: ProgramRuns) -> None:
         self._options, self._model, self._state, self._runs = options, model, state, runs
 
@@ -50,7 +48,7 @@ class StepReports(ABC):
 
     @abstractmethod
     def _foundations(self) -> Foundations | None:
-        """The measurements behind predictions of steps over several workers; None for a process alone."""
+        """None for a process alone."""
 
     @property
     def program(self) -> Program:
@@ -61,12 +59,12 @@ class StepReports(ABC):
 
     @property
     def rank(self) -> int:
-        """The number of this worker among those that train together; 0 in a process on its own."""
+        """The number of this worker; 0 in a process on its own."""
         return self._options.program_workers.rank
 
     @property
     def num_workers(self) -> int:
-        """The number of workers that train together; 1 in a process on its own."""
+        """1 in a process on its own."""
         return self._options.program_workers.num_workers
 
     @property
@@ -76,20 +74,17 @@ class StepReports(ABC):
 
     @property
     def is_chief(self) -> bool:
-        """Tests for worker 0, the source of all values at the start; True in a process on its own."""
+        """Tests for worker 0, the source of all values at the start."""
         return self.rank == 0
 
     def shard_batch(self, batch: _T) -> _T:
-        """Cuts this worker's shard of a batch that every worker has whole.
+        """Cuts this worker's shard of a batch that every worker has whole; as `mirrorc.shard_batch`.
 
-        The calls ``step(step.shard_batch(x), target=step.shard_batch(y))`` of all workers equal a call with the whole batch in
-        one process over the devices of all workers: each replica has the same examples. This also holds for a batch too small
-        for all replicas, or for the two examples that a BatchNorm needs in each. If torch refuses single examples for another
-        reason (``F.batch_norm`` with ``training=True``), each worker cuts its shard by itself. Buffers may differ from those of
-        one process after a batch that leaves a replica without examples.
-
-        Args:
-            batch: arguments, result and errors are those of `mirrorc.shard_batch`.
+        The calls ``step(step.shard_batch(x), target=step.shard_batch(y))`` of all workers equal a call with the whole
+        batch in one process over all devices, also for a batch too small for all replicas, or for the two examples that
+        a BatchNorm needs in each. If torch refuses single examples for another reason (``F.batch_norm`` with
+        ``training=True``), each worker cuts its shard by itself. Buffers may differ from those of one process after a
+        batch that leaves a replica without examples.
         """
         return part_of_worker(
             batch, self._options.program_workers, fewest_examples(self._options.model, self._options.loss_fn)

@@ -1,4 +1,4 @@
-"""Training calls of a step, from the batch to the result."""
+"""Training calls of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mirrorc.user.thread_modes import CallersModes
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A call with the program for it; ``is_stale`` if the user has changed the optimizer's state since the last step."""
+    """``is_stale`` if the user has changed the optimizer's state since the last step."""
 
     specialization: Specialization
     call: Call
@@ -59,11 +59,7 @@ class TrainingCalls:
         self._last: Executor | None = None  # of the last call, or of the last one in which this worker took part
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
-        """Runs one training call; looks up another program until all workers have programs that go together.
-
-        Returns:
-            The loss of the whole batch; with ``return_outputs``, a pair of the loss and the outputs.
-        """
+        """Runs one training call, with other programs until those of all workers go together."""
         with self._coordinator.call(), self._specializer.choices.in_call():
             while True:
                 self._begin(purpose)
@@ -76,7 +72,6 @@ class TrainingCalls:
                 purpose = next_purpose
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Program:
-        """Compiles a call without a run of it."""
         self._state.begin_use()
         call, shards = self._signature.split(args, kwargs)
         compiled = self._compile(call, shards, purpose)
@@ -86,10 +81,8 @@ class TrainingCalls:
         return compiled.executor.program
 
     def take_part(self, coordinator: TeamCoordinator) -> bool:
-        """Runs one call of the other workers without examples, after this worker has left its loop.
-
-        Returns:
-            False if all workers have left their loops, and there was no call.
+        """Runs one call of the other workers without examples, after this worker has left its loop; False if there was
+        none.
 
         Raises:
             ExecutionError: this worker has made no call, or would exchange something else than in its last one.
@@ -120,7 +113,7 @@ class TrainingCalls:
         return CompiledCall(specialization, call, shards, purpose, is_stale)
 
     def _exchange_header(self, compiled: CompiledCall) -> Purpose | None:
-        """Returns the purpose to compile for anew; None if all workers' programs go together."""
+        """The purpose to compile for anew; None if all workers' programs go together."""
         call, shards = compiled.call, compiled.shards
         self._coordinator.note_call(call)
         retry = self._coordinator.exchange_header(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)
@@ -131,7 +124,6 @@ class TrainingCalls:
         return Purpose.of_training(retry.accumulation)
 
     def _execute(self, compiled: CompiledCall) -> Any:
-        """All workers have begun the call."""
         executor = compiled.executor
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.prepare_for(executor.program, is_stale=compiled.is_stale)
@@ -144,7 +136,7 @@ class TrainingCalls:
         return compiled.specialization.trained(loss, compiled.call, compiled.shards)
 
     def _meet_without_examples(self, coordinator: TeamCoordinator) -> CompiledCall | None:
-        """The stages before `_execute` for a worker without examples; None if all have left."""
+        """None if all have left."""
         last, call = self._last, coordinator.call_without_examples
         if last is None or call is None:
             raise ExecutionError(

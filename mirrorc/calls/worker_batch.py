@@ -1,4 +1,4 @@
-"""This worker's shard of a batch that all workers have whole."""
+"""This worker's shard of a batch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ def _part(leaf: Leaf, sizes: Sequence[int], workers: Workers) -> Any:
 
 
 def _refuse_sequences_of_none(structure: Structure, sizes: Sequence[int], workers: Workers) -> None:
-    """All workers raise alike: torch packs no empty batch."""
     ends = list(itertools.accumulate(workers.devices_per_worker))
     numbers = [sum(sizes[end - number : end]) for end, number in zip(ends, workers.devices_per_worker, strict=True)]
     if not all(numbers) and _has_packed(structure):

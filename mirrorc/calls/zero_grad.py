@@ -11,10 +11,7 @@ from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGra
 
 
 class ZeroableGradients:
-    """Accumulated gradients of a step, dropped by the ``zero_grad`` of optimizer and model.
-
-    During a call of the step nothing is dropped, whatever the optimizer's hooks do.
-    """
+    """Accumulated gradients, dropped by the ``zero_grad`` of optimizer and model, but not during a call."""
 
     def __init__(
         self, accumulated: AccumulatedGradients, tensors: Mapping[str, torch.Tensor], calls: ExclusiveCalls
@@ -26,7 +23,7 @@ class ZeroableGradients:
         return self._accumulated.num_calls > 0
 
     def first_of(self, ids: Collection[int]) -> str | None:
-        """The first of the parameters with these ids that has a gradient; None if none has."""
+        """The first of the parameters with these ids that has a gradient."""
         names = self._accumulated.names
         return next((name for name, tensor in self._tensors.items() if id(tensor) in ids and name in names), None)
 

@@ -1,4 +1,4 @@
-"""Operators that run a replica's forward and backward as plain PyTorch, opaque to passes."""
+"""Operators that run forward and backward as plain PyTorch, opaque to passes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 class UsedParameters:
-    """Parameters that the backwards of a step have used in one process, and common buffer writes of its forwards.
-
-    A parameter used by one replica has a zero gradient on the others; an unused one gets no update.
-    """
+    """A parameter used by one replica has a zero gradient on the others; an unused one gets no update."""
 
     def __init__(self) -> None:
         self._used = set[int]()
@@ -30,7 +27,7 @@ class UsedParameters:
             self._used.add(id(used))
 
     def first_value(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """A buffer's new value from the first forward of the step; ``value`` in that forward."""
+        """A buffer's new value from the first forward of the step."""
         with self._lock:
             return self._written.setdefault(id(buffer), value)
 
@@ -39,8 +36,6 @@ class UsedParameters:
 
 
 class OpaqueBackward(Protocol):
-    """A backward in plain PyTorch, which makes gradients one by one."""
-
     @property
     def has_ended(self) -> bool:
         """All gradients are there."""
@@ -53,12 +48,10 @@ class OpaqueBackward(Protocol):
         """The gradient of a parameter is available."""
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
-        """Runs it, once; calls ``on_gradient`` in this thread after each gradient, and raises its error."""
+        """Runs it, once; calls ``on_gradient`` in this thread after each gradient."""
 
 
 class OpaqueRuns(Protocol):
-    """Implementation of this module's operators."""
-
     def begin_step(self, used: UsedParameters) -> None:
         """Called before the runs of a step."""
 
@@ -78,13 +71,13 @@ class OpaqueRuns(Protocol):
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss if there is one, new values of written buffers, and outputs."""
+        """Without a token; there may be no loss."""
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
-        """The backward for the ``token`` of a forward; ``tangent`` is the gradient of its loss."""
+        """``tangent`` is the gradient of the loss."""
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """The gradient of a parameter, once; runs the backward first if it has not begun."""
+        """The gradient of a parameter, once; runs the backward if it has not begun."""
 
 
 _calls: weakref.WeakValueDictionary[int, OpaqueRuns] = weakref.WeakValueDictionary()
@@ -100,8 +93,6 @@ def register_call(call: OpaqueRuns) -> int:
 
 
 class OpaqueSteps:
-    """The calls of a program's steps, which learn of each step."""
-
     def __init__(self, graphs: Sequence[fx.Graph]) -> None:
         nodes = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=take_gradient)]
         self._numbers = sorted({cast("int", node.args[0]) for node in nodes})
@@ -114,7 +105,6 @@ class OpaqueSteps:
 
 
 def backward_of(call: int, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
-    """The backward of `take_gradient`, so that it can run earlier."""
     return _call_of(call).backward(token, tangent)
 
 
@@ -158,7 +148,7 @@ def _fake_evaluation(
 
 
 def sizes_of(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Shapes in the operators' form: for each, the number of dimensions, then the dimensions."""
+    """For each shape, the number of dimensions, then the dimensions."""
     return [number for shape in shapes for number in (len(shape), *shape)]
 
 

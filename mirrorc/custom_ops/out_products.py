@@ -1,4 +1,4 @@
-"""Operators that write matrix products, or add table rows, into existing memory, which no traceable ATen form does."""
+"""Operators that write matrix products, or add table rows, into existing memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIBRARY.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 torch.library.register_fake("mirrorc::mm_into", lambda out, left, right: None, lib=_LIBRARY)
 
 mm_into = torch.ops.mirrorc.mm_into.default
-"""``mm_into(out, left, right)`` writes ``left @ right`` [m, n] into ``out``, contiguous and of the same dtype."""
+"""``mm_into(out, left, right)`` writes ``left @ right`` into ``out``, contiguous, same dtype."""
 
 
 def _linear_into(out: torch.Tensor, bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ _LIBRARY.impl("linear_into", _linear_into, "CompositeExplicitAutograd")
 torch.library.register_fake("mirrorc::linear_into", lambda out, bias, left, right: None, lib=_LIBRARY)
 
 linear_into = torch.ops.mirrorc.linear_into.default
-"""``linear_into(out, bias, left, right)`` writes ``bias + left @ right`` [m, n] into ``out``, contiguous, same dtype."""
+"""``linear_into(out, bias, left, right)`` writes ``bias + left @ right`` into ``out``, contiguous, same dtype."""
 
 
 def _addmm_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ _LIBRARY.impl("addmm_into", _addmm_into, "CompositeExplicitAutograd")
 torch.library.register_fake("mirrorc::addmm_into", lambda out, left, right: None, lib=_LIBRARY)
 
 addmm_into = torch.ops.mirrorc.addmm_into.default
-"""``addmm_into(out, left, right)`` adds ``left @ right`` [m, n] to ``out``, contiguous and of the same dtype."""
+"""``addmm_into(out, left, right)`` adds ``left @ right`` to ``out``, contiguous, same dtype."""
 
 
 def _add_rows_into(out: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, padding_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""Random operators as functions of a seed, so that threads and backends draw the same numbers."""
+"""Random operators as functions of a seed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _generator_locks: dict[torch.device, threading.Lock] = {}
 STATES_LOCK = threading.Lock()
 """Held while a device's thread reads or writes a generator's state.
 
-Torch waits for the generator's lock while it holds the GIL.
-Garbage collection in a reading thread may release the GIL; the thread would never get it back.
+Torch waits for the generator's lock with the GIL, which garbage collection in a reading thread may release for good.
 """
 
 
@@ -56,7 +55,7 @@ _seeded_ops: dict[Any, Any] = {}
 
 
 def seeded(op: Any) -> Any:
-    """The mirrorc operator that runs a random ATen operator under a seed; defined at its first use."""
+    """The mirrorc operator that runs a random ATen operator under a seed."""
     if op not in _seeded_ops:
         schema = schema_of(op)
         name = (
@@ -81,12 +80,12 @@ def seeded(op: Any) -> Any:
 
 
 def unseeded(op: Any) -> Any:
-    """The random operator of an operator from `seeded`; None for any other operator."""
+    """The inverse of `seeded`; None for any other operator."""
     return next((drawn for drawn, seeded_op in _seeded_ops.items() if seeded_op is op), None)
 
 
 def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator draws from its device's global generator, whose state is restored."""
+    """Restores the state of the device's global generator."""
     generator = _global_generator(args, kwargs)
     with lock_of(generator.device):
         with STATES_LOCK:
@@ -100,7 +99,6 @@ def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def lock_of(device: torch.device) -> threading.Lock:
-    """The lock of a device's global generator."""
     return _generator_locks.setdefault(device, threading.Lock())
 
 

@@ -20,8 +20,6 @@ _RECORDED = {"lstm": 20, "gru": 8, "rnn_tanh": 3, "rnn_relu": 3}
 
 @dataclass(frozen=True)
 class _Run:
-    """A forward, as autograd has recorded it; ``leaves`` are its input, first states and parameters."""
-
     results: Sequence[torch.Tensor]
     leaves: Sequence[torch.Tensor]
 
@@ -65,7 +63,6 @@ def _results(
     lengths: torch.Tensor | None,
     *options: Any,
 ) -> list[torch.Tensor]:
-    """The hidden states of the last layer [time, batch, width], and the last states."""
     run: Any = getattr(torch, kind)
     parameters = list(parameters)
     if lengths is None:
@@ -159,14 +156,14 @@ recurrent = torch.ops.mirrorc.recurrent.default
 
 Args:
     values: the input [time, batch, features].
-    kind: the name of torch's function, such as ``"lstm"``; it takes ``states`` and ``parameters``.
-    lengths: of the sequences, int64 [batch]; None if all are as long as the time.
-    products: the dtype in which autocast multiplies; None if all is of one dtype.
+    kind: the name of torch's function, such as ``"lstm"``.
+    lengths: of the sequences, int64 [batch], or None.
+    products: the dtype in which autocast multiplies, or None.
     is_recorded: a backward may follow.
 
 Returns:
-    The hidden states of the last layer [time, batch, width], zeros behind the ends of sequences; the last states; if it is
-    recorded a token for `recurrent_backward`, an int64 on the CPU. Autograd's record lives as long as the token.
+    The hidden states of the last layer [time, batch, width], zeros behind the ends of sequences; the last states; a token for
+    `recurrent_backward`, if it is recorded. Autograd's record lives as long as the token.
 """
 recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
 """Gradients of the inputs of `recurrent` at ``places`` among its values, states and parameters.

@@ -1,4 +1,4 @@
-"""Operators on values of all replicas for models and losses; plain PyTorch is one replica."""
+"""Operators on values of all replicas; plain PyTorch is one replica."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gathering(rows_of_all: RowsOfAll) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused_collectives(error: Exception) -> Iterator[None]:
-    """Has plain PyTorch code of one replica raise ``error`` if it asks the others."""
+    """Has plain PyTorch code raise ``error`` if it asks other replicas."""
     token = _error.set(error)
     try:
         yield
@@ -62,7 +62,6 @@ def _fake_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _gradient_of_sum(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    """Each replica's loss depends on the sum, so the gradients for one operand are summed over replicas."""
     return all_reduce_value(gradient)
 
 
@@ -89,27 +88,24 @@ def _register(schema: str, alone: Any, fake: Any, gradient: Any = None, keep: An
 
 
 all_reduce_value = _register("all_reduce_value(Tensor value) -> Tensor", _alone, _like, _gradient_of_sum)
-"""``all_reduce_value(value)``: the sum over all replicas; alone, a copy of the value."""
+"""``all_reduce_value(value)``: the sum over all replicas; alone, a copy."""
 
 all_gather_value = _register(
     "all_gather_value(Tensor value) -> Tensor", _alone, _gathered, _gradient_of_gathered, _keep_rows
 )
-"""``all_gather_value(value)``: the values of all replicas, concatenated along dim 0; alone, a copy of the value."""
+"""``all_gather_value(value)``: the values of all replicas, along dim 0; alone, a copy."""
 
 own_rows_of_sum = _register(
     "own_rows_of_sum(Tensor value, int rows) -> Tensor", _rows_alone, _fake_rows, _gradient_of_rows
 )
-"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum over all replicas; alone, a copy of the value.
-
-The rows follow those of earlier replicas along dim 0. It is the transpose of `all_gather_value`.
-"""
+"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum: the transpose of `all_gather_value`."""
 
 replica_number = _register(
     "replica_number(Tensor like) -> Tensor", lambda like: torch.zeros_like(_alone(like)), torch.empty_like
 )
-"""``replica_number(like)``: the number of this replica; alone, 0. The argument is any int64 scalar."""
+"""``replica_number(like)``: the number of this replica; alone, 0."""
 
 replica_count = _register(
     "replica_count(Tensor like) -> Tensor", lambda like: torch.ones_like(_alone(like)), torch.empty_like
 )
-"""``replica_count(like)``: the number of replicas with examples; alone, 1. The argument is any int64 scalar."""
+"""``replica_count(like)``: the number of replicas with examples; alone, 1."""

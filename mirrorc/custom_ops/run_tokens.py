@@ -1,4 +1,4 @@
-"""Records of forward runs for their backward, named by tokens in a graph."""
+"""Records of forward runs for their backward."""
 
 from __future__ import annotations
 

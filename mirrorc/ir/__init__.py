@@ -1,1 +1,1 @@
-"""The intermediate representation, which passes, verifier and runtime share."""
+"""The intermediate representation."""

@@ -1,4 +1,4 @@
-"""Buckets of gradients that are reduced and applied together, and their slots."""
+"""Buckets of gradients, and their slots."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from mirrorc.ir.variables import Placement, UpdateRule
 
 @dataclass(frozen=True)
 class Slot:
-    """A gradient's place in a bucket, counted in elements from its start."""
-
     variable: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -24,7 +22,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class RowType:
-    """The type of one row of a factor. Workers differ only in the number of rows."""
+    """Workers differ only in the number of rows of a factor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,16 +37,12 @@ class RowType:
 
 @dataclass(frozen=True)
 class Detail:
-    """An integer keyword of a gradient besides its factors."""
-
     name: str
     value: int
 
 
 @dataclass(frozen=True)
 class SentFactors:
-    """The factors that workers send in place of a whole gradient: the form's operation, and the types of the factors' rows."""
-
     operation: str
     rows: tuple[RowType, ...]
     details: tuple[Detail, ...] = ()
@@ -60,20 +54,13 @@ class SentFactors:
 
 @dataclass(frozen=True)
 class Elements:
-    """Consecutive elements of a bucket: the first one, and one past the last."""
-
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Consecutive elements of a bucket that are communicated by one collective.
-
-    Attributes:
-        number: its index among the packs of all buckets, in the order of launches.
-        stop: one past its last element.
-    """
+    """Consecutive elements of a bucket, communicated by one collective; ``number`` counts over all buckets."""
 
     number: int
     start: int
@@ -86,17 +73,16 @@ class Pack:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are applied together. They are reduced together, too, unless the bucket is cut into packs.
+    """Gradients that are applied together, and reduced together unless the bucket is cut into packs.
 
     Attributes:
-        index: its number, and the tag of its collectives.
         slots: disjoint, at aligned offsets.
         num_elements: with padding.
-        sent_factors: the factors sent between workers for each slot's gradient; empty if they send sums.
-        gathers_factors: devices gather the factors of all its gradients, in place of adding up whole ones.
-        part: the elements that this worker updates, and has optimizer state of; None for all.
+        sent_factors: by slot; empty if workers send sums.
+        gathers_factors: devices gather factors.
+        part: the elements that this worker updates; None for all.
         owner: the replica that alone updates it.
-        packs: in order of the elements; a gradient may lie in several. Empty if each bucket is one pack, with its number.
+        packs: empty if the bucket is one pack. A gradient may lie in several.
     """
 
     index: int
@@ -113,7 +99,6 @@ class Bucket:
 
     @property
     def launch_units(self) -> tuple[Pack, ...]:
-        """Its units of communication: its packs, or all of it."""
         return self.packs or (Pack(self.index, 0, self.num_elements),)
 
     @property
@@ -121,7 +106,7 @@ class Bucket:
         return len(self.packs) > 1
 
     def slots_in(self, pack: Pack) -> list[Slot]:
-        """The slots in a pack, partial ones included. Elements between two slots count as those of the first."""
+        """Partial ones included. Elements between two slots count as those of the first."""
         ends = [*(slot.offset for slot in self.slots[1:]), self.num_elements]
         return [
             slot for slot, end in zip(self.slots, ends, strict=True) if slot.offset < pack.stop and pack.start < end
@@ -137,7 +122,6 @@ class Bucket:
 
     @property
     def is_gathered(self) -> bool:
-        """Tests for a bucket whose devices gather factors, or rows for its optimizer."""
         return self.gathers_factors or self.rule.takes_rows
 
     @functools.cached_property
@@ -145,26 +129,22 @@ class Bucket:
         return {slot.variable: slot for slot in self.slots}
 
     def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements that a replica sums up of its worker's gradients: the first, and one past the last. May be empty."""
+        """The half-open range that a replica sums up of its worker's gradients; may be empty."""
         return self.placement.value.share(self.num_elements, replica, num_replicas, self.owner)
 
     def updated(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements that a replica updates: its share of the bucket, or of its worker's part."""
         if self.part is None:
             return self.share(replica, num_replicas)
         start, stop = self.placement.value.share(self.part.stop - self.part.start, replica, num_replicas, self.owner)
         return self.part.start + start, self.part.start + stop
 
     def made(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements of a sum that a replica makes from factors."""
         return (self.updated if self.is_sent_as_factors else self.share)(replica, num_replicas)
 
     def owner_of_parameters(self, replica: int) -> int:
-        """The replica whose parameters a replica reads: itself, if it has its own copy."""
         return self.placement.value.owner(replica)
 
     def is_updated_by(self, replica: int, num_replicas: int) -> bool:
-        """Tests for a replica that writes parameters of this bucket."""
         if self.has_owner or not self.updates_by_shares:
             return self.owner_of_parameters(replica) == replica
         start, stop = self.updated(replica, num_replicas)
@@ -176,12 +156,12 @@ class Bucket:
 
     @property
     def updates_by_shares(self) -> bool:
-        """Tests for updates by shares. One that is not element-wise needs the whole sum."""
+        """An optimizer that is not element-wise needs the whole sum."""
         return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
 
     @property
     def reduces_by_shares(self) -> bool:
-        """Tests for sums by shares. Of a cut bucket each replica gets every pack, because a share must be consecutive."""
+        """False for a cut bucket, because a share must be consecutive."""
         return self.updates_by_shares and not self.is_cut
 
     @property
@@ -190,5 +170,4 @@ class Bucket:
 
 
 def are_cut(buckets: Sequence[Bucket]) -> bool:
-    """Tests for buckets in packs, whose operations have the keyword ``pack``."""
     return any(bucket.packs for bucket in buckets)

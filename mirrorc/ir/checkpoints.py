@@ -1,4 +1,4 @@
-"""Activation checkpoints of a model: operators of forward that backward runs again."""
+"""Activation checkpoints: operators of forward that backward runs again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The call of `torch.utils.checkpoint` around an operator of forward.
-
-    Attributes:
-        number: distinguishes the checkpoints of a graph.
-        keeps: the checkpoint's policy saves the operator's result.
-    """
+    """The call of `torch.utils.checkpoint` around an operator; ``keeps`` if its policy saves the result."""
 
     number: int
     keeps: bool = False

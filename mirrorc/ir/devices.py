@@ -1,4 +1,4 @@
-"""Logical devices, and their names as users write them."""
+"""Logical devices, and their names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ _REMEDY = "name devices like 'cpu:0', 'cuda:1', or 'cuda:0/1' for the second log
 
 
 def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
-    """The logical devices that ``devices`` names.
-
-    Args:
-        devices: a list of names; a number of devices (GPUs if torch sees any, else logical CPUs); or None for every visible
-            GPU, else one CPU.
+    """The logical devices of some names, of a number of GPUs (CPUs if torch sees none), or of None: every GPU, else one
+    CPU.
 
     Raises:
         ValueError: no device, an unknown or duplicate name, or fewer GPUs than asked for.
@@ -81,19 +78,18 @@ def have_shared_memory(devices: Iterable[Device]) -> bool:
 
 @dataclass(frozen=True)
 class Device:
-    """A logical device: ``cpu:0`` and ``cpu:1`` share one memory; ``cuda:0/1`` is the second logical device on GPU 0."""
+    """``cpu:0`` and ``cpu:1`` share one memory; ``cuda:0/1`` is the second logical device on GPU 0."""
 
     name: str
     torch_device: torch.device
 
     @property
     def memory(self) -> str:
-        """The name of the memory of its tensors: logical CPUs share one, and so do logical devices on one GPU."""
+        """Logical CPUs share one, and so do logical devices on one GPU."""
         return "cpu" if self.torch_device.type == "cpu" else str(self.torch_device)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Tests for a device whose calls return before the work is done."""
         return self.torch_device.type == "cuda"
 
     def __str__(self) -> str:

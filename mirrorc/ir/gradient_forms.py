@@ -1,8 +1,4 @@
-"""Forms of gradient: the representation of a gradient by a few smaller tensors, its factors.
-
-Each microbatch gives a part with factors of its own; the gradient is the sum over the parts. A class in
-`mirrorc.runtime.state` makes a device's share from the factors.
-"""
+"""Forms of gradient: a gradient represented by smaller tensors, its factors, for each microbatch."""
 
 from __future__ import annotations
 
@@ -22,15 +18,13 @@ from mirrorc.torch_internals import num_elements_now
 
 _T = TypeVar("_T")
 Apply = Callable[..., Any]
-"""Applies its first argument, an operator of torch, to tensors or to representations of them."""
+"""Applies an operator of torch to tensors or to representations of them."""
 
 _TAGS = ("bucket", "variable", "replica")
 
 
 @dataclass(frozen=True)
 class FactoredGradient:
-    """A gradient in a region's body, as factors (nodes of the body), and the other keywords of the form's operation."""
-
     form: GradientForm
     factors: tuple[fx.Node, ...]
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -39,12 +33,8 @@ class FactoredGradient:
 class GradientForm(ABC):
     """A form of gradient.
 
-    Args:
-        operation: its arguments are the factors, its keywords ``bucket``, ``variable``, ``replica`` and the form's details.
-
     Attributes:
-        factor_names: in the order of the arguments.
-        writes_all: making a gradient writes all elements. If most stay zero, factors save work on one device.
+        writes_all: making a gradient writes all elements.
         description: for remarks: "a product of two matrices".
     """
 
@@ -57,14 +47,11 @@ class GradientForm(ABC):
 
     @abstractmethod
     def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
-        """The factors of a result of a region's body; None for another form, or if the operators that make it have other uses."""
+        """None if the operators that make the factors have other uses."""
 
     @abstractmethod
     def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
-        """Makes the gradient of one part with the operators of the captured graph, because the verifier compares both.
-
-        ``apply`` applies an operator; the verifier's gives an expression in place of a tensor.
-        """
+        """Makes the gradient of one microbatch with the captured operators, so that the verifier can compare."""
 
     @property
     def takes_parts(self) -> bool:
@@ -76,19 +63,14 @@ class GradientForm(ABC):
         return [tuple(factors[i : i + number]) for i in range(0, len(factors), number)]
 
     def make_sum(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
-        """Makes the gradient of all parts, in their order; arguments as for `make_whole`."""
         wholes = [self.make_whole(apply, part, shape, **details) for part in self.parts(factors)]
         return functools.reduce(functools.partial(apply, torch.ops.aten.add.Tensor), wholes)
 
     def to_rows(self, factors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """One part's factors as rows [count, ...]; other workers may have another count. Tensors may be fake.
-
-        None if factors of this form are not sent to other workers, but whole gradients.
-        """
+        """One microbatch's factors as rows [count, ...]; None if they are not sent to other workers."""
         return None
 
     def from_rows(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The inverse of `to_rows`: factors for `make_whole`."""
         raise NotImplementedError(f"{type(self).__name__} says by to_rows that its factors are not sent")
 
     def num_multiplications(self, gradient: torch.Tensor, num_rows: int) -> int:
@@ -96,7 +78,7 @@ class GradientForm(ABC):
 
     @abstractmethod
     def expression(self, *factors: str) -> str:
-        """The printed form, such as ``left @ right``; `factors` are texts such as names or types."""
+        """The printed form, such as ``left @ right``."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
         return sum(map(num_elements_now, factors))
@@ -106,15 +88,11 @@ class GradientForm(ABC):
 
 
 FORMS: dict[Any, GradientForm] = {}
-"""By their operations, in the order in which they are tried."""
+"""In the order in which they are tried."""
 
 
 def register(form: GradientForm) -> None:
-    """Registers a form, so that passes recognize it.
-
-    Raises:
-        ValueError: its operation gives no gradient as factors, or is another form's.
-    """
+    """Registers a form; ValueError for an operation that is no gradient as factors, or another form's."""
     name = form.operation.__name__
     if form.operation not in ops.FACTORED:
         raise ValueError(
@@ -132,7 +110,6 @@ def unregister(form: GradientForm) -> None:
 
 
 def form_of(gradient: fx.Node) -> GradientForm:
-    """The form of a factored gradient; raises LookupError if there is none."""
     form = FORMS.get(gradient.target)
     if form is None:
         name = getattr(gradient.target, "__name__", gradient.target)
@@ -141,7 +118,6 @@ def form_of(gradient: fx.Node) -> GradientForm:
 
 
 def form_named(operation: str) -> GradientForm:
-    """The form whose operation has this name; raises LookupError if there is none."""
     form = next((form for known, form in FORMS.items() if known.__name__ == operation), None)
     if form is None:
         raise LookupError(f"no form of gradient has the operation {operation}; register it, see {__name__}")
@@ -149,7 +125,6 @@ def form_named(operation: str) -> GradientForm:
 
 
 def recognize(gradient: fx.Node) -> FactoredGradient | None:
-    """The factors of a result of a region's body, by the first form that recognizes it."""
     for form in FORMS.values():
         factored = form.recognize(gradient)
         if factored is not None:
@@ -158,12 +133,11 @@ def recognize(gradient: fx.Node) -> FactoredGradient | None:
 
 
 def details_of(gradient: fx.Node) -> dict[str, Any]:
-    """The keywords of a factored gradient besides its factors."""
     return {key: value for key, value in gradient.kwargs.items() if key not in _TAGS}
 
 
 def matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The matrix product behind a gradient, up to views of the same layout; None if it has other uses."""
+    """The matrix product behind a gradient, up to views of the same layout."""
     node = gradient
     while node.target in SAME_MEMORY and len(node.users) == 1:
         source = node.args[0]
@@ -177,7 +151,7 @@ def matrix_product(gradient: fx.Node) -> fx.Node | None:
 
 
 class ProductForm(GradientForm):
-    """A matrix product, the gradient of a linear layer's weight: ``left`` [m, k] times ``right`` [k, n]."""
+    """The gradient of a linear layer's weight: ``left`` [m, k] times ``right`` [k, n]."""
 
     factor_names = ("left", "right")
     description = "a product of two matrices"
@@ -205,10 +179,7 @@ class ProductForm(GradientForm):
 
 
 class TableForm(GradientForm):
-    """The gradient of an embedding's table [m, n]: ``rows`` [..., n] that are added up at ``indices`` [...].
-
-    Its detail ``padding_idx`` is the row to which nothing is added.
-    """
+    """``rows`` [..., n], added up at ``indices`` [...] of a table [m, n], but for ``padding_idx``."""
 
     factor_names = ("rows", "indices")
     writes_all = False

@@ -1,4 +1,4 @@
-"""Edits of graphs that passes share."""
+"""Edits of graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 def copy_into(graph: fx.Graph, source: fx.Graph) -> Any:
-    """Copies a graph's nodes to the end of another graph, and gives the source's output in terms of the new nodes."""
     values: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         if node.op != "output":
@@ -39,7 +38,7 @@ def copy_node(
     name: str | None = None,
     **more: Any,
 ) -> fx.Node:
-    """Copies a node to a graph's point of insertion, with ``more`` keywords; ``values``: the replacement of each used node."""
+    """Copies a node with replaced operands and more keywords."""
     args: Any = node.args
     kwargs: Any = node.kwargs
     if node.all_input_nodes:
@@ -52,7 +51,6 @@ def copy_node(
 
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-    """Calls an operation at the graph's point of insertion; the node gets its printed name."""
     keywords = dict(kwargs or {})
     return add_node(graph, "call_function", target, args, keywords, _name(target, args, keywords))
 
@@ -72,7 +70,6 @@ def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 def insert(
     program: Program, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> fx.Node:
-    """Inserts a call before a node, with the inferred type; raises TypeError if the operation cannot take these arguments."""
     with before.graph.inserting_before(before):
         node = call(before.graph, target, args, kwargs)
     set_type(program, node)
@@ -80,19 +77,17 @@ def insert(
 
 
 def insert_write(before: fx.Node, target: Any, operands: tuple[Any, ...], maker: fx.Node) -> None:
-    """Inserts an operator that writes the value of ``maker`` into its first operand."""
     with before.graph.inserting_before(before):
         write = before.graph.create_node("call_function", target, operands, name=f"{maker.name}_into")
     write.meta = source_of(maker)
 
 
 def source_of(node: fx.Node) -> dict[str, Any]:
-    """The part of a node's ``meta`` that tells its place in the user's code."""
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Removes operators of torch without users and writes. Operations of the IR stay, for their effects."""
+    """Operations of the IR stay, for their effects."""
     for node in reversed(list(graph.nodes)):
         if (is_compute(node) or node.target is operator.getitem) and not node.users and not _writes(node):
             graph.erase_node(node)

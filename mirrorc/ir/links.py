@@ -1,4 +1,4 @@
-"""Links: transports of collectives between devices, each declared as a record."""
+"""Links: transports of collectives between devices."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ class Span(enum.Enum):
 
 
 class SumPlace(enum.Enum):
-    """The memory of an all-reduced sum after a replica's wait."""
-
     FIRST = "first"  # in replica 0's bucket, for all replicas
     EACH = "own"  # in each replica's own bucket
     ADDITIONAL = "additional"  # in memory that the wait allocates
@@ -32,18 +30,18 @@ def _no_objection(devices: Sequence[Device]) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """A transport of collectives between devices. Graphs, printed text and files name it.
+    """A transport of collectives.
 
     Attributes:
-        device_type: the type of torch device that it joins; None for any.
-        why_not: the reason why the link cannot join devices of that type; empty if it can.
+        device_type: of torch; None for any.
+        why_not: the reason why it cannot join such devices here, or empty.
         preference: the highest is the default. None for a link used only by name.
-        reads_shared_memory: replicas read the others' buckets in place. A bucket may then contain gradients left as factors.
-        moves_by_itself: the link moves a bucket while devices compute. Otherwise the wait does all the work.
-        carries: its operations; ``send`` stands for ``recv``, too.
-        falls_back_to: the name of the link for all other operations.
-        keeps_operands: operands stay allocated until the next step, instead of until the end of this one.
-        spans: the devices of one worker, or workers with such devices.
+        reads_shared_memory: replicas read the others' buckets in place.
+        moves_by_itself: it moves a bucket while devices compute.
+        carries: ``send`` stands for ``recv``, too.
+        falls_back_to: for all other operations.
+        keeps_operands: operands stay allocated until the next step.
+        spans: the devices of one worker, or workers.
     """
 
     name: str
@@ -59,7 +57,6 @@ class Link:
     spans: Span = Span.DEVICES
 
     def objection(self, devices: Sequence[Device], spans: Span = Span.DEVICES) -> str:
-        """The reason why the link cannot join the devices, or workers with such devices; empty if it can."""
         if self.spans is not spans:
             return f"it joins {self.spans.value}, not {spans.value}"
         if not self.is_for(devices):
@@ -74,11 +71,6 @@ _links: dict[str, Link] = {}
 
 
 def register_link(link: Link) -> None:
-    """Registers a link; `mirrorc.runtime.communication.register_communicator` registers its implementation.
-
-    Raises:
-        ValueError: another link has the name.
-    """
     if _links.setdefault(link.name, link) != link:
         raise ValueError(f"there is a link {link.name!r} already: give this one another name")
 
@@ -92,7 +84,6 @@ def link_names(spans: Span = Span.DEVICES) -> tuple[str, ...]:
 
 
 def link_named(name: object) -> Link:
-    """The link of this name; ValueError lists those that there are."""
     link = _links.get(str(name))
     if link is None:
         raise ValueError(f"link is {name!r}: give one of {', '.join(link_names())}, or None for the best")
@@ -100,7 +91,6 @@ def link_named(name: object) -> Link:
 
 
 def carrier_of(link: str, operation: Any) -> str:
-    """The link that carries an operation: `link` itself, or a fallback of it. Raises ValueError if neither does."""
     chosen = link_named(link)
     if operation in chosen.carries:
         return chosen.name
@@ -110,7 +100,7 @@ def carrier_of(link: str, operation: Any) -> str:
 
 
 def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[str, str]:
-    """The default link of devices, or of workers; and a remark on why faster links cannot join them, or an empty text."""
+    """The default link, and a remark on why faster ones cannot be used."""
     known = [link for link in _links.values() if link.spans is spans]
     ranked = [(link.preference, link) for link in known if link.preference is not None]
     declined: list[tuple[str, str]] = []
@@ -129,7 +119,7 @@ def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
 
 
 def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> str:
-    """The reason why a worker cannot send factors of gradients to others; empty if it can. ``link``: between its devices."""
+    """Empty if a worker can send factors to others. ``link``: between its devices."""
     if not carries_between_workers(devices, ops.gather_factors):
         return "what joins workers there adds up whole buckets, and gathers no factors"
     if (
@@ -143,11 +133,7 @@ def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> s
 
 
 def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.DEVICES) -> None:
-    """Refuses a link that does not exist or cannot join these devices; None, for the best, is accepted.
-
-    Raises:
-        ValueError: names the devices and the remedy.
-    """
+    """Raises ValueError for an unknown link, or one that cannot join these devices."""
     if link is None:
         return
     objection = link_named(link).objection(devices, spans)
@@ -158,7 +144,7 @@ def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.D
 
 
 def why_memory_is_not_shared(devices: Sequence[Device]) -> str:
-    """The reason why devices cannot work on one copy of the parameters; empty if they can."""
+    """Empty if devices can work on one copy of the parameters."""
     if not have_shared_memory(devices):
         return "the devices do not share one memory"
     if not any(link.reads_shared_memory and not link.objection(devices) for link in _links.values()):

@@ -1,4 +1,4 @@
-"""Names of nodes: Python identifiers, and the suffix of a replica."""
+"""Names of nodes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def of_replica(name: str, replica: int | None) -> str:
 
 
 def of_all_replicas(name: str, replica: int | None) -> str:
-    """The inverse of `of_replica`. Names are for readers: only another name may be derived from one."""
+    """The inverse of `of_replica`."""
     return name if replica is None else name.removesuffix(f"_r{replica}")
 
 
 def identifier(path: str) -> str:
-    """A Python identifier for an argument's path: ``batch.x[0]`` becomes ``batch_x_0``."""
+    """``batch.x[0]`` becomes ``batch_x_0``."""
     name = re.sub(r"\W+", "_", path).strip("_") or "input"
     if keywords.iskeyword(name):
         return f"{name}_"
@@ -29,14 +29,11 @@ def identifier(path: str) -> str:
 
 
 def unlike(taken: Collection[str], name: str) -> str:
-    """The name, with a number if it is taken."""
     others = (f"{name}_{number}" for number in itertools.count(1))
     return name if name not in taken else next(other for other in others if other not in taken)
 
 
 class _Keywords(dict[str, Any]):
-    """A keyword that a malformed node lacks reads as ``None``."""
-
     def __missing__(self, key: str) -> str:
         return "None"
 
@@ -44,8 +41,7 @@ class _Keywords(dict[str, Any]):
 def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Fills a template of an operation with a node's keywords.
 
-    ``{awaited}`` stands for the name of the launch's awaited value, ``{part}`` for the chunk and the round, ``{pack}`` for the
-    pack, if buckets are cut.
+    ``{awaited}`` is the launch's awaited value, ``{part}`` chunk and round, ``{pack}`` the pack of a cut bucket.
     """
     pack = f"_pack{kwargs['pack']}" if kwargs.get("pack") is not None else ""
     if "{part}" not in template and "{awaited}" not in template:

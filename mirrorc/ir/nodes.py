@@ -1,4 +1,4 @@
-"""Properties of nodes: operation, replica, region and bucket."""
+"""Properties of nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """For a node that takes one bucket's part of a result, the operation and its keywords with that bucket."""
+    """The operation and its keywords, if a node takes one bucket's part of a result."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):
@@ -45,7 +45,7 @@ def is_known(node: fx.Node) -> bool:
 
 
 def replica_of(node: fx.Node) -> int | None:
-    """The replica of a node; None for collectives and in graphs of a single device."""
+    """None for collectives and in graphs of a single device."""
     while True:
         target = node.target
         if target is operator.getitem:
@@ -76,7 +76,7 @@ def region_of(node: fx.Node) -> str:
 
 
 def region_title(name: str) -> str:
-    """The printed name of a region, such as ``bwd_0.shard1``. Names of modules in a graph have no dot."""
+    """Such as ``bwd_0.shard1``."""
     return _VARIANT.sub(r".shard\1", name)
 
 
@@ -87,7 +87,7 @@ def bucket_of(node: fx.Node) -> int:
 
 
 def pack_of(node: fx.Node) -> int:
-    """The number of an operation's pack: that of its bucket, unless buckets are cut."""
+    """The number of the bucket, unless buckets are cut."""
     number = node.kwargs.get("pack")
     return number if isinstance(number, int) else bucket_of(node)
 
@@ -97,14 +97,12 @@ def pack_keywords(bucket: Bucket, pack: Pack) -> dict[str, Any]:
 
 
 def origin_of(node: fx.Node) -> fx.Node:
-    """The first node that is not computed, back through first arguments: past a cast, for example."""
     while node.target is not operator.getitem and is_computed(node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
-    """The node, and all nodes that its value is made of."""
     seen, waiting = {node}, [node]
     while waiting:
         new = [source for source in waiting.pop().all_input_nodes if source not in seen]
@@ -114,12 +112,10 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def is_early(commit: fx.Node) -> bool:
-    """Tests for a commit before sums over workers."""
     return bool(commit.kwargs.get("early"))
 
 
 def users_of_sum(wait: fx.Node) -> list[fx.Node]:
-    """The values computed of an awaited value, and their final users, in program order."""
     seen: dict[fx.Node, None] = {}
     waiting = [wait]
     while waiting:  # each value once: the ways from one value to another may be as many as 2 to the number of additions
@@ -144,7 +140,6 @@ def target_name(target: Any) -> str:
 
 
 def calls_to(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
-    """The calls of these operations, in program order."""
     nodes = [node for target in targets for node in graph.find_nodes(op="call_function", target=target, sort=False)]
     return iter(sorted(nodes))
 
@@ -161,7 +156,6 @@ _REGION_CALLS = Selection(lambda operation: operation.kind is Kind.REGION)
 
 
 def owners_of(graph: fx.Graph) -> dict[fx.Node, int | None]:
-    """`replica_of` for each node, in one pass over the graph."""
     owners: dict[fx.Node, int | None] = {}
     for node in graph.nodes:
         target = node.target
@@ -177,7 +171,7 @@ def owners_of(graph: fx.Graph) -> dict[fx.Node, int | None]:
 
 
 def call_name(node: fx.Node) -> str:
-    """A readable name of a call: the region's name, or the operation and its bucket, such as ``wait b0``."""
+    """The region's name, or the operation and its bucket, such as ``wait b0``."""
     if is_region_call(node):
         return region_title(region_of(node))
     about = f"b{node.kwargs['bucket']}" if "bucket" in node.kwargs else str(node.kwargs.get("variable", ""))

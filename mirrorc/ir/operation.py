@@ -27,12 +27,10 @@ from mirrorc.ir.value_types import ValueType
 
 Symbol = Callable[..., Any]
 TypeRule = Callable[[Program, fx.Node], ValueType]
-"""Infers the type of a node's value, or raises TypeError if the operation cannot take the node's arguments."""
+"""Infers the type of a node's value, or raises TypeError."""
 
 
 class Kind(enum.Enum):
-    """The purpose of an operation, by which its line in a schedule is classified."""
-
     SOURCE = "source"  # gives a value that exists already: an argument, a variable, a slot
     REGION = "region"  # runs a region
     CHECK = "check"  # stops the step unless a value is true
@@ -68,8 +66,6 @@ class Effect(enum.Enum):
 
 
 class Printed(enum.Enum):
-    """The place of an operation in a program's text."""
-
     LINE = "on a line of its own"
     WHERE_USED = "where its value is used"
     TOGETHER = "on one line with all others of its replica"
@@ -77,17 +73,15 @@ class Printed(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation of the IR.
+    """An operation of the IR; its ``symbol`` is the target of its nodes.
 
     Attributes:
-        symbol: the target of its nodes.
         since, until: the first and the last stage with it.
-        gives: infers the type of its value; None for the type recorded on the node.
+        gives: None for the type recorded on the node.
         operands: their number; None for any; or a keyword with a list, for one operand per item.
-        keywords: those that it has in every graph, but for ``replica``.
-        shown: the keywords printed after its operands, if they are set.
-        stem, called, awaited: templates for names of its nodes, its value and the awaited value, see `mirrorc.ir.names`.
-        value: the kind of its value in print, see `mirrorc.printing.printed_values`.
+        keywords: those in every graph, but for ``replica``.
+        stem, called, awaited: templates for names, see `mirrorc.ir.names`.
+        value: see `mirrorc.printing.printed_values`.
     """
 
     name: str
@@ -133,11 +127,11 @@ def operation(
     awaited: str = "",
     printed: Printed = Printed.LINE,
 ) -> Callable[[Callable[..., Any]], Symbol]:
-    """Declares an operation: decorates a function with the operation's name, signature and docstring.
+    """Declares an operation by a function's name, signature and docstring.
 
     Args:
-        operands_for: the keyword with a list, if the operation takes one value for each item of that list.
-        hidden: keywords that are not printed, because the line shows them in another way.
+        operands_for: a keyword with a list, for one operand per item.
+        hidden: keywords that are not printed.
     """
 
     def declare(function: Callable[..., Any]) -> Symbol:
@@ -191,7 +185,6 @@ def _symbol(function: Callable[..., Any]) -> Symbol:
 
 
 def withdraw(symbol: Symbol) -> None:
-    """Removes an operation and its handlers, for tests."""
     del _BY_NAME[_BY_SYMBOL.pop(symbol).name]
     for selection in _SELECTIONS:
         selection.refresh()
@@ -208,12 +201,11 @@ def operation_named(name: str) -> Operation | None:
 
 
 def operation_of(target: Any) -> Operation | None:
-    """The operation of a node's target; None for operators of torch and everything else."""
     return _BY_SYMBOL.get(target) if type(target) is FunctionType else None
 
 
 class Selection(Collection[Symbol]):
-    """The symbols of all operations that satisfy a condition, with those declared later."""
+    """The symbols of operations that satisfy a condition, later ones included."""
 
     def __init__(self, condition: Callable[[Operation], bool]) -> None:
         self._condition = condition
@@ -233,7 +225,6 @@ class Selection(Collection[Symbol]):
         return {record.symbol: None for record in operations() if self._condition(record)}
 
     def refresh(self) -> None:
-        """Clears the cache after a declaration or a withdrawal."""
         self.__dict__.pop("_symbols", None)
 
 
@@ -241,8 +232,6 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class Handlers(Generic[Handler]):
-    """A decorator that registers handlers of operations for a part of mirrorc, and the table of these handlers."""
-
     def __init__(self, part: str) -> None:
         self.part = part
         self._by_symbol: dict[Symbol, Handler] = {}
@@ -250,7 +239,7 @@ class Handlers(Generic[Handler]):
         _HANDLERS.append(self)
 
     def __call__(self, *targets: Symbol | Selection) -> Callable[[Handler], Handler]:
-        """Registers the decorated function. A handler of a single operation precedes one of a selection."""
+        """A handler of a single operation precedes one of a selection."""
 
         def register(handler: Handler) -> Handler:
             for item in targets:
@@ -263,7 +252,6 @@ class Handlers(Generic[Handler]):
         return register
 
     def of(self, target: Any) -> Handler:
-        """The handler of an operation; raises LookupError if there is none."""
         if (handler := self._find(target)) is None:
             name = getattr(target, "__name__", target)
             raise LookupError(f"nothing is registered to {self.part} the operation {name}: decorate a function for it")

@@ -1,4 +1,4 @@
-"""The table of operations of mirrored and lowered graphs.
+"""The operations of mirrored and lowered graphs.
 
 In a mirrored graph every operation has the keyword ``replica``, except for collectives, which join the replicas.
 """
@@ -61,7 +61,7 @@ from mirrorc.ir.value_types import Pending as Pending
     printed=Printed.WHERE_USED,
 )
 def argument(*, name: str, replica: int) -> Any:
-    """An argument of a replica's program; a placeholder, once lowered."""
+    """An argument of a replica's program."""
 
 
 @operation(
@@ -73,7 +73,7 @@ def argument(*, name: str, replica: int) -> Any:
     printed=Printed.WHERE_USED,
 )
 def read(*, variable: str, replica: int | None = None) -> Any:
-    """The value of a variable before the step's update."""
+    """A variable before the step's update."""
 
 
 @operation(
@@ -86,12 +86,12 @@ def read(*, variable: str, replica: int | None = None) -> Any:
     printed=Printed.WHERE_USED,
 )
 def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
-    """A gradient's place in its bucket. A region takes it as an argument and writes the gradient there."""
+    """A gradient's place in its bucket, where a region writes it."""
 
 
 @operation(Kind.SOURCE, since=Stage.OUTLINED, gives=of_reserved, stem="reserved_{number}", value="slot")
 def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | None = None) -> Any:
-    """Memory for a large result of the region that takes it. It stays allocated from step to step.
+    """Memory for a large result of a region, from step to step.
 
     Values of a replica with the same ``number`` share the memory, one after the other.
     """
@@ -112,7 +112,7 @@ def loss_scale(*, replica: int) -> Any:
 
 @operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_microbatch)
 def microbatch(argument: Any, *, index: int, sizes: tuple[int, ...], replica: int | None = None) -> Any:
-    """The examples of one microbatch of an argument, as a view. ``sizes`` has the number of examples of each."""
+    """The examples of one microbatch, as a view. ``sizes`` has the number of examples of each."""
 
 
 @operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_operand)
@@ -122,10 +122,7 @@ def microbatch_seed(seed: Any, *, index: int, replica: int | None = None) -> Any
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
 def product(*factors: Any, bucket: int, variable: str, replica: int | None = None) -> Any:
-    """A variable's gradient as the factors ``left, right`` of ``left @ right``, a pair for each microbatch.
-
-    `pack` multiplies them, or each device its share.
-    """
+    """A gradient as the factors ``left, right`` of ``left @ right``, a pair for each microbatch."""
 
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_index_add, stem="d_{variable}", hidden=("variable",))
@@ -145,7 +142,7 @@ def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, 
     hidden=("region", "gradients"),
 )
 def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int | None = None) -> Any:
-    """Runs a region and gives the tuple of its outputs. ``gradients`` maps variables to the outputs that are their gradients."""
+    """Runs a region. ``gradients`` maps variables to the outputs that are their gradients."""
 
 
 @operation(Kind.CHECK, since=Stage.CAPTURED, effects=(Effect.CHECKS,), gives=nothing, stem="check", hidden=("text",))
@@ -163,7 +160,7 @@ def check(condition: Any, *, text: str, replica: int | None = None) -> None:
 def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> None:
     """Hands a replica's part of an output besides the loss to the step's caller.
 
-    ``how`` combines the parts: "concatenated" along dim 0, "averaged" over examples, "summed", or each "apart".
+    ``how``: "concatenated" along dim 0, "averaged" over examples, "summed", or each "apart".
     """
 
 
@@ -171,7 +168,7 @@ def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> 
     Kind.PACK, since=Stage.PACKED, gives=of_pack, stem="b{bucket}{pack}", value="bucket", called="b{bucket}{pack}"
 )
 def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Puts gradients, in the order of the slots, into their slots of the bucket, and gives the bucket, or one pack of it.
+    """Puts gradients, in the order of the slots, into their slots, and gives the bucket, or one pack of it.
 
     A replica without examples packs zeros.
     """
@@ -179,7 +176,7 @@ def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) ->
 
 @operation(Kind.COMPUTE, since=Stage.PACKED, gives=of_packed)
 def add_accumulated(packed: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Adds this replica's gradients of earlier calls to those just packed, in the same memory."""
+    """Adds this replica's gradients of earlier calls to the packed ones, in place."""
 
 
 @operation(
@@ -193,7 +190,7 @@ def add_accumulated(packed: Any, *, bucket: int, pack: int | None = None, replic
     awaited="sum",
 )
 def all_reduce(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket, or of one pack of it, over all replicas."""
+    """Launches the sum of a bucket, or pack, over all replicas."""
 
 
 @operation(
@@ -207,7 +204,7 @@ def all_reduce(*buckets: Any, bucket: int, pack: int | None = None, op: str, lin
     awaited="share",
 )
 def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all replicas. Each replica gets its share."""
+    """Launches the sum of a bucket over all replicas; each gets its share."""
 
 
 @operation(
@@ -221,9 +218,9 @@ def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str,
     awaited="sum",
 )
 def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches an all-gather of a bucket's factors over all replicas, to move less than the bucket.
+    """Launches an all-gather of a bucket's factors over all replicas.
 
-    At the wait, each replica makes the sum, in the order of replicas; for a row-wise optimizer, of the looked up rows alone.
+    At the wait, each replica makes the sum, in order; for a row-wise optimizer, of the looked up rows alone.
     """
 
 
@@ -250,10 +247,7 @@ def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = No
     called="b{bucket}{pack}_compressed",
 )
 def compress(local_sum: Any, *, dtype: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Rounds a replica's part of its worker's sum to a narrower ``dtype``, for `exchange`. This changes numbers.
-
-    The replicas of a worker write into one memory, apart from the bucket.
-    """
+    """Rounds a replica's part of its worker's sum to a narrower ``dtype``, in a memory that a worker's replicas share."""
 
 
 @operation(
@@ -265,7 +259,7 @@ def compress(local_sum: Any, *, dtype: Any, bucket: int, pack: int | None = None
     called="b{bucket}{pack}_wide",
 )
 def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Casts a sum over workers of compressed values back to the bucket's dtype, in the bucket's memory."""
+    """Casts a sum of compressed values back to the bucket's dtype, in the bucket's memory."""
 
 
 @operation(
@@ -279,7 +273,7 @@ def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int
     awaited="total",
 )
 def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all workers. Each worker has summed it over its replicas before.
+    """Launches the sum of a bucket over all workers, each of which has summed it over its replicas.
 
     It takes each replica's share of the worker's sum, or all of it, and gives the same elements in the same memory.
     """
@@ -294,7 +288,7 @@ def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: st
     called="b{bucket}{pack}_with_unsent",
 )
 def add_unsent(local_sum: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Adds the residual of earlier steps to a replica's part of its worker's sum, in a memory apart from the bucket.
+    """Adds the residual of earlier steps to a replica's part of its worker's sum, outside of the bucket.
 
     A step that fails, or skips its update, leaves the residual as it is.
     """
@@ -332,9 +326,8 @@ def gather_largest(
 def exchange_payload(
     *sums: Any, payload: str, num_bytes: int, bucket: int, pack: int | None = None, op: str, link: str | None = None
 ) -> Any:
-    """Launches the exchange of a payload from outside of the package, a `mirrorc.compression.Payload`, by its text.
-
-    It sends ``num_bytes``. All workers make the same bits.
+    """Launches the exchange of a user's `mirrorc.compression.Payload`, by its text: ``num_bytes``, and the same bits on
+    all.
     """
 
 
@@ -349,9 +342,9 @@ def exchange_payload(
     awaited="total",
 )
 def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches an all-gather of a bucket's factors over all workers, to send less than the bucket.
+    """Launches an all-gather of a bucket's factors over all workers.
 
-    At the wait, each replica makes its share of the sum over all replicas of all workers, in their order.
+    At the wait, each replica makes its share of the sum over all replicas, in their order.
     """
 
 
@@ -366,7 +359,7 @@ def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str,
     awaited="part",
 )
 def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all workers. Each worker gets a part of it, and each replica its share of that."""
+    """Launches the sum of a bucket over all workers. Each worker gets a part, and each replica its share of that."""
 
 
 @operation(
@@ -380,7 +373,7 @@ def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> A
     awaited="parameters",
 )
 def gather_parameters(*, bucket: int, link: str | None = None) -> Any:
-    """Launches an all-gather over all workers of a bucket's new parameters. Each worker has updated a part of them."""
+    """Launches an all-gather of a bucket's new parameters, of which each worker has updated a part."""
 
 
 @operation(
@@ -395,7 +388,7 @@ def gather_parameters(*, bucket: int, link: str | None = None) -> Any:
     awaited="parameters",
 )
 def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) -> Any:
-    """Launches the copy of replica ``root``'s value, a part of a bucket, to all replicas."""
+    """Launches the copy of replica ``root``'s part of a bucket to all replicas."""
 
 
 @operation(
@@ -416,9 +409,8 @@ def send(
     replica: int,
     link: str,
 ) -> None:
-    """Offers a value, a part of a bucket, to replica ``destination``, without waiting for it.
-
-    ``chunk`` and ``round`` distinguish sends of one bucket between the same replicas, see `mirrorc.ir.routes`.
+    """Offers a part of a bucket to replica ``destination``, without waiting for it; its tag is a
+    `mirrorc.ir.routes.Route`.
     """
 
 
@@ -460,9 +452,9 @@ def wait(pending: Pending, *, bucket: int, pack: int | None = None, replica: int
     value="computed",
 )
 def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) -> Any:
-    """Waits for the sum of a value over all replicas with examples, and gives it. It implements `mirrorc.all_reduce`.
+    """Waits for the sum of a value over all replicas with examples: `mirrorc.all_reduce`.
 
-    All of them, in training of all workers, meet in the same order; ``number`` identifies the meeting.
+    All replicas of all workers meet in the same order; ``number`` identifies the meeting.
     """
 
 
@@ -475,9 +467,9 @@ def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) ->
     value="computed",
 )
 def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
-    """Gives the values of all replicas with examples, one after the other. It implements `mirrorc.all_gather`.
+    """Concatenates the values of all replicas with examples: `mirrorc.all_gather`.
 
-    They have ``rows`` rows together, ``before`` of these on earlier workers.
+    They have ``rows`` rows, ``before`` of these on earlier workers.
     """
 
 
@@ -490,10 +482,7 @@ def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, rep
     value="computed",
 )
 def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
-    """Gives a replica's rows of the sum of a value over all replicas: the gradient of `rows_of_replicas`.
-
-    They come behind those of earlier replicas, and ``before`` rows of earlier workers.
-    """
+    """Gives a replica's rows of a sum over all replicas: the gradient of `rows_of_replicas`."""
 
 
 @operation(
@@ -504,9 +493,9 @@ def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, repl
     stem="attend_{number}",
 )
 def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, replica: int) -> None:
-    """Meets the replicas of other workers for a worker without examples, so that they do not wait for it.
+    """Meets the replicas of other workers for a worker without examples.
 
-    ``meeting`` is the others' operation under this ``number``, and ``shape`` that of the sum, or of all rows.
+    ``meeting`` is the others' operation, and ``shape`` that of its result.
     """
 
 
@@ -519,19 +508,19 @@ def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, rep
     called="b{bucket}_whole",
 )
 def unpack(*packs: Any, bucket: int, replica: int) -> Any:
-    """Joins all packs of a bucket, in order of their elements. It copies only packs outside of the bucket's memory."""
+    """Joins all packs of a bucket. It copies only packs outside of the bucket's memory."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)
 def is_finite(value: Any, *, replica: int) -> Any:
-    """Tests that all elements of a value are finite. `commit` alone takes it."""
+    """Tests that all elements of a value are finite, for `commit` alone."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_norm)
 def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
-    """The norm of all elements of its operands together: the ``norm_type``-th root of the sum of their powers, or the largest.
+    """The ``norm_type``-norm of all elements of its operands together.
 
-    Of a `commit`, it takes the numbers of all replicas in one ``row``: the norm of norms is the norm of all.
+    Of a `commit`, it takes one ``row``, the norms of all replicas.
     """
 
 
@@ -545,41 +534,40 @@ def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     called="met",
 )
 def commit(*operands: Any, otherwise: str | None = None, early: bool = False, replica: int) -> Any:
-    """A barrier of all replicas: behind it the step is decided, and nothing stops it any more.
+    """A barrier of all replicas: behind it nothing stops the step any more.
 
-    Operations that can fail come before it, writes of variables behind it. If a truth value of any replica is false, the step
-    raises (``otherwise="raise"``) or returns its loss (``otherwise="skip"``). The result has a row for each number among the
-    operands. An ``early`` commit comes before sums over workers: a lost connection can then still fail the step.
+    Operations that can fail come before it, writes of variables behind it. If a truth value of any replica is false,
+    the step raises (``otherwise="raise"``) or returns its loss (``otherwise="skip"``). The result has a row for each
+    number among the operands. After an ``early`` commit, a lost connection can still fail the step.
     """
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=number)
 def clip_factor(norm: Any, *, max_norm: float, replica: int) -> Any:
-    """The factor that scales gradients of this norm to a norm of at most ``max_norm``; 1 if nothing is to be clipped."""
+    """The factor that scales gradients of this norm to a norm of at most ``max_norm``, or 1."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
 def scale(gradient: Any, factor: Any, *, replica: int) -> Any:
-    """A reduced gradient times a factor, maybe in the gradient's memory; nothing may read the gradient afterwards."""
+    """A reduced gradient times a factor, maybe in its memory; nothing may read the gradient afterwards."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
 def clip_value(gradient: Any, *, max_value: float, replica: int) -> Any:
-    """A reduced gradient with its elements clamped to ``-max_value`` to ``max_value``. It uses memory as `scale` does."""
+    """A reduced gradient, clamped to ``-max_value`` to ``max_value``. It uses memory as `scale` does."""
 
 
 @operation(Kind.GATHER, since=Stage.UPDATED, effects=(Effect.TELLS,), gives=of_report, stem="tell_{what}")
 def tell(value: Any, *, what: str, replica: int) -> None:
-    """Reports a number that is the same on all replicas, such as the norm of the gradients, to the step's caller."""
+    """Reports a number that is the same on all replicas to the step's caller."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")
 def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket: int, replica: int) -> None:
     """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element.
 
-    A factor scales the gradient, maybe in the gradient's memory. With ``part_elements``, the update makes products of factors at
-    most so many elements at a time, in one memory, and applies the optimizer to each part right away. Nothing else takes that
-    gradient, but for a `clip_value`, which bounds each part.
+    A factor scales the gradient, maybe in its memory. With ``part_elements``, products of factors are made and applied
+    in parts of at most so many elements; only a `clip_value` may take that gradient, too.
     """
 
 
@@ -594,7 +582,7 @@ def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket
     called="b{bucket}_parameters",
 )
 def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> Any:
-    """Lets the user's optimizers of these buckets update them by themselves, in order, and gives the new parameters, 1-D each."""
+    """Runs the user's optimizers of these buckets, in order, and gives the new parameters, 1-D each."""
 
 
 @operation(
@@ -607,7 +595,7 @@ def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> A
     printed=Printed.WHERE_USED,
 )
 def updated(*, bucket: int, replica: int) -> Any:
-    """The parameters of a bucket, 1-D, in their memory, once this replica has updated them."""
+    """The updated parameters of a bucket, 1-D, in their memory."""
 
 
 @operation(
@@ -619,10 +607,7 @@ def updated(*, bucket: int, replica: int) -> Any:
     called="b{bucket}_rows",
 )
 def updated_rows(parameters: Any, gradient: Any, *, bucket: int, replica: int) -> Any:
-    """The new rows of a table, for the rows of its reduced gradient, out of the result of `step_optimizer`.
-
-    They are sorted by index, each once. An optimizer whose rule has ``writes_rows`` writes no other row.
-    """
+    """The new rows of a table, for the rows of its reduced gradient, sorted by index, each once."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=nothing, stem="store_b{bucket}")
@@ -634,12 +619,12 @@ def store(value: Any, *, bucket: int, replica: int) -> None:
     Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_stored_rows, stem="store_rows_b{bucket}"
 )
 def store_rows(rows: Any, gradient: Any, *, bucket: int, replica: int) -> None:
-    """Writes the rows of a table that another replica has updated (`updated_rows`). Of the gradient, only indices are used."""
+    """Writes the rows of a table that another replica has updated, at the gradient's indices."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.ACCUMULATES,), gives=nothing, stem="accumulate_b{bucket}")
 def accumulate(packed: Any, *, bucket: int, replica: int) -> None:
-    """Adds a replica's packed gradients to its sums of earlier calls, for the update of a later step."""
+    """Adds a replica's packed gradients to its sums of earlier calls."""
 
 
 @operation(
@@ -659,13 +644,13 @@ FACTORED = Selection(lambda record: record.kind is Kind.FACTORED)
 
 REDUCTIONS = Selection(lambda record: Effect.SUMS in record.effects)
 SHARED_OUT = Selection(lambda record: {Effect.SUMS, Effect.SCATTERS} <= record.effects)
-"""Reductions that give each replica its share of the sum alone."""
+"""Reductions that give each replica its share."""
 
 EXCHANGES = Selection(lambda record: Effect.EXCHANGES in record.effects)
 """Sums over workers."""
 
 EXCHANGES_OF_PARTS = (gather_largest, exchange_payload)
-"""They send a part of each worker's sum, and leave a residual."""
+"""They leave a residual of each worker's sum."""
 
 EXCHANGES_OF_SUMS = (exchange, *EXCHANGES_OF_PARTS)
 
@@ -679,21 +664,20 @@ UPDATES = Selection(lambda record: Effect.UPDATES in record.effects)
 WRITERS = Selection(
     lambda record: bool(record.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.WRITES, Effect.SPREADS})
 )
-"""Operations that write state: parameters, other variables, accumulated gradients."""
+"""They write parameters, other variables, or accumulated gradients."""
 
 OUTPUT_MEMORY = Selection(lambda record: record.symbol in (slot, reserved))
 """Memory for a region to write into."""
 
 OF_FORWARD = Selection(lambda record: Effect.CHECKS in record.effects or Effect.GATHERS in record.effects)
-"""Operations right behind the forward that gives their value."""
+"""Operations right behind forward."""
 
 MEETINGS = Selection(lambda record: Effect.MEETS in record.effects)
-"""Operations at which all replicas with examples meet, each with a value."""
+"""Operations at which all replicas with examples meet."""
 
 ATTENDED = Selection(lambda record: bool(record.effects & {Effect.MEETS, Effect.ATTENDS}))
 
 WAITING = Selection(lambda record: bool(record.effects & {Effect.WAITS, Effect.MEETS, Effect.ATTENDS, Effect.COMMITS}))
-"""Operations that may wait for other replicas."""
 
 RESCALING = Selection(lambda record: record.symbol in (scale, clip_value))
-"""Operations that change the operand of an update, in its memory."""
+"""Changes of an update's operand, in its memory."""

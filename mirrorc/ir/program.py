@@ -1,4 +1,4 @@
-"""The intermediate representation: a program, and the typed tables of its graphs."""
+"""A program, and the typed tables of its graphs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ CAPTURE = "capture"
 
 @dataclass(frozen=True)
 class Remark:
-    """A remark of a pass on its work, in one or two sentences; the same for the same program.
-
-    Attributes:
-        by: the name of the pass, set by the runner; empty before the first pass.
-        is_kept: print the remark with all later programs, too; else only in the dump of its pass.
-    """
+    """A remark of a pass; ``is_kept``: it is printed with all later programs, too."""
 
     text: str
     by: str = ""
@@ -39,11 +34,11 @@ class Remark:
 
 
 LOSS_OUTPUT = "loss"
-"""The name of an evaluation's loss among its outputs; all others begin with ``outputs``."""
+"""An evaluation's loss among its outputs; all others begin with ``outputs``."""
 
 
 class Stage(enum.IntEnum):
-    """The stages of compilation. SCHEDULED is UPDATED with further properties (`Property`), each from an optional pass."""
+    """SCHEDULED is UPDATED with further properties."""
 
     CAPTURED = 0
     OUTLINED = 1
@@ -56,12 +51,12 @@ class Stage(enum.IntEnum):
 
     @property
     def refines(self) -> Stage | None:
-        """The earlier stage of a refined one: passes that take it also take this one."""
+        """Passes that take this stage also take a refined one."""
         return Stage.UPDATED if self is Stage.SCHEDULED else None
 
 
 class Property(enum.Enum):
-    """A property established by a pass, besides the stage. Messages show the value."""
+    """A property established by a pass. Messages show the value."""
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
@@ -75,12 +70,11 @@ class Property(enum.Enum):
 
     @property
     def and_later(self) -> tuple[Property, ...]:
-        """This one and those of later passes, in the order of the pipeline."""
         return tuple(Property)[tuple(Property).index(self) :]
 
 
 class Accumulation(enum.StrEnum):
-    """The use of the gradients of several calls. Files and printed programs have its text."""
+    """Files and printed programs have the text."""
 
     NONE = "none"  # it updates with its own gradients alone
     ADDS = "accumulating"  # it adds its gradients to those that are kept, and updates nothing
@@ -89,11 +83,8 @@ class Accumulation(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Region:
-    """A piece of forward or backward that all replicas share.
-
-    Attributes:
-        name: such as ``fwd_0``; ``bwd_2_shard1`` is ``bwd_2`` for the second shape of a shard.
-        phase: ``forward`` or ``backward``.
+    """A piece of forward or backward that all replicas share, such as ``fwd_0``, or ``bwd_2_shard1`` for the second
+    shard shape.
     """
 
     name: str
@@ -102,7 +93,7 @@ class Region:
 
 
 class ArgumentKind(enum.StrEnum):
-    """The kind of an argument of a device's program. Files and printed programs have its text."""
+    """Files and printed programs have the text."""
 
     BATCH = "batch"  # a shard, or a tensor that is given whole
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
@@ -115,12 +106,7 @@ class ArgumentKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a device's program.
-
-    Attributes:
-        leaf: its index among the call's tensors, the step's numbers or the replica's sizes.
-        has_examples: dim 0 of a batch tensor counts the replica's examples; False for a tensor passed whole.
-    """
+    """``leaf`` is the index among the call's tensors, the step's numbers or the replica's sizes."""
 
     name: str
     kind: ArgumentKind
@@ -129,7 +115,6 @@ class Argument:
 
 
 def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: ArgumentKind) -> list[fx.Node]:
-    """The placeholders of a device's graph that are arguments of a kind."""
     names = {argument.name for argument in arguments if argument.kind is kind}
     return [node for node in graph.nodes if node.op == "placeholder" and node.target in names]
 
@@ -138,20 +123,19 @@ def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: Argume
 class Program:
     """A model's training step, or its evaluation, at one stage of compilation.
 
-    An evaluation has forward alone: no gradients, buckets or loss weight. Its loss is gathered with its other outputs.
+    An evaluation has no gradients, buckets or loss weight. Its loss is gathered with its other outputs.
 
-    Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape, and ``shard_of_replica`` the
-    index of each replica's graph; None for a replica without examples. From REPLICATED to SCHEDULED, ``graph`` is the mirrored
-    graph: the nodes of every device side by side. In LOWERED, ``device_graphs`` holds one graph module per device.
+    Up to OUTLINED, ``shard_graphs`` holds a single-device graph for each distinct shard shape, and ``shard_of_replica``
+    its index; None without examples. From REPLICATED to SCHEDULED, ``graph`` has the nodes of every device side by
+    side. In LOWERED, ``device_graphs`` holds one graph module per device.
 
     Attributes:
         devices: replica i runs on devices[i].
-        shard_of_microbatch: a graph for each microbatch of each replica, until ``accumulate-microbatches`` joins them.
         buckets: in the order in which they become ready.
         num_examples: of each replica; empty if unknown.
-        microbatches: for each replica, their sizes; empty without microbatches.
-        loss_reduction: over the examples of the batch, ``mean`` or ``sum``.
-        optimizer_groups: hyperparameters by the label of the update rule. For readers alone.
+        microbatches: for each replica, their sizes.
+        loss_reduction: ``mean`` or ``sum`` over the batch.
+        optimizer_groups: for readers alone.
         gathered: variables with gradients gathered as factors between devices.
         workers: devices, graphs and ``num_examples`` are those of one of them.
     """
@@ -188,34 +172,32 @@ class Program:
 
     @functools.cached_property
     def local_replicas(self) -> range:
-        """The replicas of this worker's devices, numbered over all workers."""
+        """Numbered over all workers."""
         first = self.workers.first_replica
         return range(first, first + self.num_replicas)
 
     @property
     def reduced_replicas(self) -> range:
-        """The replicas summed over by updates: all workers' once sums are exchanged, before that this worker's."""
+        """All workers' once sums are exchanged, before that this worker's."""
         is_exchanged = self.workers.are_several and Property.EXCHANGED in self.properties
         return range(self.workers.num_all_replicas) if is_exchanged else self.local_replicas
 
     @property
     def has_sharded_optimizer(self) -> bool:
-        """Tests for a sharded optimizer: each worker updates a part of the buckets."""
         return any(bucket.part is not None for bucket in self.buckets)
 
     @functools.cached_property
     def present(self) -> tuple[int, ...]:
-        """The replicas with examples, in order; all, if the numbers of examples are unknown."""
+        """The replicas with examples; all, if the numbers are unknown."""
         sizes = self.num_examples if len(self.num_examples) == self.num_replicas else (1,) * self.num_replicas
         return tuple(replica for replica, size in enumerate(sizes) if size)
 
     @property
     def first_present(self) -> int:
-        """The first replica with examples; replica 0, if this worker has none."""
         return self.present[0] if self.present else 0
 
     def graphs_run_by(self, replica: int) -> tuple[int, ...]:
-        """The shard graphs of a replica: one, or one for each microbatch; none without examples."""
+        """One shard graph, or one for each microbatch; none without examples."""
         if self.shard_of_microbatch:
             return self.shard_of_microbatch[replica]
         shard = self.shard_of_replica[replica]
@@ -223,7 +205,6 @@ class Program:
 
     @functools.cached_property
     def packs(self) -> tuple[tuple[Bucket, Pack], ...]:
-        """The units of communication, each with its bucket, in the order of launches."""
         return tuple(
             sorted(((b, pack) for b in self.buckets for pack in b.launch_units), key=lambda item: item[1].number)
         )
@@ -234,12 +215,10 @@ class Program:
 
     @property
     def meets_workers(self) -> bool:
-        """Tests for collectives of the model over all workers. An evaluation has none."""
         return self.trains and self.workers.are_several
 
     @property
     def accumulates(self) -> bool:
-        """Tests for a program that keeps its gradients for a later call, and updates nothing."""
         return self.accumulation is Accumulation.ADDS
 
     @property
@@ -254,7 +233,6 @@ class Program:
         return self.evolve(remarks=(*self.remarks, *(Remark(text, is_kept=is_kept) for text in texts)))
 
     def graphs(self) -> list[fx.Graph]:
-        """The graphs outside of regions."""
         mirrored = [self.graph] if self.graph is not None else []
         return [*self.shard_graphs, *mirrored, *(module.graph for module in self.device_graphs.values())]
 

@@ -15,6 +15,6 @@ SAME_MEMORY = (*TRANSPOSITIONS, *VIEWS_IN_ORDER)
 """Operators that never copy."""
 
 RESHAPES = (*VIEWS_IN_ORDER, aten.reshape.default)
-"""Operators that keep the order of the elements. ``reshape`` copies them if a view would fail."""
+"""They keep the order of the elements; ``reshape`` may copy."""
 
 REARRANGEMENTS = (*TRANSPOSITIONS, *RESHAPES)

@@ -1,4 +1,4 @@
-"""A Markdown page on the operations of the IR, from their declarations; `python -m mirrorc.ir` prints it."""
+"""A Markdown page on the operations of the IR; `python -m mirrorc.ir` prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes: the tags that match a send and its receipt."""
+"""Tags that match a send and its receipt."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SENDS = Selection(lambda record: Effect.SENDS in record.effects)
 
 
 class Route(NamedTuple):
-    """The tag of a send, unique among the sends of a program.
+    """The tag of a send, unique in a program.
 
     Attributes:
-        chunk: distinguishes the parts of a bucket; 0 if the bucket is sent as a whole.
+        chunk: distinguishes the parts of a bucket.
         round: distinguishes the sends of one chunk between the same replicas.
-        pack: the number of the value's pack, if buckets are cut.
+        pack: set if buckets are cut.
     """
 
     bucket: int
@@ -37,12 +37,11 @@ class Route(NamedTuple):
 
 
 def replica_of_graph(program: Program, graph: fx.Graph) -> int:
-    """The replica that runs a lowered graph; -1 for a graph of no single device."""
+    """-1 for a graph of no single device."""
     return next((i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph), -1)
 
 
 def replica_at(program: Program, node: fx.Node) -> int:
-    """In a mirrored or a lowered graph."""
     replica = replica_of(node)
     return replica_of_graph(program, node.graph) if replica is None else replica
 
@@ -66,6 +65,5 @@ def send_to(program: Program, receipt: fx.Node) -> fx.Node | None:
 
 
 def sends_in(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The sends of a graph, in any order."""
     for send in _SENDS:
         yield from graph.find_nodes(op="call_function", target=send, sort=False)

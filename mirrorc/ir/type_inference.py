@@ -19,11 +19,7 @@ from mirrorc.torch_internals import knowledge_of, quiet_fake_tensors, size_of_ke
 
 
 def set_type(program: Program, node: fx.Node) -> None:
-    """Infers a new node's (fake) value from its arguments and records it on the node.
-
-    Raises:
-        TypeError: the operation cannot take these arguments.
-    """
+    """Records the inferred (fake) value on a node, or raises TypeError."""
     if is_compute(node):
         node.meta["val"] = _run_fake(node)
     elif is_region_call(node):
@@ -37,10 +33,7 @@ def set_type(program: Program, node: fx.Node) -> None:
 
 
 def reinfer_type(node: fx.Node) -> None:
-    """Infers the type of an operator after a change of layout of its arguments.
-
-    A view that the new layout does not permit becomes a reshape, which copies the elements.
-    """
+    """Infers a type after a change of layout; a view that it does not permit becomes a reshape."""
     try:
         node.meta["val"] = _run_fake(node)
     except TypeError:
@@ -70,7 +63,6 @@ def is_inferable(node: fx.Node) -> bool:
 
 
 def has_inferred_type(program: Program, node: fx.Node) -> bool:
-    """Compares the type recorded on a node with that of `infer_type`, and raises TypeError as that does."""
     noted = node.meta.get("val")
     record = operation_of(node.target)
     if record is not None and record.gives is not None and record.kind is not Kind.REGION:
@@ -89,11 +81,7 @@ def has_inferred_type(program: Program, node: fx.Node) -> bool:
 
 
 def infer_type(program: Program, node: fx.Node) -> ValueType:
-    """The type of a node, recomputed from its arguments' types and from the program's tables.
-
-    Raises:
-        TypeError: the operation cannot take these arguments; gives the reason.
-    """
+    """Infers a node's type, or raises TypeError with the reason."""
     record = operation_of(node.target)
     if record is not None and record.gives is not None and record.kind is not Kind.REGION:
         return record.gives(program, node)
@@ -108,11 +96,11 @@ def infer_type(program: Program, node: fx.Node) -> ValueType:
 
 _MOST_SEEN = 4096
 _seen: dict[Any, ValueType] = {}
-"""By the types of arguments: deep models repeat a few of these many times."""
+"""Deep models repeat a few types of arguments many times."""
 
 
 _seen_of_symbols: WeakKeyDictionary[Any, dict[Any, ValueType]] = WeakKeyDictionary()
-"""By environment: knowledge of symbols differs from graph to graph."""
+"""Knowledge of symbols differs from graph to graph."""
 
 
 def _operator_type(node: fx.Node) -> ValueType:
@@ -157,7 +145,6 @@ def _run_fake(node: fx.Node) -> Any:
 
 
 def _in_mode(value: Any, mode: Any) -> Any:
-    """The original may belong to the graph of another shard shape."""
     if getattr(value, "fake_mode", mode) is mode or has_symbols_in((tuple(value.shape),)):
         return value
     with mode:

@@ -1,4 +1,4 @@
-"""The type rules of operations: the type of a value from its arguments and the program's tables."""
+"""The types of operations' values, from their arguments and the program's tables."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ WAYS_TO_GATHER = ("concatenated", "averaged", "summed", "apart")
 
 
 def noted_type(node: Any) -> ValueType:
-    """The type recorded on a node; any other argument stands for itself."""
     return value_type(node.meta.get("val")) if isinstance(node, fx.Node) else node
 
 
 def any_value(graph: fx.Graph) -> Any:
-    """A fake tensor of a graph. All values of a graph have the same fake mode and device."""
     for node in graph.nodes:
         value = node.meta.get("val")
         for item in value if isinstance(value, list | tuple) else (value,):
@@ -45,7 +43,7 @@ def _flat(node: fx.Node, num_elements: int, dtype: torch.dtype) -> ValueType:
 
 
 def region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
-    """The results of the region that a node calls, once the node's arguments are checked."""
+    """Checks the node's arguments, too."""
     name = region_of(node)
     if name not in program.regions:
         raise TypeError(f"it calls {name}, which is no region of the program")
@@ -104,7 +102,7 @@ def of_operand(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_sum_over_replicas(program: Program, node: fx.Node) -> ValueType:
-    """A contiguous tensor of its operand's shape. The operand must have numbers."""
+    """A contiguous tensor of its operand's shape, of numbers."""
     shape, dtype, device = _met_with(node)
     if dtype == torch.bool:
         raise TypeError("it is given truth values, and adds up numbers")
@@ -112,7 +110,7 @@ def of_sum_over_replicas(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_rows_of_replicas(program: Program, node: fx.Node) -> ValueType:
-    """A contiguous tensor of its operand's shape, with ``rows`` as dim 0."""
+    """A contiguous tensor like its operand, with ``rows`` as dim 0."""
     (shape, dtype, device), rows = _met_with(node), node.kwargs["rows"]
     if not shape:
         raise TypeError("it is given a scalar, which has no rows")
@@ -135,7 +133,7 @@ def _contiguous(shape: tuple[int, ...], dtype: Any, device: Any) -> ValueType:
 
 
 def of_microbatch(program: Program, node: fx.Node) -> ValueType:
-    """The type of its operand, with the microbatch's examples. ``sizes`` must add up to the operand's dim 0."""
+    """That of its operand, with the microbatch's examples. ``sizes`` must add up to the operand's dim 0."""
     kind, sizes, index = noted_type(node.args[0]), node.kwargs["sizes"], node.kwargs["index"]
     is_list = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size > 0 for size in sizes)
     if not is_list or not isinstance(index, int) or not 0 <= index < len(sizes):  # type: ignore[arg-type]
@@ -182,7 +180,7 @@ def of_pack(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_unpacked(program: Program, node: fx.Node) -> ValueType:
-    """A flat tensor of the bucket's length. The operands must be the bucket's packs, of one dtype."""
+    """A flat tensor of the bucket's length. The operands must be its packs, of one dtype."""
     bucket, operands = _bucket(program, node), [noted_type(source) for source in node.args]
     tensors = [kind for kind in operands if isinstance(kind, tuple) and kind[0] == "tensor"]
     lengths, dtypes = [kind[1] for kind in tensors], {kind[3] for kind in tensors}
@@ -193,7 +191,7 @@ def of_unpacked(program: Program, node: fx.Node) -> ValueType:
 
 
 def pending_operand(program: Program, node: fx.Node) -> ValueType:
-    """The type of its operands, pending. All must have the same type."""
+    """The common type of its operands, pending."""
     kinds = [noted_type(source) for source in node.all_input_nodes]
     if not kinds:
         raise TypeError("it is given no bucket")
@@ -205,7 +203,7 @@ def pending_operand(program: Program, node: fx.Node) -> ValueType:
 
 
 def pending_sent(program: Program, node: fx.Node) -> ValueType:
-    """The type of the value sent to it, pending."""
+    """That of the value sent to it, pending."""
     sent = send_to(program, node)
     if sent is None or not sent.args:
         raise TypeError(f"nothing is sent to it: it needs a send of {route_of(program, node)} to receive")
@@ -213,13 +211,13 @@ def pending_sent(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_buckets(program: Program, node: fx.Node) -> ValueType:
-    """A tuple of flat tensors, each as long as one of the operation's buckets."""
+    """A tuple of flat tensors, as long as the operation's buckets."""
     buckets: Any = node.kwargs["buckets"]
     return ("tuple", tuple(_flat(node, program.buckets[i].num_elements, program.buckets[i].dtype) for i in buckets))
 
 
 def awaited(program: Program, node: fx.Node) -> ValueType:
-    """The type of the pending value; after a launch that scatters, that of this replica's share."""
+    """That of the pending value; after a launch that scatters, of this replica's share."""
     launch = node.args[0] if node.args else None
     pending = noted_type(launch)
     if not isinstance(launch, fx.Node) or not isinstance(pending, tuple) or pending[0] != "pending":
@@ -229,7 +227,7 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
 
 
 def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, int] | None:
-    """The elements of a bucket that a replica gets by waiting for a launch; None for all."""
+    """None for the whole bucket."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
     if launched is not None and Effect.EXCHANGES in launched.effects:
         bucket = _bucket(program, launch)
@@ -240,7 +238,6 @@ def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, 
 
 
 def gives_shares(program: Program, launch: Any) -> bool:
-    """Tests for a launch that gives each replica its share, or an exchange that takes the shares."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
     if launched is None or Effect.EXCHANGES not in launched.effects:
         return launched is not None and Effect.SCATTERS in launched.effects
@@ -248,7 +245,7 @@ def gives_shares(program: Program, launch: Any) -> bool:
 
 
 def of_exchange(program: Program, node: fx.Node) -> ValueType:
-    """The bucket, or pack, pending. Each operand must be its replica's share; all of it on a worker's only device."""
+    """The bucket, or pack, pending. Each operand must be its replica's share, or all of it on a worker's only device."""
     (bucket, pack), sources = _pack(program, node), node.all_input_nodes
     if not sources:
         raise TypeError("it is given no sum")
@@ -280,7 +277,7 @@ def of_largest(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_payload(program: Program, node: fx.Node) -> ValueType:
-    """As of an exchange. ``payload`` must be a text, and ``num_bytes`` fewer than those of the bucket, or pack."""
+    """As of an exchange. ``num_bytes`` must be fewer than those of the bucket, or pack."""
     (bucket, pack), gives = _pack(program, node), of_exchange(program, node)
     text, num_bytes = node.kwargs.get("payload"), node.kwargs.get("num_bytes")
     if not isinstance(text, str) or not text:
@@ -292,7 +289,7 @@ def of_payload(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_compressed(program: Program, node: fx.Node) -> ValueType:
-    """As many elements as its operand, in ``dtype``: a narrower floating-point dtype."""
+    """Like its operand, in ``dtype``: a narrower floating-point dtype."""
     kind, dtype = noted_type(node.args[0] if node.args else None), node.kwargs.get("dtype")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"its keyword dtype is {dtype!r}, no dtype of real numbers")
@@ -304,7 +301,7 @@ def of_compressed(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_decompressed(program: Program, node: fx.Node) -> ValueType:
-    """As many elements as its operand, in the bucket's dtype, which must be wider."""
+    """Like its operand, in the bucket's dtype, which must be wider."""
     (bucket, _), kind = _pack(program, node), noted_type(node.args[0] if node.args else None)
     if not isinstance(kind, tuple) or kind[0] != "tensor" or len(kind[1]) != 1:
         raise TypeError(f"it is given {say_type(kind)}, but takes a flat tensor")
@@ -316,7 +313,7 @@ def of_decompressed(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_gathered(program: Program, node: fx.Node) -> ValueType:
-    """The whole bucket, pending. Each operand must have the type of the bucket."""
+    """The whole bucket, pending. Each operand must have the bucket's type."""
     pending, wanted = pending_operand(program, node), of_bucket(program, node)
     if not is_same_type(pending, ("pending", wanted)):
         raise TypeError(f"it is given {say_type(pending[1])}, but gathers the factors of {say_type(wanted)}")
@@ -329,7 +326,7 @@ def of_spread(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_update(program: Program, node: fx.Node) -> None:
-    """No value. The first operand must be as long as the updated part of the bucket; a second one must be a number."""
+    """No value. The first operand must be as long as the updated part of the bucket, the second a number."""
     factors = [noted_type(source) for source in node.args[1:]]
     if len(factors) > 1 or not all(_is_scalar(kind) and kind[3].is_floating_point for kind in factors):
         raise TypeError(
@@ -347,7 +344,7 @@ def of_update(program: Program, node: fx.Node) -> None:
 
 
 def of_rows(program: Program, node: fx.Node) -> ValueType:
-    """The type of the bucket, with rows alone. Both operands must be of the type of the bucket."""
+    """The type of the bucket, with rows alone. Both operands must have the bucket's type."""
     wanted = of_bucket(program, node)
     for source in node.args:
         if not is_same_type(noted_type(source), wanted):
@@ -356,12 +353,12 @@ def of_rows(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_stored_rows(program: Program, node: fx.Node) -> None:
-    """No value. Both operands must have the type of the bucket, with rows alone."""
+    """No value. Both operands must have the bucket's type, with rows alone."""
     of_rows(program, node)
 
 
 def of_packed(program: Program, node: fx.Node) -> ValueType:
-    """The type of its operand, which must be that of the bucket, or pack."""
+    """That of its operand: of the bucket, or pack."""
     kind, wanted = noted_type(node.args[0] if node.args else None), of_pack(program, node)
     if not is_same_type(kind, wanted):
         raise TypeError(f"it is given {say_type(kind)}, but takes the whole bucket, {say_type(wanted)}")
@@ -369,7 +366,7 @@ def of_packed(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_finiteness(program: Program, node: fx.Node) -> ValueType:
-    """One truth value. The operand must be a tensor of floating-point or complex numbers."""
+    """One truth value. The operand must be floating-point or complex."""
     (kind,) = (noted_type(source) for source in node.args)
     if not isinstance(kind, tuple) or kind[0] != "tensor" or not (kind[3].is_floating_point or kind[3].is_complex):
         raise TypeError(f"it is given {say_type(kind)}, which is always finite or no tensor")
@@ -377,7 +374,7 @@ def of_finiteness(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_commit(program: Program, node: fx.Node) -> ValueType:
-    """A row for each number among the operands, with those of all replicas; no value without numbers. Truth values first."""
+    """A row for each number among the operands, with those of all replicas. Truth values first."""
     kinds = [noted_type(source) for source in node.args]
     truths = [kind for kind in kinds if _is_scalar(kind) and kind[3] == torch.bool]
     numbers = kinds[len(truths) :]
@@ -404,7 +401,7 @@ def _is_scalar(kind: ValueType) -> bool:
 
 
 def of_norm(program: Program, node: fx.Node) -> ValueType:
-    """A float32 number; float64 for operands of 64 bits. The operands must be floating-point or complex tensors."""
+    """A float32 number; float64 for operands of 64 bits."""
     kinds = [noted_type(source) for source in node.args]
     wrong = [
         kind
@@ -420,7 +417,7 @@ def of_norm(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_loss_scale(program: Program, node: fx.Node) -> ValueType:
-    """A float32 number, as in torch's `GradScaler`."""
+    """A float32 number."""
     return ("tensor", (), (), torch.float32, any_value(node.graph).device)
 
 
@@ -456,7 +453,7 @@ def nothing(program: Program, node: fx.Node) -> None:
 
 
 def of_product(program: Program, node: fx.Node) -> ValueType:
-    """The type of the slot. The product of each pair of matrices must have the same type."""
+    """The type of the slot, and of each pair's product."""
     slot = of_slot(program, node)
     for factors in _pairs(node, "multiplies", slot):
         shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]
@@ -469,7 +466,7 @@ def of_product(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_index_add(program: Program, node: fx.Node) -> ValueType:
-    """The type of the slot. Each pair must have rows of the slot's width, and then an index for each row."""
+    """The type of the slot. Each pair must have rows of its width, and an index for each row."""
     slot = of_slot(program, node)
     for factors in _pairs(node, "adds", slot):
         tensors = [kind for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor"]

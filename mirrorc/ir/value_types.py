@@ -1,4 +1,4 @@
-"""Types of values: static knowledge of shape, strides, dtype and device."""
+"""Types of values: shape, strides, dtype and device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.torch_internals import is_symbolic, size_key, sizes_key
 
 @dataclass(frozen=True)
 class Pending:
-    """The type of a collective's result in flight; only `wait` turns it into a value, the (fake) ``value``."""
+    """A collective's result in flight; only `wait` turns it into a value."""
 
     value: Any
 
@@ -39,7 +39,7 @@ def has_symbols_in(kind: ValueType) -> bool:
 
 
 def is_same_type(kind: ValueType, other: ValueType) -> bool:
-    """Compares two types, except strides of dimensions of size 1, and numbers of devices."""
+    """Ignores strides of dimensions of size 1, and numbers of devices."""
     return bool(kind == other) or bool(_canonical(kind) == _canonical(other))
 
 
@@ -55,7 +55,7 @@ def _canonical(kind: ValueType) -> ValueType:
 
 
 def say_type(kind: ValueType) -> str:
-    """A type as text for an error message; strides are shown if the tensor is not contiguous."""
+    """Has strides if the tensor is not contiguous."""
     if not isinstance(kind, tuple):
         return str(kind)
     if kind[0] == "pending":
@@ -69,7 +69,6 @@ def say_type(kind: ValueType) -> str:
 
 
 def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Sizes may be expressions of symbols."""
     strides: list[Any] = []
     step: Any = 1
     for size in reversed(shape):

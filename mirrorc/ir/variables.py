@@ -1,4 +1,4 @@
-"""Variables of a program: parameters and buffers, where they live, and how they are updated."""
+"""Parameters and buffers, where they live, and how they are updated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARE_ELEMENTS = 64
 
 
 def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
-    """A share of 1-D memory: its first element, and one past its last. Shares are disjoint, in order, and cover it all."""
+    """A half-open range. Shares are disjoint, in order, and cover it all."""
     units = -(-num_elements // SHARE_ELEMENTS)
     start, stop = (min(num_elements, units * i // num_shares * SHARE_ELEMENTS) for i in (index, index + 1))
     return start, stop
@@ -45,14 +45,12 @@ class PlacementFacts:
     """The properties of a placement.
 
     Attributes:
-        word: its name in messages.
-        in_table: its name in the table of buckets; empty for the default.
-        description: a clause on where parameters are and who updates them.
+        word, description: for messages.
+        in_table: for the table of buckets; empty for the default.
         owner: the replica in whose memory a replica's parameters are.
-        share: from the number of elements, the replica, the number of replicas and the bucket's owner, the replica's elements.
-        updates_by_shares: each element is updated by one replica alone, from its share of a sum.
-        is_written_last: a device writes parameters only after the last read of every other device in the step.
-        has_owner: the bucket's owner has the optimizer's state and makes all updates; the others copy its result.
+        updates_by_shares: a replica updates its share alone.
+        is_written_last: parameters are written only after the last read of every other device.
+        has_owner: the bucket's owner makes all updates; the others copy its result.
     """
 
     word: str
@@ -86,7 +84,7 @@ def _all_to_owner(num_elements: int, replica: int, num_replicas: int, owner: int
 
 
 class Placement(enum.Enum):
-    """The home of a bucket's parameters. Saved programs have the member's name."""
+    """Saved programs have the member's name."""
 
     MIRRORED = PlacementFacts(
         word="mirrored",
@@ -124,12 +122,12 @@ class UpdateRule:
 
     Attributes:
         label: such as ``AdamW group 0``.
-        group: the parameter group, counted through all optimizers.
-        state_class: equal for states with the same entries and equal scalars such as ``step``, as a flat update requires.
+        group: counted through all optimizers.
+        state_class: equal for states with the same entries and equal scalars.
         elementwise: the update may run on a whole bucket at once.
-        takes_rows: the optimizer gets a table's gradient as a sparse tensor of the rows that were looked up.
-        writes_rows: it then writes these rows alone.
-        may_be_unused: a step leaves out the parameter if no replica has used it, as plain PyTorch does.
+        takes_rows: the optimizer gets a table's gradient as a sparse tensor.
+        writes_rows: it then writes the looked up rows alone.
+        may_be_unused: a step leaves out the parameter if no replica has used it.
     """
 
     label: str
@@ -142,16 +140,15 @@ class UpdateRule:
 
     @property
     def why_by_itself(self) -> str:
-        """A clause: the reason why the optimizer updates each parameter by itself, if it is not ``elementwise``."""
         return f"{self.label} {'takes rows of a table' if self.takes_rows else 'does not work element by element'}"
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A parameter or buffer of the captured model. Tied weights are one variable, under their first name.
+    """A parameter or buffer. Tied weights are one variable, under their first name.
 
     Attributes:
-        strides: its dense layout; a parameter in channels-last format stays so.
+        strides: its dense layout.
         synchronization: per-replica for buffers that the forward writes.
         aggregation: of a per-replica variable, to one value.
         update: None if nothing updates it.

@@ -1,4 +1,4 @@
-"""Workers: the processes that train together, each with devices of its own."""
+"""Processes that train together, each with devices of its own."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def _count(name: str, number: Any) -> int:
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a program, and the one that runs it. Replicas are numbered over all workers, in the order of ranks.
+    """The workers of a program, and the one that runs it. Replicas are numbered over all, by rank.
 
     Attributes:
         devices_per_worker: empty if a process trains on its own.
-        sent_as_factors: variables whose gradients workers send to each other as factors.
-        shards_optimizer: each worker updates a part of each bucket, with that part of the optimizer's state.
-        gradient_order: the variables in the order of the chief's backward.
+        sent_as_factors: variables with gradients sent as factors.
+        shards_optimizer: each worker updates a part of each bucket.
+        gradient_order: that of the chief's backward.
     """
 
     devices_per_worker: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class Workers:
 
     @property
     def num_all_replicas(self) -> int:
-        """The replicas of all workers; 0 if a process trains on its own."""
+        """0 if a process trains on its own."""
         return sum(self.devices_per_worker)
 
 

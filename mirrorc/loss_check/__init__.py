@@ -1,1 +1,1 @@
-"""Compares a step on several devices with one on the whole batch, for a model, a loss and a batch."""
+"""Compares a step on several devices with one on the whole batch."""

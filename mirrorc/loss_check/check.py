@@ -1,4 +1,4 @@
-"""`check_loss`: compares the loss and the gradients of a whole batch with those of its shards."""
+"""`check_loss`: compares loss and gradients of a whole batch with those of its shards."""
 
 from __future__ import annotations
 

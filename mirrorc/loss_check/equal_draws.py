@@ -1,4 +1,4 @@
-"""Equal random numbers for each example, so that a batch and its shards can be compared."""
+"""Equal random numbers for each example."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _DRAWS = (
 
 class EqualDraws:
     """Replaces random numbers by the first example's of the first run, for every example of all runs.
-
-    Draws correspond by their order. Means over examples stay such.
 
     Attributes:
         unequal: operators whose draws could not be replaced.

@@ -1,4 +1,4 @@
-"""Computes loss and gradients of a batch on the model's own device, without side effects."""
+"""Loss and gradients of a batch, without side effects."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from mirrorc.user.restore import restored
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Loss and gradients of a batch; gradients of all trainable variables, in 64 bits.
-
-    ``scale`` is the size of the summands of the loss.
-    """
+    """Loss and gradients, in 64 bits; ``scale`` is the size of the summands of the loss."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -34,7 +31,7 @@ class Evaluated:
 
 
 class Evaluation:
-    """Evaluates batches of one structure. Random numbers are those of the first batch, the same for each example."""
+    """Evaluates batches of one structure with equal random numbers for each example."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
         self._call = TrainingCall(model, loss_fn, call.structure, call.plain)
@@ -44,7 +41,7 @@ class Evaluation:
         self._draws = EqualDraws()
 
     def run(self, leaves: Sequence[torch.Tensor], *, by_running_statistics: bool = False) -> Evaluated:
-        """Loss and gradients of a batch, on request with BatchNorm's running statistics."""
+        """Loss and gradients, on request with BatchNorm's running statistics."""
         copies = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
         observed = ObservedCalls(by_running_statistics)
         with contextlib.ExitStack() as stack:
@@ -72,7 +69,7 @@ class Evaluation:
 
 
 def _replace_buffers(call: nn.Module) -> None:
-    """Protects the user's buffers from writes; `restored` removes the copies."""
+    """`restored` removes the copies."""
     copies: dict[int, torch.Tensor] = {}
     for module in call.modules():
         for name, buffer in module._buffers.items():

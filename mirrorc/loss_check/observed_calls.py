@@ -1,4 +1,4 @@
-"""Notes calls that couple the examples of a batch in the evaluation of a loss."""
+"""Calls that couple the examples of a batch."""
 
 from __future__ import annotations
 

@@ -20,8 +20,6 @@ _SHOWN = 40  # the most lines of the program that a failure shows
 
 @dataclass(frozen=True)
 class _Directive:
-    """A line of a check. A ``CHECK-COUNT-EXACTLY`` becomes a count, and a ``CHECK-NOT`` for one more."""
-
     line: str
     number: int
     kind: str
@@ -118,7 +116,6 @@ def _parse_directive(line: str, number: int) -> list[_Directive]:
 
 
 def _failure(directives: Sequence[_Directive], lines: Sequence[str]) -> str:
-    """FileCheck's message if a directive fails; else empty."""
     if not directives:
         return ""
     file_check = FileCheck()

@@ -1,4 +1,4 @@
-"""Snapshots of programs for the pytest fixture ``mirror_snapshot``; syrupy finds, writes and counts their files."""
+"""Snapshots for the pytest fixture ``mirror_snapshot``; syrupy finds, writes and counts their files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN = 60  # the most lines that are shown of a program without a snapshot
 
 
 class ProgramFiles(SingleFileSnapshotExtension):
-    """Stores each snapshot as a text file, ``__snapshots__/<test file>/<test>.mirror``."""
+    """Text files ``__snapshots__/<test file>/<test>.mirror``."""
 
     file_extension = "mirror"
     _write_mode = WriteMode.TEXT

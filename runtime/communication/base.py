@@ -1,4 +1,4 @@
-"""Interface of communicators: replicas launch their parts of a collective and wait for the others."""
+"""The interface of communicators."""
 
 from __future__ import annotations
 
@@ -16,17 +16,10 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, visit_par
 
 
 class Communicator:
-    """Performs a link's collectives among the devices of a process.
-
-    A subclass names its link and implements the link's collectives; `register_communicator` registers it.
+    """Performs a link's collectives among the devices of a process; `register_communicator` registers a subclass.
 
     Every method with ``replica`` is called from that replica's thread. Launches never block; waits do, for
-    ``timeout_seconds`` at most. ``bucket`` is the key of a collective: the number of the bucket, or of the pack
-    (`mirrorc.ir.buckets.Pack`) if the program's buckets are cut, and a bucket is a pack then.
-
-    Args:
-        timeout_seconds: the longest time of every wait.
-        unit: name of the moved thing in messages: a bucket, or a pack.
+    ``timeout_seconds`` at most. ``bucket`` is the number of the bucket, or of the pack if buckets are cut.
     """
 
     link: ClassVar[str]
@@ -39,9 +32,7 @@ class Communicator:
         self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Makes the rendezvous of a program's collectives and the mailboxes of its sends; called before the program
-        runs.
-        """
+        """Makes the rendezvous of a program's collectives and the mailboxes of its sends, before it runs."""
         self._prepared_for = (tags, routes)
         self._rendezvous = {tag: self._make_rendezvous(tag) for tag in tags}
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
@@ -62,21 +53,18 @@ class Communicator:
             mailbox.abort()
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """Offers this replica's bucket (1-D, of the same length and dtype on all replicas) for the sum.
-
-        Returns a handle for `wait_all_reduce`.
-        """
+        """Offers this replica's bucket, 1-D, for the sum; returns a handle for `wait_all_reduce`."""
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """The sum over all replicas, bitwise the same on each, added in the order of replicas unless a library adds."""
+        """The sum, bitwise the same on each replica, added in the order of replicas unless a library adds."""
         raise self._not_carried("all_reduce")
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         raise self._not_carried("reduce_scatter")
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's share (`mirrorc.ir.variables.share_bounds`) of the sum, the same bits as in an all_reduce."""
+        """This replica's share of the sum, the same bits as in an all_reduce."""
         raise self._not_carried("reduce_scatter")
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
@@ -88,18 +76,17 @@ class Communicator:
         raise self._not_carried("reduce")
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
-        """As `wait_reduce_scatter`; ``visit`` is called with each part of the share, in order, and may write it."""
+        """As `wait_reduce_scatter`; ``visit`` is called with each part of the share, in order."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
         visit_parts(share, visit)
         return share
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """The unmade share of a sum, when all its inputs are there; here the share itself."""
+        """The unmade share of a sum with complete inputs; here the share itself."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
         return unmade_sum([share], (0, share.numel()))
 
     def launch_factors(self, bucket: int, replica: int, factored_bucket: FactoredBucket) -> Any:
-        """Offers this replica's bucket, with gradients left as factors, to all replicas."""
         rendezvous = self._rendezvous[("all_gather", bucket)]
         rendezvous.tensors[replica] = factored_bucket
         rendezvous.events[replica] = record_event(self.devices[replica].torch_device)
@@ -115,16 +102,14 @@ class Communicator:
         return [_on_device(factored_bucket, home) for factored_bucket in rendezvous.tensors]
 
     def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Separate memory for `launch_exchange`, 1-D, written by this worker's replicas.
-
-        All get the same memory, until the last of them launches; ``like`` is a tensor on its device.
+        """Memory for `launch_exchange`, 1-D, on the device of ``like``; replicas share it until the last of them
+        launches.
         """
         raise self._not_carried("exchange")
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
-        """Offers this replica's part of ``whole``, 1-D, the worker's local sum of a bucket, for the sum over all workers.
-
-        None stands for the memory of `memory_to_send`. It is sent when all replicas have offered theirs.
+        """Offers this replica's part of ``whole``, 1-D, the worker's local sum; None for the memory of
+        `memory_to_send`.
         """
         raise self._not_carried("exchange")
 
@@ -132,20 +117,17 @@ class Communicator:
         raise self._not_carried("exchange")
 
     def launch_part(self, bucket: int, replica: int, make: Callable[[], Any]) -> None:
-        """Offers this replica's part of a bucket's payload. When all replicas of this worker have offered theirs, ``make``
-        returns a `mirrorc.runtime.workers.buckets.payload.SentPart`.
-        """
+        """Offers this replica's part of a payload. After the last replica, ``make`` returns a `SentPart`."""
         raise self._not_carried("parts of sums")
 
     def wait_part(self, bucket: int, replica: int) -> Any:
         raise self._not_carried("parts of sums")
 
     def launch_gather(self, bucket: int, replica: int, factored_bucket: Any) -> None:
-        """Offers this replica's bucket, with gradients left as factors, to all workers."""
         raise self._not_carried("gather_factors")
 
     def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's elements of the sum over the replicas of all workers, in their order, made from their factors."""
+        """This replica's elements of the sum over the replicas of all workers, made from their factors."""
         raise self._not_carried("gather_factors")
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
@@ -156,9 +138,7 @@ class Communicator:
         raise self._not_carried("scatter_sums")
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """Offers this replica's updated share of a bucket's parameters, ``whole``, 1-D. The worker's shard is sent to all
-        workers when all replicas have, and the other workers' shards are written.
-        """
+        """Offers this replica's updated share of the parameters ``whole``, 1-D; the other workers' shards are written."""
         raise self._not_carried("gather_parameters")
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
@@ -170,17 +150,14 @@ class Communicator:
         )
 
     def send(self, route: Route, tensor: torch.Tensor) -> None:
-        """Offers a tensor to another replica; the tensor must not be written until the step has ended on all replicas."""
+        """Offers a tensor to another replica; it must not be written until the step has ended on all replicas."""
         self._mailboxes[route].put(tensor)
 
     def launch_receive(self, route: Route) -> None:
-        """Announces a later `receive` on a route, from the same thread; never blocks.
-
-        A link between processes starts the transfer here.
-        """
+        """Announces a later `receive` from the same thread. A link between processes starts the transfer here."""
 
     def receive(self, route: Route) -> torch.Tensor:
-        """The tensor sent on a route, on the receiver's device. It may be the sender's memory, so do not write it."""
+        """The sent tensor, on the receiver's device. It may be the sender's memory, so do not write it."""
         return self._mailboxes[route].take()
 
 

@@ -21,7 +21,7 @@ _communicators: dict[str, type[Communicator]] = {}
 
 
 def register_communicator(communicator: _Class) -> _Class:
-    """Decorator that registers a class for the link named by its attribute ``link``.
+    """Registers a class for the link named by its attribute ``link``.
 
     Raises:
         ValueError: there is no such link, or another class implements it.
@@ -36,12 +36,10 @@ def register_communicator(communicator: _Class) -> _Class:
 
 
 def unregister_communicator(communicator: type[Communicator]) -> None:
-    """Removes a class from the registry, so that another can implement its link."""
     del _communicators[communicator.link]
 
 
 def communicators_of(program: Program, timeout_seconds: float) -> dict[str, Communicator]:
-    """A communicator for each link of a lowered program, by name, prepared for its collectives, sends and receipts."""
     tags: dict[str, dict[Tag, None]] = {}
     routes: dict[str, dict[Route, None]] = {}  # a device sends some, and receives on others
     for module in program.device_graphs.values():
@@ -62,7 +60,6 @@ def communicators_of(program: Program, timeout_seconds: float) -> dict[str, Comm
 def communicator_for(
     link: str, devices: Sequence[Device], timeout_seconds: float, unit: str = "bucket"
 ) -> Communicator:
-    """Raises `CommunicationError` if no class implements the link."""
     if link not in _communicators:
         raise CommunicationError(
             f"nothing implements the link {link!r}: declare a Communicator with link = {link!r} and decorate it with "

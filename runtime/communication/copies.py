@@ -1,4 +1,4 @@
-"""Reductions by copies: every replica fetches the others' buckets and adds them up."""
+"""Reductions by copies of the others' buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.runtime.devices.events import record_event, wait_event
 
 @register_communicator
 class CopyCommunicator(Communicator):
-    """Works on any devices: several logical ones on one GPU, GPUs with or without peer access, CPUs."""
+    """Works on any devices, such as logical ones on one GPU."""
 
     link = "copy"
 

@@ -1,4 +1,4 @@
-"""All-reduce among distinct GPUs by NCCL, from the threads of one process."""
+"""All-reduce among distinct GPUs by NCCL."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ from mirrorc.runtime.devices.events import record_event, wait_event
 
 _HIGH = -1  # of the priorities of CUDA's streams; 0 is the default
 _launching = threading.Lock()
-"""Held while collectives are launched, by all steps of the process: torch keeps NCCL's communicators in one map that it does not
-guard, and NCCL forbids parallel launches on communicators of one GPU."""
+"""Torch keeps NCCL's communicators in one unguarded map, and NCCL forbids parallel launches on communicators of one GPU."""
 
 
 @register_communicator
 class NcclCommunicator(Communicator):
-    """All-reduces on side streams; the last replica to offer a bucket launches for all.
-
-    So buckets are launched in the same order on all GPUs. Sends are copies between GPUs, as over the link copy.
-    """
+    """All-reduces on side streams; the last replica launches for all, in the same order on all GPUs."""
 
     link = "nccl"
 

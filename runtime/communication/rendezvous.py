@@ -25,7 +25,7 @@ class StepStoppedError(ExecutionError):
 
 
 class Rendezvous:
-    """Synchronizes a collective: each replica leaves a tensor, announces itself, and waits for the others."""
+    """Each replica leaves a tensor, announces itself, and waits for the others."""
 
     def __init__(self, subject: str, devices: Sequence[Device], timeout_seconds: float) -> None:
         self.subject = subject
@@ -45,7 +45,6 @@ class Rendezvous:
             self._inboxes[root].put(replica)
 
     def await_replicas(self, replica: int, awaited: Iterable[int]) -> None:
-        """Waits for the announcements of these other replicas; raises `Aborted`, or `CommunicationError` on timeout."""
         missing = set(awaited) - {replica}
         while missing:
             missing.discard(self._receive(replica, missing))
@@ -73,7 +72,7 @@ class Mailbox:
     """A slot for a single send: the sender leaves a tensor and goes on, the receiver waits for it.
 
     Attributes:
-        tensor: the last sent tensor; held until the next step, because a GPU may copy it after `take` has returned.
+        tensor: held until the next step, because a GPU may copy it after `take` has returned.
     """
 
     def __init__(self, route: Route, devices: Sequence[Device], timeout_seconds: float) -> None:
@@ -82,12 +81,12 @@ class Mailbox:
         self._inbox: queue.SimpleQueue[tuple[torch.Tensor, Any] | None] = queue.SimpleQueue()
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Offers a tensor; the receiver gets its value after the work queued on its device so far."""
+        """The receiver gets the tensor's value after the work queued on its device so far."""
         self.tensor = tensor
         self._inbox.put((tensor, record_event(tensor.device)))
 
     def take(self) -> torch.Tensor:
-        """The offered tensor, on the receiver's device; on the CPU, the same object."""
+        """On the receiver's device; on the CPU, the same object."""
         route, device = self._route, self._devices[self._route.destination]
         try:
             came = self._inbox.get(timeout=self._timeout_seconds)

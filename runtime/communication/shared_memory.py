@@ -1,4 +1,4 @@
-"""Reductions among logical CPUs: each device sums its share of the bucket, straight from the others' memory."""
+"""Reductions among logical CPUs, straight from the others' memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit
 
 @register_communicator
 class SharedMemoryCommunicator(Communicator):
-    """Computes the sum in replica 0's bucket, where all replicas read it, so that nothing is copied.
-
-    A bucket of ``n`` elements on ``N`` devices costs each device ``(N + 1) * n / N`` elements of memory traffic.
-    """
+    """Computes the sum in replica 0's bucket, where all replicas read it, so that nothing is copied."""
 
     link = "shared-memory"
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Each all_reduce gets a second rendezvous, for when the shares are summed."""
+        """Each all_reduce gets a second rendezvous, for the summed shares."""
         super().prepare(tags, routes)
         for kind, bucket in tags:
             if kind == "all_reduce":
@@ -36,7 +33,7 @@ class SharedMemoryCommunicator(Communicator):
         self._offer(self._rendezvous[("all_reduce", bucket)], replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
-        """The bucket may have gradients that are left as factors, if all replicas leave the same ones."""
+        """All replicas must leave the same gradients as factors."""
         self._offer(self._rendezvous[("reduce_scatter", bucket)], replica, tensor)
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
@@ -45,7 +42,7 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.announce_to(root, replica)
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """The sum lies in replica 0's bucket, which is added up in the order of replicas."""
+        """The sum lies in replica 0's bucket."""
         rendezvous = self._rendezvous[("reduce", bucket)]
         if replica != root:
             return rendezvous.tensors[replica][:0]
@@ -67,7 +64,6 @@ class SharedMemoryCommunicator(Communicator):
         return self._unmade(("reduce_scatter", bucket), replica).make()
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
-        """A part is visited as soon as it is made."""
         return self._unmade(("reduce_scatter", bucket), replica, visit).make()
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:

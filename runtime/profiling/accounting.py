@@ -1,4 +1,4 @@
-"""Accounts for the whole time of a step on every device: each nanosecond belongs to a single part."""
+"""Assigns each nanosecond of a step on a device to one part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "end": "done, while another device is not",
     }
 )
-"""The parts of a device's step, each with its definition, in the order in which they are printed."""
+"""The parts of a device's step, in the printed order."""
 
 
 def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, int]:
@@ -72,19 +72,14 @@ def mean_parts_ms(program: Program, steps: Sequence[RecordedStep], replica: int)
 
 
 def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """The middle third of steps by duration, in the order of time.
-
-    Relations that hold in each step, such as sums of parts, hold of their means as well, but not of medians.
-    """
+    """The middle third of steps by duration. Sums of parts hold of their means, but not of medians."""
     order = sorted(range(len(steps)), key=lambda i: steps[i].ended_ns - steps[i].begun_ns)
     num_left_out = len(steps) // 3 if len(steps) > 2 else 0
     return [steps[i] for i in sorted(order[num_left_out : len(steps) - num_left_out])]
 
 
 def apportioned(values: Sequence[float], num_units: int) -> list[int]:
-    """Distributes ``num_units`` in proportion to values, as whole numbers, by the largest remainder; negative values
-    count as 0.
-    """
+    """Distributes whole units in proportion to values, by the largest remainder; negative values count as 0."""
     positive = [max(0.0, value) for value in values]
     total = sum(positive)
     if total == 0.0:

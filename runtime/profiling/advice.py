@@ -35,7 +35,7 @@ def advise(
     buckets: Sequence[BucketTimes],
     devices: Sequence[DeviceTimes],
 ) -> str:
-    """The candidate with the largest estimated gain, if it is worth the trouble."""
+    """The change with the largest estimated gain."""
     if program.workers.are_several:
         commits = calls_to(program.graphs()[0], ops.commit)
         when = (
@@ -86,7 +86,7 @@ def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[flo
 
 
 def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """Each bucket less, up to 25 MiB, saves the fixed cost; a larger last bucket leaves more to move after backward."""
+    """Each bucket less saves the fixed cost; a larger last bucket leaves more to move after backward."""
     totals: Counter[Any] = Counter()
     for times in buckets:
         bucket = program.buckets[times.index]
@@ -104,7 +104,7 @@ def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Cos
 
 
 def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """A lower cap shrinks the last bucket, which no work hides; it is at least the largest gradient of the bucket."""
+    """A lower cap shrinks the last bucket, which no work hides."""
     last = buckets[-1]
     planned = [program.buckets[times.index] for times in buckets]
     least_bytes = max(slot.num_elements for slot in planned[-1].slots) * planned[-1].dtype.itemsize
@@ -122,7 +122,7 @@ def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs
 
 @dataclass(frozen=True)
 class _Costs:
-    """The costs of a bucket: ``fixed_ms`` for any size (launching, rendezvous, packing, updating), and moving it."""
+    """``fixed_ms`` for a bucket of any size, and the time of moving it."""
 
     fixed_ms: float
     moving_ms_per_byte: float
@@ -130,7 +130,7 @@ class _Costs:
 
 
 def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_devices: int) -> _Costs:
-    """Moving a bucket takes the time from its launch, or from the arrival of the bucket before it, to its own arrival."""
+    """Moving takes the time from the launch, or from the arrival of the bucket before, to the arrival."""
     moves_by_itself = any(link_named(bucket.link).moves_by_itself for bucket in buckets)
     moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]
     if moves_by_itself:

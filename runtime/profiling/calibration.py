@@ -1,4 +1,4 @@
-"""Measured costs of a step's calls, from recorded steps."""
+"""Measured costs of a step's calls."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 
 def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Machine, link: LinkSpeed) -> StepCosts:
-    """Costs of a lowered program's calls, as means over typical steps.
+    """Costs of a lowered program's calls, as means over typical steps, without waits between workers.
 
-    Waits between workers say nothing about costs. A commit costs as much as on the last device to arrive.
+    A commit costs as much as on the last device to arrive.
     """
     steps = typical([step for step in steps if not step.warms_up] or steps)
     replicas = range(program.num_replicas)

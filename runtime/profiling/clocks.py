@@ -20,13 +20,11 @@ _SECONDS_OF_AN_ANCHOR = 8.0  # within this time, 32 bits tell milliseconds betwe
 
 
 class Clock:
-    """Marks the ends of a device's calls, in the device's thread.
-
-    This class uses the host's clock, for synchronous devices. Its marks are floats, faster for Python than integers.
+    """Marks the ends of a device's calls by the host's clock, in the device's thread, as floats, faster than integers.
 
     Attributes:
-        begin, mark: return a mark of the present moment: of the beginning of a step, and of the end of a call.
-        note: takes the marks of a finished step: of its beginning, and of the end of each call.
+        begin, mark: return a mark of the beginning of a step, and of the end of a call.
+        note: takes the marks of a finished step.
     """
 
     begin: Callable[[], Any] = staticmethod(time.perf_counter)  # without a frame of Python's
@@ -46,7 +44,7 @@ class Clock:
         return float(marks[0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
-        """The marks of a step, in nanoseconds of the host's clock."""
+        """In nanoseconds of the host's clock."""
         return [nanoseconds(mark) for mark in marks]
 
 
@@ -55,10 +53,9 @@ def nanoseconds(seconds: float) -> int:
 
 
 class EventClock(Clock):
-    """Marks the ends of calls of a GPU with events on the thread's current stream, read lazily and reused.
+    """Marks the ends of calls of a GPU with events on the current stream, read lazily and reused.
 
-    Another event, the anchor, relates the GPU's clock to the host's: the host waits for it, and so knows its time. So
-    times of several GPUs agree, however far each of them lags behind its thread. An anchor serves for the steps of a few
+    The host waits for another event, the anchor, to relate the GPU's clock to its own. An anchor serves for a few
     seconds, because the time between two events is a 32-bit number.
     """
 
@@ -97,7 +94,7 @@ class EventClock(Clock):
         return [first_ns, *(first_ns + round(first.elapsed_time(event) * 1e6) for event in rest)]
 
     def _happened_ns(self, recorded_seconds: float, event: Any) -> int:
-        """The time of an event on the host's clock; not before it was recorded."""
+        """Not before the event was recorded."""
         if self._anchor is None or abs(recorded_seconds - self._anchor[0]) > _SECONDS_OF_AN_ANCHOR:
             with made_current(self._device):
                 anchor = self._make_event()
@@ -118,7 +115,7 @@ class EventClock(Clock):
 
 
 class _EventMarks(list[Any]):
-    """The marks of a step. Their events are reusable after the last reference to them."""
+    """Their events are reusable after the last reference to them."""
 
     def __init__(self, marks: Sequence[Any], free: deque[Any]) -> None:
         super().__init__(marks)

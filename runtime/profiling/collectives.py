@@ -1,4 +1,4 @@
-"""Collectives of a recorded step, with the launch and the wait of each device."""
+"""Collectives of a recorded step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a program, on all devices that take part, in order of replicas.
-
-    Attributes:
-        kind: the name of its operation. A ``send`` and its ``recv`` are a single ``send``; each chunk and each round of a
-            bucket is another ``send``.
-    """
+    """A collective of a program, by replica. A ``send`` and its ``recv`` are one, of ``kind`` ``send``."""
 
     kind: str
     bucket: int
@@ -49,7 +44,7 @@ class Collective:
 
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
-    """The collectives of a step, in the order of their launches."""
+    """In the order of their launches."""
     groups: dict[tuple[Any, ...], list[tuple[int, fx.Node]]] = {}
     for replica, device_calls in enumerate(step.calls):
         for node in (call.node for call in device_calls):
@@ -77,7 +72,7 @@ def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[t
 
 
 def skew_ns(step: RecordedStep, launch: Launch) -> int:
-    """The part of a device's wait before the last launch that it needs; 0 if the device does not wait."""
+    """The part of a device's wait before the last launch that it needs."""
     if launch.wait is None:
         return 0
     wait = step.call_of[launch.wait]
@@ -86,7 +81,7 @@ def skew_ns(step: RecordedStep, launch: Launch) -> int:
 
 
 def sources_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls that make the arguments of a node: regions, and operations with effects, such as waits."""
+    """The regions, and operations with effects, that make the arguments of a node."""
     for source in node.all_input_nodes:
         operation = operation_of(source.target)
         if is_region_call(source) or (operation is not None and operation.effects):

@@ -1,4 +1,4 @@
-"""Explains the time of recorded steps, bucket by bucket."""
+"""Explains the time of recorded steps."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _bucket_times(
 
 
 def _num_bytes(program: Program, collective: Collective) -> int:
-    """Bytes moved: of the bucket, of the sent part of it (rows: at most), or of the factors of all devices."""
+    """Rows count at most, and factors those of all devices."""
     if collective.kind == ops.all_gather.__name__:
         return sum(map(factor_bytes, packs_of(program, collective.bucket)))
     first = collective.launches[0].node
@@ -202,7 +202,6 @@ def _behind(program: Program, steps: Sequence[RecordedStep], collective: Collect
 
 
 def _within(calls: Iterable[Call], start_ns: int, end_ns: int) -> Iterator[tuple[Call, int]]:
-    """A device's calls between two moments, each with its duration between them."""
     for call in calls:
         shared_ns = min(call.end_ns, end_ns) - max(call.start_ns, start_ns)
         if shared_ns > 0:

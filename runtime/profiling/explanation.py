@@ -1,4 +1,4 @@
-"""Explanation of recorded steps, and its printing."""
+"""Explanation of recorded steps."""
 
 from __future__ import annotations
 
@@ -30,23 +30,21 @@ _BUCKET_COLUMNS = (
 class Explanation:
     """Breakdown of the time of the last recorded steps; `str` of it is a table, with its columns defined below it.
 
-    All times are means over the same typical steps: of all steps that are considered, the third with the middle durations.
-    Parts therefore add up.
+    All times are means over the same typical steps, the third with the middle durations. Parts therefore add up.
 
     Attributes:
-        num_steps: the number of steps considered: the recorded ones, without the program's first one if there are others.
-        step_ms: the time from when the caller began to start the devices until the last device was done. It does not
-            include the caller's work before and after it (splitting the batch, showing the optimizer's state).
-        parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their sum
-            is step_ms.
-        hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several buckets may be in flight
-            at the same time.
+        num_steps: the recorded steps, without the program's first one if there are others.
+        step_ms: the time from when the caller began to start the devices until the last device was done. The caller's
+            work before and after it does not count.
+        parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their
+            sum is step_ms.
+        hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several may be in flight.
         buckets: the collectives, in the order in which they were launched.
         devices: the devices' times, in order of replicas.
         advice: the change that is estimated to help most, or why there is none.
-        prediction: what a simulation of such a step gives, where it goes over several workers; otherwise None.
-        capture: which front end has captured the program and why, if it was not the first one; which sizes are numbers in
-            it although they change, and why.
+        prediction: that of a simulation, over several workers; otherwise None.
+        capture: the front end, if it was not the first one, and changing sizes that are numbers in the program; with
+            reasons.
     """
 
     num_steps: int
@@ -66,7 +64,7 @@ class Explanation:
 
     @property
     def exposed_ms(self) -> float:
-        """The time in waits, as a mean over devices; the sum of the buckets' ``exposed_ms``."""
+        """The time in waits, as a mean over devices."""
         return self.parts_ms["skew"] + self.parts_ms["transfer"]
 
     @property
@@ -76,7 +74,7 @@ class Explanation:
 
     @property
     def other_ms(self) -> float:
-        """The rest of the step, as a mean over devices: starting devices, packing, launching, and waiting for the last device."""
+        """The rest of the step: starting devices, packing, launching, and waiting for the last device."""
         return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "other", "end"))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Predicts the duration of a step, and the wait for each bucket, for comparison with measurements."""
+"""Predicts the duration of a step, and the wait for each bucket."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 @dataclass(frozen=True)
 class PredictedBucket:
-    """The predicted time in waits for a bucket from other workers, as a mean over devices, in ms.
-
-    Attributes:
-        kind: its launch, such as `exchange` or `gather_factors`.
-    """
+    """The predicted wait for a bucket from other workers, as a mean over devices; ``kind`` is its launch."""
 
     index: int
     kind: str
@@ -34,10 +30,10 @@ class Prediction:
     """Simulated step over several workers. Times are means over devices.
 
     Attributes:
-        step_ms: the time from the start of the first device to the end of the last.
+        step_ms: from the start of the first device to the end of the last.
         compute_ms: the time in regions.
         update_ms: the time in the optimizer and in writing variables.
-        buckets: the buckets exchanged between workers, in the order of their launches.
+        buckets: in the order of their launches.
         stands_on: its inputs, in words.
     """
 
@@ -73,7 +69,7 @@ def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Predicti
 
 
 def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundations: Foundations) -> Prediction | None:
-    """Predicts a program's step from its recorded steps; None if the cost of an operation is unknown."""
+    """Predicts from recorded steps; None if the cost of an operation is unknown."""
     costs = costs_of_steps(program, steps, foundations.machine, foundations.link)
     stands_on = (
         "times of regions, packs, launches, updates and the commit in these very steps; a link of "

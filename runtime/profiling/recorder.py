@@ -1,4 +1,4 @@
-"""Records the times of every device's calls, for the last steps."""
+"""Records the times of every device's calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mirrorc.runtime.profiling.clocks import NUM_RECORDED_STEPS, Clock, nanoseco
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a device, from the end of the call before it to its own end; freeing values in between is included."""
+    """A call, from the end of the one before it to its own; freeing values in between is included."""
 
     node: fx.Node
     start_ns: int
@@ -37,8 +37,8 @@ class RecordedStep:
     Attributes:
         warms_up: True for the first recorded step of its program.
         begun_ns: the start of the first device by the caller.
-        started_ns: for each device, the start of its function.
-        calls: for each device, its calls in order, the first from `started_ns` on.
+        started_ns: by device, the start of its function.
+        calls: by device, the first from `started_ns` on.
     """
 
     warms_up: bool
@@ -58,10 +58,8 @@ class RecordedStep:
 class Recorder:
     """Stores the marks of an executor's last steps; they may be read at any time.
 
-    Marks are assigned to steps when these are read, by the time of their beginnings. An unfinished device has no marks.
-
-    Attributes:
-        nodes: for each device, the nodes of its marks, in order; the same for all steps.
+    Marks are assigned to steps when these are read, by the time of their beginnings. ``nodes`` has the nodes of a
+    device's marks.
     """
 
     def __init__(self, clocks: Sequence[Clock], now: Callable[[], float] = time.perf_counter) -> None:
@@ -85,7 +83,7 @@ class Recorder:
             clock.clear()
 
     def forget(self) -> None:
-        """Marks the last step as failed or interrupted; some devices may still finish it."""
+        """Marks the last step as failed; some devices may still finish it."""
         self._failed.append(self._begun[-1])
 
     def steps(self) -> tuple[RecordedStep, ...]:

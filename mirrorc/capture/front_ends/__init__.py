@@ -1,1 +1,1 @@
-"""The interface of front ends, their guards, the fallback chain."""
+"""Front ends, their guards, the fallback chain."""

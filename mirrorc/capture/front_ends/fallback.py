@@ -1,4 +1,4 @@
-"""Front ends that are tried in turn, until one can capture a model."""
+"""Front ends that are tried in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Climbed(Generic[T]):
-    """The result of the first front end that could capture a model, and the reasons of those above it."""
+    """The first capture, and the reasons of the front ends above."""
 
     result: T
     front_end: FrontEnd
@@ -43,11 +43,7 @@ class Climbed(Generic[T]):
 
 
 class Ladder:
-    """Front ends, those of the fastest programs first.
-
-    The first leaves unreadable Python and branches on data to the others, but refuses models for their meaning. Refusals of the
-    others pass to the next.
-    """
+    """Front ends, those of the fastest programs first. The first alone refuses models for their meaning."""
 
     def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
         self._front_ends = tuple(front_ends)
@@ -61,7 +57,6 @@ class Ladder:
         return Ladder(self._front_ends[:1])
 
     def climb(self, attempt: Callable[[FrontEnd], T]) -> Climbed[T]:
-        """The result of the first front end that can capture a model."""
         errors: list[tuple[FrontEnd, CaptureError]] = []
         for front_end in self._front_ends:
             try:
@@ -80,7 +75,7 @@ def _why(error: CaptureError) -> str:
 
 
 def _joined(of_first: tuple[FrontEnd, CaptureError], of_last: tuple[FrontEnd, CaptureError]) -> CaptureError:
-    """The first error with the last one; an error of the user's code, the cause of the last one, comes first."""
+    """An error of the user's code, the cause of the last one, comes first."""
     (above, first), (below, last) = of_first, of_last
     kind = LoneExampleError if isinstance(last, LoneExampleError) else CaptureError
     refusal = first.refusal if isinstance(first, UnreadableError) else first

@@ -1,4 +1,4 @@
-"""The interface and the registry of front ends."""
+"""The interface and registry of front ends."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class Traced:
     """The result of a front end.
 
     Attributes:
-        joint: one functional graph of forward, loss and backward, in operators of ATen.
         notes: warnings to give, once.
-        remarks: for readers of the program.
         alike: the paths of further buffers with one value on all replicas.
     """
 
@@ -48,13 +46,11 @@ class Traced:
 
 
 class FrontEnd(ABC):
-    """Traces a training call on example tensors.
-
-    Its guards watch the reads of `TrainingCall.plain`, so that a program serves calls with other values of the rest.
+    """Traces a training call on example tensors, with guards on other Python state.
 
     Attributes:
-        words: how steps run the capture, as a continuation after a colon.
-        needs_data: it runs the data of all shards instead of tensors of any values.
+        words: how steps run the capture, after a colon.
+        needs_data: it runs the data of all shards.
     """
 
     name: ClassVar[str]
@@ -69,20 +65,17 @@ class FrontEnd(ABC):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
-        """Traces a call to one functional graph, with guards on all reads of Python state.
+        """Traces a call to one functional graph, of an `EvaluationCall` forward alone.
 
-        The graph of an `EvaluationCall` is forward alone, with ``loss``, if there is one, among its outputs.
-
-        Args:
-            stack: keeps contexts open until the graph is restructured.
-            leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
+        ``stack`` keeps contexts open until the graph is restructured. Shapes, strides and dtypes of ``leaves`` are
+        fixed in the graph.
 
         Raises:
             CaptureError: with the user's line, the reason and a remedy.
         """
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """The outputs of a call on example tensors of other sizes; None if unknown."""
+        """The outputs of a call on tensors of other sizes; None if unknown."""
         return None
 
 
@@ -94,7 +87,7 @@ _rungs: list[FrontEnd] = []
 
 
 def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
-    """Registers a front end by its name; as a rung, "auto" tries it after earlier ones."""
+    """Registers a front end; as a rung, "auto" tries it after earlier ones."""
     if front_end.name in _front_ends:
         raise ValueError(f"there is a front end {front_end.name!r} already: give this one another name")
     _front_ends[front_end.name] = front_end
@@ -113,7 +106,7 @@ def rungs() -> list[FrontEnd]:
 
 
 def front_end_named(name: object) -> FrontEnd:
-    """The front end of this name; for "auto", the first one that is tried."""
+    """For "auto", the first one that is tried."""
     if isinstance(name, str) and name == AUTO:
         return rungs()[0]
     front_end = _front_ends.get(name) if isinstance(name, str) else None
@@ -128,7 +121,7 @@ _LONGEST_CAPTURE_SECONDS = 3600
 
 @contextlib.contextmanager
 def _exclusive() -> Iterator[None]:
-    """torch's tracers change settings of the process and restore them, so one thread traces at a time."""
+    """torch's tracers change settings of the process, so one thread traces at a time."""
     if not _CAPTURING.acquire(timeout=_LONGEST_CAPTURE_SECONDS):
         raise CaptureError(
             f"another thread has been capturing a model for {_LONGEST_CAPTURE_SECONDS} s, and only one can at a "
@@ -142,7 +135,7 @@ def _exclusive() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
-    """A block for a trace of a call; restores the model."""
+    """Restores the model behind a trace of a call."""
     with _exclusive(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(restored_tracing_state())

@@ -7,10 +7,7 @@ from typing import Protocol
 
 
 class Guards(Protocol):
-    """Watches all Python state in a trace beyond the key of its specialization.
-
-    Guards run in the caller's thread before every step, so they must take microseconds.
-    """
+    """Watches Python state beyond the key of a specialization, in microseconds before every step."""
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
@@ -18,7 +15,7 @@ class Guards(Protocol):
 
     @property
     def draws(self) -> Sequence[object]:
-        """The comparable draws of forward and loss from Python's random and numpy's in each step, in order."""
+        """The comparable draws from Python's random and numpy's in each step, in order."""
 
     def use_draws(self) -> Callable[[], None]:
         """Advances the generators past the draws of `hold`; gives a function that undoes it."""
@@ -30,7 +27,7 @@ class Guards(Protocol):
         """Tests that a trace would read the same state."""
 
     def broken(self) -> str:
-        """The change, in a few words with its line, after `hold` was false."""
+        """The change, with its line, after `hold` was false."""
 
 
 class AllGuards:

@@ -1,1 +1,1 @@
-"""Choices by measurement or by all workers: exchange, gradient order."""
+"""Choices by measurement or by all workers."""

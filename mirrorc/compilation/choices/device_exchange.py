@@ -1,4 +1,4 @@
-"""The form in which devices without shared memory exchange each gradient: its sum, or its factors."""
+"""The form in which devices without shared memory exchange gradients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from mirrorc.passes import FactorGradients, ShareParameters, UpdateAtOwner
 
 @dataclass(frozen=True)
 class Gatherable:
-    """A gradient that devices may gather as factors.
-
-    Attributes:
-        whole_bytes: the bytes that a device receives to sum whole gradients.
-        factor_bytes: the bytes that a device receives of factors, at most.
-    """
+    """A gradient that devices may gather as factors; bytes are those that a device receives, at most."""
 
     variable: str
     whole_bytes: float
@@ -32,9 +27,8 @@ class Gatherable:
 def with_gathered(program: Program, options: StepOptions) -> Program:
     """Notes the gradients that devices gather as factors, with a remark on the bytes of both forms.
 
-    In shared memory, devices read each other's factors and make shares of gradients instead.
-    Owners of parameters get whole sums, as do all devices under an algorithm that the user names.
-    With ``exchange="auto"``, the form with fewer bytes wins.
+    Owners of parameters get whole sums, as do all devices under an algorithm that the user names. With
+    ``exchange="auto"``, the form with fewer bytes wins.
     """
     factoring = next((entry for entry in options.pipeline if isinstance(entry, FactorGradients)), None)
     if program.workers.are_several or not program.trains or program.accumulation is not Accumulation.NONE:
@@ -95,7 +89,6 @@ def _no_effect(options: StepOptions, why: str) -> str:
 
 
 def _is_carried(link: str) -> bool:
-    """Tests for a link that gathers factors, itself or through its fallback."""
     try:
         return bool(carrier_of(link, ops.all_gather))
     except ValueError:

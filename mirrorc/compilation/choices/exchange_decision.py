@@ -1,4 +1,4 @@
-"""The joint decision of the workers on the form of each gradient, from the figures of all."""
+"""The workers' joint decision on the form of each gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Figures:
 
     Attributes:
         rows: this worker's rows of the factors of each candidate.
-        machine: the facts that determine the bits of a product, by name.
+        machine: the facts that determine the bits of a product.
         seconds_per_byte, seconds_per_multiplication: of the link and the processor; 0 if not measured.
         loaded: the choice of an earlier run; that of worker 0 counts.
     """
@@ -37,10 +37,7 @@ def choose_sent_as_factors(
 ) -> tuple[tuple[str, ...], str]:
     """The variables with gradients to send as factors, and a remark on the reason; alike on all workers.
 
-    Args:
-        candidates: alike on all workers, but for their numbers of rows.
-        everyone: the figures of each worker, by rank.
-        workers: with a sharded optimizer, each makes its part of the gradients alone, so machines may differ in bits.
+    With a sharded optimizer, each worker makes its part of the gradients alone, so machines may differ in bits.
 
     Raises:
         CommunicationError: the option asks for factors, and the workers' machines would make different gradients of
@@ -79,7 +76,7 @@ def choose_sent_as_factors(
 
 
 def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
-    """The reason why workers would make different bits of one product; empty if there is none."""
+    """Empty if workers make the same bits of one product."""
     other = next((rank for rank, number in enumerate(devices_per_worker) if number != devices_per_worker[0]), None)
     if other is not None:
         return (
@@ -119,7 +116,7 @@ def _rows(gradient: Candidate, everyone: Sequence[Figures]) -> list[int]:
 def exchange_remark(
     senders: str, why: str, direction: str, bytes_of: Mapping[str, tuple[float, float]], as_factors: Collection[str]
 ) -> str:
-    """``bytes_of`` has the bytes of the factors and of the whole sum of each candidate."""
+    """``bytes_of`` has the bytes of the factors and of the whole sum."""
     sizes = [
         f"{name} {'as factors' if name in as_factors else 'whole'} ({' against '.join(size_text(round(n)) for n in pair)})"
         for name, pair in bytes_of.items()

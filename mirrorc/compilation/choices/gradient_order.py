@@ -1,4 +1,4 @@
-"""The joint order of gradients for all workers of a step."""
+"""The workers' joint order of gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChiefGradientOrder(JointChoice):
     """The chief's order of gradients.
 
     Workers need the same buckets, but their own orders may differ. An eager backward depends on the values of examples,
-    and a graph on their number: with one example, attention may have other operators.
+    and a graph on their number.
     """
 
     subject = "the order of gradients"
@@ -36,7 +36,7 @@ class ChiefGradientOrder(JointChoice):
         return program.trains and self._options.program_workers.are_several
 
     def observe(self, program: Program) -> None:
-        """Other workers may wait for the first program, whatever front end captured it."""
+        """Other workers may wait for the first program, whatever captured it."""
         self._first = self._first or tuple(_gradients(program.shard_graphs[0]))
 
     def propose(self) -> str:
@@ -49,11 +49,7 @@ class ChiefGradientOrder(JointChoice):
         return program.workers.gradient_order in ((), self._names)
 
     def noted_in(self, program: Program) -> Program:
-        """A captured program with its gradients in this order.
-
-        Variables missing from the order were frozen in the chief's proposal. Their gradients follow, sorted by name:
-        all other facts of a program may differ between workers.
-        """
+        """Variables that the chief had frozen follow, sorted by name, as all else may differ between workers."""
         if not self.concerns(program):
             return program
         others = sorted(program.variables.keys() - set(self._names), key=_with_numbers, reverse=True)
@@ -69,15 +65,11 @@ def _gradients(graph: fx.Graph) -> dict[str, fx.Node]:
 
 
 def _with_numbers(name: str) -> list[str | int]:
-    """Sort key: layer 9 precedes layer 10."""
     return [int(part) if number % 2 else part for number, part in enumerate(re.split("([0-9]+)", name))]
 
 
 def _in_order(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """A captured graph whose output, and eager backward, list gradients in this order.
-
-    Other operators keep their places: outline-regions cuts backward after the last gradient of a bucket.
-    """
+    """Other operators keep their places: outline-regions cuts backward after the last gradient of a bucket."""
     ordered = copied(graph)
     gradients, end = _gradients(ordered), ordered.output_node()
     known = {name: place for place, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""The base class of joint choices of a step's workers."""
+"""The base class of joint choices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from mirrorc.runtime.workers.team.team import Team
 class JointChoice(ABC):
     """A joint choice of all workers, made in the first training call.
 
-    Each worker makes a proposal from its captured programs, and decides by the proposals of all. Before the first call its
-    own proposal decides, to compile early. It compiles again if the joint decision differs.
-
-    Args:
-        team: None for planned workers, where the first proposal counts.
+    Before it, the worker's own proposal decides, to compile early. ``team`` is None for planned workers.
     """
 
     subject: ClassVar[str]
@@ -40,15 +36,11 @@ class JointChoice(ABC):
 
     @abstractmethod
     def propose(self) -> str:
-        """The text of this worker's proposal."""
+        """This worker's proposal."""
 
     @abstractmethod
     def decide(self, proposals: Sequence[str]) -> None:
-        """Decides by the proposals of all workers, in the order of ranks.
-
-        Raises:
-            CommunicationError: the proposals conflict; on all workers.
-        """
+        """Decides by all proposals, by rank; CommunicationError on all workers if they conflict."""
 
     @abstractmethod
     def applies_to(self, program: Program) -> bool:
@@ -56,10 +48,10 @@ class JointChoice(ABC):
 
     @abstractmethod
     def noted_in(self, program: Program) -> Program:
-        """The captured program with the present decision."""
+        """The program with the present decision."""
 
     def consider(self, program: Program, *, in_call: bool) -> None:
-        """Observes a captured program and decides, with all workers in a training call, else alone."""
+        """Observes a program and decides, with all workers in a training call, else alone."""
         if self._is_final or not self.concerns(program):
             return
         if self._sent is None:

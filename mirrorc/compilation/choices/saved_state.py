@@ -1,4 +1,4 @@
-"""The state of a step in a checkpoint, so that a restart has the same bits: the chosen exchange, and the replicas' buffers."""
+"""The state of a step in a checkpoint, so that a restart has the same bits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ _WITHDRAWN = ("bucket_cap_mb", "first_bucket_mb")  # sizes that earlier versions
 
 
 class SavedState:
-    """State of one step, besides model and optimizer."""
-
     def __init__(self, exchange: ExchangeChoice, state: StepState, options: StepOptions) -> None:
         self._exchange, self._state = exchange, state
         self._devices = list(options.program_workers.devices_per_worker) or [len(options.devices)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Values under fixed keys: None without a choice, no buffers where the model's are those of all replicas."""
+        """None without a choice; no buffers where the model's are those of all replicas."""
         names, buffers = self._exchange.names, self._state.saved_buffers.state_dict(self._state.store)
         choice = {_DEVICES: self._devices, _FACTORS: None if names is None else list(names)}
         return {**choice, _BUFFERS: buffers} if buffers else choice

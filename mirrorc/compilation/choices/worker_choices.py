@@ -1,4 +1,4 @@
-"""The joint choices of the workers of a step."""
+"""All joint choices of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class WorkerChoices:
-    """All joint choices of a step, in the order of their exchange."""
+    """The joint choices, in the order of their exchange."""
 
     def __init__(self, options: StepOptions, num_threads: int, team: Team | None) -> None:
         self.exchange = ExchangeChoice(options, num_threads, team)
@@ -30,11 +30,7 @@ class WorkerChoices:
             self._in_call = False
 
     def settle(self, program: Program) -> None:
-        """Makes the open choices for a program, in a training call of all workers; blocks until all come.
-
-        Raises:
-            CommunicationError: the proposals conflict; on all workers.
-        """
+        """Makes the open choices for a program; blocks until all workers come."""
         for choice in self._choices if self._in_call else ():
             if choice.concerns(program):
                 choice.settle()
@@ -44,7 +40,7 @@ class WorkerChoices:
         return all(choice.applies_to(program) for choice in self._choices)
 
     def put_into(self, program: Program) -> Program:
-        """A captured program with all decisions; open ones are made now. Raises as `settle`."""
+        """The program with all decisions; open ones are made now."""
         for choice in self._choices:
             choice.consider(program, in_call=self._in_call)
             program = choice.noted_in(program)

@@ -31,11 +31,7 @@ _AS_IF_ALIKE = "; taken as if all workers had as many examples as this one"
 
 
 class ExchangeChoice(JointChoice):
-    """The form of each gradient: its sum, or its factors.
-
-    The batch sizes of the first call decide. It may accumulate gradients and send nothing, as another worker may make
-    another kind of call.
-    """
+    """The form of each gradient, by the batch sizes of the first call, even one that sends nothing."""
 
     subject = "factors"
 
@@ -49,7 +45,7 @@ class ExchangeChoice(JointChoice):
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The variables with gradients to send as factors, as chosen or loaded; None before either."""
+        """The variables with gradients to send as factors; None before a choice."""
         return self._names if self._is_final else self._loaded
 
     @property
@@ -57,7 +53,7 @@ class ExchangeChoice(JointChoice):
         return not self._is_final and self._sent is None
 
     def load(self, names: tuple[str, ...]) -> None:
-        """Takes the choice of an earlier run instead of a measurement."""
+        """Takes the choice of an earlier run."""
         assert self.is_open, "what all have chosen stays"
         self._loaded = names
 
@@ -83,12 +79,6 @@ class ExchangeChoice(JointChoice):
         return json.dumps(asdict(figures))
 
     def decide(self, proposals: Sequence[str]) -> None:
-        """Decides by the figures of all workers.
-
-        Raises:
-            CommunicationError: the user asks for factors, and the workers' machines would make different gradients of
-                them; on all workers.
-        """
         workers = self._options.program_workers
         everyone = [Figures(**json.loads(text)) for text in proposals]
         self._names, self._remark = choose_sent_as_factors(self._candidates, everyone, workers, self._options.exchange)
@@ -97,11 +87,7 @@ class ExchangeChoice(JointChoice):
         return program.workers.sent_as_factors == self._names_for(program)
 
     def noted_in(self, program: Program) -> Program:
-        """A captured program with the names of gradients to send as factors, and a remark.
-
-        Raises:
-            ValueError: the workers cannot send the table rows for an optimizer.
-        """
+        """Raises ValueError if the workers cannot send the table rows for an optimizer."""
         is_sent = program.trains and program.accumulation is Accumulation.NONE
         if sends_whole(self._options) and is_sent:
             program = program.with_remarks(_WHOLE_FOR_SYMBOLS)
@@ -120,7 +106,7 @@ class ExchangeChoice(JointChoice):
         return (*(self._names if is_sent else ()), *self._rows_of(program))
 
     def _rows_of(self, program: Program) -> tuple[str, ...]:
-        """The tables with updates by rows: workers always send these."""
+        """Workers always send tables with updates by rows."""
         if not (self._options.program_workers.are_several and program.trains):
             return ()
         variables = program.variables.values()

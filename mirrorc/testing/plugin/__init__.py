@@ -1,7 +1,6 @@
 """The pytest plugin: the fixture ``mirror_snapshot``.
 
-It is installed as the separate package ``mirrorc_pytest``. pytest imports its plugins at every start, and importing any part of
-the package mirrorc would import torch.
+The separate package ``mirrorc_pytest`` installs it: pytest imports plugins at every start, and mirrorc imports torch.
 """
 
 from __future__ import annotations

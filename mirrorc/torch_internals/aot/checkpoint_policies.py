@@ -1,4 +1,4 @@
-"""Operators of a joint graph that `torch.utils.checkpoint` recomputes in backward."""
+"""Operators that `torch.utils.checkpoint` recomputes in backward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def checkpoint_tag(node: fx.Node) -> tuple[int, bool] | None:
-    """The number of an operator's checkpoint, and the policy's choice to keep the result; None outside of all checkpoints.
+    """The number of an operator's checkpoint, and the policy's choice to keep the result; None outside of checkpoints.
 
     Raises:
-        ValueError: the policy asks for something else; the text names it.
+        ValueError: the policy asks for something else.
     """
     policy = node.meta.get("recompute")
     if policy is None:

@@ -1,4 +1,4 @@
-"""Removal from joint export of effect tokens, which order operators, and of unused GPU generator states."""
+"""Removes effect tokens, which order operators, and GPU generator states from an export."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 
 @contextlib.contextmanager
 def ordered_linalg_checks() -> Iterator[None]:
-    """In a trace, checks of ``torch.linalg`` results count as side effects; torch 2.11 would drop them."""
+    """Checks of ``torch.linalg`` results count as side effects; torch 2.11 would drop them."""
     from torch._higher_order_ops import effects
 
     name = "aten::_linalg_check_errors"
@@ -28,7 +28,7 @@ def ordered_linalg_checks() -> Iterator[None]:
 
 
 def remove_effect_tokens(graph_module: fx.GraphModule) -> None:
-    """Replaces calls with tokens by plain calls; checks of ``torch.linalg`` results become asserts."""
+    """Checks of ``torch.linalg`` results become asserts."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._higher_order_ops.effects import with_effects
 
@@ -76,7 +76,6 @@ def _assert_is_computed(graph: fx.Graph, like: fx.Node, info: fx.Node, name: str
 
 @contextlib.contextmanager
 def no_states_of_gpus() -> Iterator[None]:
-    """Spares fake tensors for GPU generator states, 2% of a small compilation."""
     from torch._decomp.decompositions_for_rng import PhiloxState
     from torch._functorch import config
 

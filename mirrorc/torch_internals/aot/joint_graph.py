@@ -1,4 +1,4 @@
-"""Result of torch's export of a graph, in mirrorc's names."""
+"""Result of torch's export of a graph."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import SizesOfArguments
 
 
 class NumberInput(NamedTuple):
-    """A Python number that a graph takes.
-
-    Attributes:
-        name: the user's name for it, or for its operands.
-        text: Python's computation; empty if the user's code has the number itself.
-        expression: the exact computation; graphs share the number of equal expressions.
-    """
+    """A Python number that a graph takes, and the Python ``text`` that computes it."""
 
     name: str
     text: str
@@ -31,20 +25,17 @@ class JointGraph:
     """AOTAutograd's graph of forward and backward, or of forward alone.
 
     Attributes:
-        leaf_of: placeholder to index of the tensor argument.
-        number_of: placeholder to index of its Python number, a scalar tensor.
-        variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
-        seed: the placeholder of the replica's seed, if an operator takes it.
-        tangent: the placeholder of the loss's gradient; None without backward.
-        loss: None without backward, where it is an output.
-        outputs: nodes of the step's other results by name.
-        gradients: parameter name to its gradient's node or None.
-        buffer_writes: buffer name to the node of its new value.
+        leaf_of, number_of: by placeholder, the index of the tensor argument or Python number.
+        variable_of: by placeholder (or get_attr node).
+        seed: the replica's, if an operator takes it.
+        tangent, loss: None without backward; there the loss is an output.
+        gradients: by parameter; may be None.
+        buffer_writes: by buffer, the new value.
         written_inputs: other writes of forward, as ("parameter", name) or ("argument", index), and ("buffer", name) for
             a value with a gradient.
         looked_up: parameters with only lookups for sparse gradients, set by the front end.
-        outside: variables outside of model and loss by name in ``variable_of``, set by the front end.
-        sizes: None if all sizes are numbers.
+        outside: variables outside of model and loss, set by the front end.
+        sizes: None if all are numbers.
     """
 
     graph_module: fx.GraphModule

@@ -1,4 +1,4 @@
-"""Private gloo process groups that can end at once; torch offers gloo only behind its global groups."""
+"""Private gloo groups that can end at once; torch offers gloo only behind its global groups."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ _opening = threading.Lock()  # a group's listener is the one opened under this l
 
 
 class GlooGroup:
-    """A group of workers outside of torch's registry, free of other code's collectives.
+    """A group of workers outside of torch's registry.
 
-    One thread at a time launches collectives, in the same order on all workers.
-    Each returns a work; its ``wait()`` blocks, deaf to signals, until success, failure or timeout.
+    One thread at a time launches collectives, in the same order on all workers. A work's ``wait()`` is deaf to signals.
 
     Args:
-        store: the workers' meeting point, with keys for this group alone.
+        store: with keys for this group alone.
         timeout_seconds: the bound on a collective and on the first meeting.
 
     Raises:
@@ -56,7 +55,7 @@ class GlooGroup:
         return self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
     def all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor], *, is_patient: bool = False) -> Any:
-        """Copies every worker's tensor into the one of its rank; ``is_patient`` lifts the timeout."""
+        """Copies every worker's tensor into that of its rank; ``is_patient`` lifts the timeout."""
         from torch.distributed.distributed_c10d import AllgatherOptions
 
         options = AllgatherOptions()
@@ -65,11 +64,11 @@ class GlooGroup:
         return self._group.allgather([list(into)], [tensor], options)
 
     def all_gather_whole(self, tensor: torch.Tensor, into: torch.Tensor) -> Any:
-        """Copies every worker's 1-D tensor, of equal lengths, into one tensor by rank."""
+        """Concatenates 1-D tensors of equal lengths."""
         return self._group._allgather_base(_as_bytes(into), _as_bytes(tensor))
 
     def all_to_all(self, parts: torch.Tensor, into: torch.Tensor) -> Any:
-        """Sends each worker its part of a 1-D tensor, and gathers received parts by rank; all have one length."""
+        """Sends each worker its part of a 1-D tensor."""
         return self._group.alltoall_base(_as_bytes(into), _as_bytes(parts), [], [])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
@@ -81,7 +80,7 @@ class GlooGroup:
         return is_any_closed(self._connected)
 
     def let_go(self) -> None:
-        """Drops the parent's connections in a forked child, which would hide the parent's end."""
+        """Drops the connections in a forked child, which would hide the parent's end."""
         sockets = open_sockets()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number, inode in self._connected.items():
@@ -93,7 +92,8 @@ class GlooGroup:
     def cut(self) -> None:
         """Ends all collectives, here and on the other workers, with an error; idempotent.
 
-        A work cannot be cancelled, so connections are closed. Listeners stay open, as gloo ends the process without them.
+        A work cannot be cancelled, so connections are closed. Listeners stay open, as gloo ends the process without
+        them.
         """
         sockets = open_sockets()
         for number, inode in self._connected.items():
@@ -104,7 +104,6 @@ class GlooGroup:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A mere copy needs no dtype that gloo knows."""
     return tensor.view(torch.uint8)
 
 
@@ -116,11 +115,7 @@ def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: fl
 
 
 def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
-    """Interfaces of the environment, or this machine's address towards the store.
-
-    Torch takes the address of the machine's name, often a loopback address.
-    The store's own machine may do so, too, and then takes its address towards another worker.
-    """
+    """The environment's interfaces, or this machine's address towards the store: its name is often a loopback address."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     store.set(f"address/{rank}", "" if names else _address_towards(_host(store)))
     if names:
@@ -140,7 +135,6 @@ def _host(store: Any) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Sends nothing; empty if the address is unknown."""
     addresses = []
     with contextlib.suppress(OSError):  # an unknown name
         addresses = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []

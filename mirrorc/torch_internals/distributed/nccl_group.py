@@ -1,4 +1,4 @@
-"""Private NCCL process groups that never end the process; torch offers NCCL only behind its global groups."""
+"""Private NCCL groups that never end the process; torch offers NCCL only behind its global groups."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ _WITHOUT_ENDING_THE_PROCESS = {  # torch's threads end it for a late worker or a
 
 
 class NcclGroup:
-    """A group of workers with a GPU each, outside of torch's registry, free of other code's collectives.
+    """A group of workers with a GPU each, outside of torch's registry. Only a single member was tried on a GPU.
 
-    One thread at a time launches collectives, in the same order on all workers, on the operand's stream.
-    Each returns a work; its ``wait()`` blocks the host until the end or a cut.
-    Only a group with one member was tried on a GPU.
-
-    Raises:
-        RuntimeError: the workers did not connect, or this build of torch has no NCCL. The first meeting has no timeout.
+    One thread at a time launches collectives, in the same order on all workers, on the operand's stream. The first
+    meeting has no timeout.
     """
 
     def __init__(self, store: Any, rank: int, num_workers: int, device: torch.device) -> None:
@@ -59,10 +55,7 @@ class NcclGroup:
         return False
 
     def cut(self) -> None:
-        """Ends everything that runs here with an error, even waits for absent workers; idempotent.
-
-        The other workers get no message.
-        """
+        """Ends everything that runs here with an error, but does not tell the others; idempotent."""
         if self.is_cut:
             return
         self.is_cut = True
@@ -82,7 +75,6 @@ class _Work:
         self._group, self._work, self._end = group, work, end
 
     def wait(self) -> None:
-        """Raises RuntimeError if the group was cut, as there may be no result."""
         self._end.synchronize()
         if self._group.is_cut:  # an aborted collective ends like any other
             raise RuntimeError("the connection to the other workers is closed")
@@ -90,7 +82,6 @@ class _Work:
 
 @contextlib.contextmanager
 def _in_environment(variables: dict[str, str]) -> Iterator[None]:
-    """Torch reads these variables when it makes a group."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,4 +1,4 @@
-"""Sockets of this process, to check connections that torch does not show."""
+"""Sockets of this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 def open_sockets() -> dict[int, int]:
-    """Inodes of this process's sockets by file number; empty without ``/proc``."""
+    """Inodes of sockets by file number; empty without ``/proc``."""
     inodes: dict[int, int] = {}
     if not os.path.isdir("/proc/self/fd"):  # as on macOS
         return inodes
@@ -24,17 +24,16 @@ def open_sockets() -> dict[int, int]:
 
 
 def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
-    """Sockets connected to a remote port that are not in an earlier `open_sockets`."""
+    """Sockets connected to a remote port since an earlier `open_sockets`."""
     return {n: inode for n, inode in open_sockets().items() if before.get(n) != inode and _leads_to(n, port)}
 
 
 def is_any_closed(sockets: Mapping[int, int]) -> bool:
-    """Tests for a connection closed by either side; the cost depends on these sockets alone."""
+    """The cost depends on these sockets alone."""
     return any(not _is_there(number, inode) or _is_closed(number) for number, inode in sockets.items())
 
 
 def _is_there(number: int, inode: int) -> bool:
-    """Another file may have taken the number."""
     try:
         status = os.fstat(number)
     except OSError:  # no such file

@@ -1,1 +1,1 @@
-"""Modes, hooks and observers of the user's thread."""
+"""Modes, hooks and observers."""

@@ -1,4 +1,4 @@
-"""Observation of gradient clipping and ``zero_grad``, however user code has imported the functions."""
+"""Observers of gradient clipping and ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _of_zero_grad: list[ZeroGradObserver] = []
 
 
 def observe_clipping(observer: ClippingObserver) -> None:
-    """Calls ``observer`` with the function's name and parameters before all `CLIPPING`; it replaces an earlier observer.
+    """Calls ``observer`` with the function's name and parameters before all `CLIPPING`.
 
-    The functions stay the same objects, as user code may have imported them earlier.
-    Each is a wrapper that calls the content of a closure cell, which is replaced.
+    User code may have imported the functions, so the content of a closure cell is replaced.
     """
     _of_clipping[:] = [observer]
     for name in CLIPPING:
@@ -56,10 +55,7 @@ def _observed_clipping(name: str, clip: Callable[..., Any]) -> Callable[..., Any
 
 
 def observe_zero_grad(observer: ZeroGradObserver) -> None:
-    """Calls ``observer`` with the parameters after a ``zero_grad`` of torch; it replaces an earlier observer.
-
-    A subclass's ``zero_grad`` is observed only if it calls the base class's.
-    """
+    """Calls ``observer`` with the parameters after a ``zero_grad`` of torch, unless a subclass's bypasses it."""
     _of_zero_grad[:] = [observer]
     for kind, parameters_of in ((torch.optim.Optimizer, _of_optimizer), (nn.Module, _of_module)):
         if not hasattr(kind.zero_grad, "tells_mirrorc"):

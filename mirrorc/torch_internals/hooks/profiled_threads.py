@@ -1,4 +1,4 @@
-"""Extension of torch's profiler to helper threads, as it covers the threads of autograd."""
+"""Extends torch's profiler to helper threads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ def is_profiled() -> bool:
 
 
 def seen_by_profiler(job: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps a job for another thread, so that the calling thread's profiler sees it.
-
-    The calling thread must wait for the end of the job, which may run once.
-    """
+    """Wraps a job for another thread; the calling thread must wait for its end. The job may run once."""
     functions = _functions()
     if functions is None:
         return job

@@ -1,4 +1,4 @@
-"""Copies of TorchScript modules with other tensors as parameters and buffers. They have no hooks."""
+"""Copies of TorchScript modules with other tensors as parameters and buffers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _parameter(argument: Any) -> inspect.Parameter:
 
 
 def object_within(module: nn.Module) -> str | None:
-    """An attribute of a TorchScript module with an object that copies would share; None if there is none."""
+    """An attribute of a TorchScript module with an object that copies would share."""
     for part in module.modules():
         for name in _attribute_names(part):
             if _shown(getattr(part, name)) is None:
@@ -50,14 +50,14 @@ def _attribute_names(part: nn.Module) -> list[str]:
 
 
 def _compiled_anew(original: nn.Module) -> nn.Module:
-    """A deep copy would share code, in which TorchScript stores optimizations from the first runs of any copy."""
+    """A deep copy would share code, with optimizations from the first runs of any copy."""
     written = io.BytesIO()
     torch.jit.save(original, written)
     return torch.jit.load(io.BytesIO(written.getvalue()))
 
 
 class ScriptCopy:
-    """A copy of an outermost TorchScript module for one thread, while others run theirs.
+    """A copy of an outermost TorchScript module for one thread.
 
     Attributes:
         module: can run after `load`.

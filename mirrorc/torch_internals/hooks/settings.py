@@ -1,4 +1,4 @@
-"""Torch's settings and hooks, and its structured trace."""
+"""Torch's settings and hooks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from torch.optim import optimizer as of_all
 
 
 def is_structured_trace_on() -> bool:
-    """Tests for a structured trace, by the environment variable TORCH_TRACE or a handler of the user.
-
-    Newer versions of pytest add handlers to every logger that does not propagate; these do not count.
-    """
+    """Tests for TORCH_TRACE or a handler of the user; those of newer versions of pytest do not count."""
     from torch._logging._internal import LazyTraceHandler, trace_log
 
     asked_for = [handler for handler in trace_log.handlers if not type(handler).__module__.startswith("_pytest.")]
@@ -46,7 +43,7 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 class UncountedHook:
-    """An optimizer step hook that leaves the step unchanged; `has_step_hooks` does not count it."""
+    """An optimizer step hook that leaves the step unchanged, for `has_step_hooks`."""
 
     def __init__(self, function: Callable[[torch.optim.Optimizer], None]) -> None:
         self._function = function
@@ -78,7 +75,7 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
-    """The step of a torch class without torch's wrappers, which take longer than the update of a small bucket.
+    """The step without torch's wrappers, which take longer than the update of a small bucket.
 
     Callers must disable gradients and ensure that there are no hooks.
     """
@@ -95,10 +92,7 @@ def takes_divisor(kind: type[torch.optim.Optimizer]) -> bool:
 
 @contextmanager
 def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
-    """A fused step within it divides the gradients by a number, and writes the quotients back.
-
-    Fused optimizers read a float32 scalar ``grad_scale``, as for torch's `GradScaler`; other implementations refuse it.
-    """
+    """A fused step within it divides the gradients, and writes the quotients back; others refuse ``grad_scale``."""
     optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32)  # type: ignore[attr-defined]
     try:
         yield
@@ -107,10 +101,7 @@ def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iter
 
 
 def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests that ``optimizer.step`` is torch's, patched neither on the object nor on the class.
-
-    Patches of LR schedulers, which only count calls, and of ``torch.compile`` are ignored.
-    """
+    """Tests that ``optimizer.step`` is torch's. Patches of LR schedulers and ``torch.compile`` are ignored."""
     of_class = type(optimizer).step
     step = optimizer.__dict__.get("step", of_class)
     if step is not of_class:
@@ -184,7 +175,7 @@ def is_plain_thread() -> bool:
 
 
 def dispatch_modes() -> list[str]:
-    """Classes of this thread's active `TorchDispatchMode` objects."""
+    """Classes of this thread's `TorchDispatchMode` objects."""
     if not torch._C._len_torch_dispatch_stack():
         return []
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

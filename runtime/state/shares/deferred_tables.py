@@ -32,10 +32,7 @@ class DeferredTable:
 
 
 class DeferredTables:
-    """The tables of a replica's share that a wait defers; `visit` adds deferral to the callback.
-
-    Checks before the commit need the rows alone, which are far fewer than the table's.
-    """
+    """The tables that a wait defers, since checks before the commit need the rows alone."""
 
     def __init__(self, visit: Visit) -> None:
         self.visit = replace(visit, defer=self._defer)
@@ -62,7 +59,7 @@ class DeferredTables:
 
     @staticmethod
     def measure(shares: Sequence[DeferredTables]) -> float | None:
-        """The 2-norm of all tables; None without tables, or after non-finite tables were made and visited."""
+        """None without tables, or after non-finite tables were made and visited."""
         tables = [table for share in shares for table in share._tables]
         norm = norm_of_tables(tables) if tables else None
         for share in shares:
@@ -73,7 +70,6 @@ class DeferredTables:
 
     @staticmethod
     def settle(shares: Iterable[DeferredTables]) -> None:
-        """Makes and visits the tables of some shares, unless all are known to be finite."""
         unknown = [share for share in shares if share._tables and not share._are_finite]
         if unknown and not are_finite([table for share in unknown for table in share._tables]):
             for share in unknown:
@@ -81,12 +77,11 @@ class DeferredTables:
 
 
 def bytes_of_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """The bytes of a share's deferred rows, if the shares get equal parts."""
     return bytes_to_measure_tables(pieces, factors) // len(factors)
 
 
 def bytes_to_measure_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """The bytes of all shares' rows, side by side only during selection and measurement."""
+    """Of all shares' rows, side by side only during selection and measurement."""
     total = 0
     for piece in pieces:
         if isinstance(piece, TablePiece):
@@ -106,7 +101,7 @@ def select_rows(tables: Iterable[DeferredTable]) -> list[torch.Tensor]:
 
 
 def are_finite(tables: Iterable[DeferredTable]) -> bool:
-    """Test by a bound: no sum of rows exceeds their norm times the root of their number."""
+    """Tests by a bound: no sum of rows exceeds their norm times the root of their number."""
     rows = select_rows(tables)
     norms = torch.stack(norms_of_each(rows)).tolist()
     return all(
@@ -116,7 +111,7 @@ def are_finite(tables: Iterable[DeferredTable]) -> bool:
 
 
 def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
-    """The 2-norm of all tables; None for possibly non-finite elements. Each table gets its summed rows."""
+    """None for possibly non-finite elements. Each table gets its summed rows."""
     norms = []
     for group in _by_width(tables):
         places, rows = _selected(group)
@@ -129,9 +124,7 @@ def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
 
 
 def _by_width(tables: Iterable[DeferredTable]) -> list[list[DeferredTable]]:
-    """Groups of tables for common calls: two threads that alternate on the interpreter spend most time in small
-    operators.
-    """
+    """Common calls, because two threads that alternate on the interpreter spend most time in small operators."""
     groups: dict[tuple[int, torch.dtype], list[DeferredTable]] = defaultdict(list)
     for table in tables:
         rows, _ = table.factors[0]
@@ -165,7 +158,7 @@ def _assign(tables: Sequence[DeferredTable], places: torch.Tensor, rows: torch.T
 
 
 def _numbers(tables: Sequence[DeferredTable]) -> torch.Tensor:
-    """Per piece, a column: first row, end row, padding row, and the offset to row numbers among all pieces."""
+    """Columns of first row, end row, padding row, and the offset to row numbers among all pieces."""
     columns, end = [], 0
     for piece in (table.piece for table in tables):
         first, stop = piece.rows.start, piece.rows.stop

@@ -1,4 +1,4 @@
-"""Shares of buckets with factored gradients: each device makes its own elements."""
+"""Shares of buckets with factored gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mirrorc.runtime.state.shares.pieces import (
 
 
 def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
-    """The pieces of a replica's share of a bucket, in order."""
+    """The pieces of a replica's share, in order."""
     start, stop = bucket.made(replica, num_replicas)
     number_of = {slot.place: number for number, slot in enumerate(factored)}
     pieces: list[Piece] = []
@@ -43,17 +43,12 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: i
 
 
 def forget_writes(pieces: Sequence[Piece]) -> None:
-    """Makes the next step write shares completely, since the buckets may have been overwritten."""
     for piece in pieces:
         piece.forget()
 
 
 def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None) -> None:
-    """Makes a replica's share of the sum, in the first replica's bucket, with additions in order of replicas.
-
-    Args:
-        visit: called with each finished part of the share, in order.
-    """
+    """Makes a share of the sum in the first replica's bucket, and visits each finished part."""
     make_pieces(buckets[replica].pieces, buckets, visit)
 
 
@@ -69,13 +64,13 @@ def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visi
 
 @dataclass(frozen=True)
 class MadeShare:
-    """A finished share in memory, possibly sparse; ``pieces`` is empty for unknown content."""
+    """A finished share in memory; ``pieces`` is empty for unknown content."""
 
     pieces: Sequence[Piece] = ()
     start: int = 0
 
     def visit(self, share: torch.Tensor, visit: Visit) -> bool:
-        """Visits this step's elements, in parts, if they are less than half of the share; returns True if so."""
+        """Visits this step's elements if they are less than half of the share; returns True if so."""
         if not self.pieces or 2 * sum(piece.num_made for piece in self.pieces) >= share.numel():
             return False
         for piece in self.pieces:
@@ -88,9 +83,9 @@ class UnmadeShare:
     """A pending share of a sum with complete inputs.
 
     Attributes:
-        buckets: of all participating replicas, in order; the first one holds parts without other memory.
-        start, stop: the share's elements in the bucket. Gaps between and behind slots are zero and in no piece.
-        change: applied to each finished part; may be None.
+        buckets: of all participating replicas; the first one holds parts without other memory.
+        start, stop: the share's elements. Gaps between slots are in no piece.
+        change: applied to each finished part.
     """
 
     buckets: Sequence[FactoredBucket]
@@ -103,7 +98,7 @@ class UnmadeShare:
         return replace(self, change=bounding_by(max_value))
 
     def largest_part(self, num_elements: int) -> int:
-        """The elements of memory that `make_parts` needs; 0 if all parts lie in the bucket."""
+        """Elements of memory for `make_parts`; 0 if all parts lie in the bucket."""
         return max((piece.largest_part(num_elements, self._factors) for piece in self.pieces), default=0)
 
     def make(self) -> torch.Tensor:
@@ -111,7 +106,6 @@ class UnmadeShare:
         return self.buckets[0].tensor[self.start : self.stop]
 
     def make_parts(self, num_elements: int, memory: torch.Tensor, take: Take) -> None:
-        """Makes the share in parts, in order, and passes each to ``take`` before the next."""
         whole, start = self.buckets[0].tensor, self.start
         waiting = start  # the first pending element in the bucket
 
@@ -148,7 +142,6 @@ def largest_part_of_share(
     num_elements: int,
     factors: Sequence[Sequence[Sequence[Factors]]],
 ) -> int:
-    """The elements of the largest part of `UnmadeShare.make_parts`."""
     (waiting, stop), largest = bounds, 0
     for piece in pieces:
         if part := piece.largest_part(num_elements, factors):
@@ -157,20 +150,12 @@ def largest_part_of_share(
 
 
 def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
-    """Makes one replica's factored gradients in its own bucket; its pieces must cover the whole bucket.
-
-    Args:
-        is_summed: later additions of other replicas' gradients, so that the bucket holds more than the last step made.
-    """
+    """Makes one replica's gradients in its own bucket; ``is_summed`` if other replicas' are added later."""
     if is_summed:
         forget_writes(bucket.pieces)
     make_share([bucket], 0)
 
 
 def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """Peak temporary bytes of `make_share`.
-
-    Args:
-        factors: by replica with examples, factored gradient and part; tensors may be fake.
-    """
+    """Peak temporary bytes of `make_share`; ``factors`` (maybe fake) by replica, factored gradient and part."""
     return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

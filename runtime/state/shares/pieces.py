@@ -1,4 +1,4 @@
-"""Pieces of a replica's share of a bucket: ranges of elements, each made by the class for its form of gradient."""
+"""Pieces of a share: ranges of elements, each made by the class for its form of gradient."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mirrorc.ir.buckets import Slot
 from mirrorc.ir.operation import Handlers
 
 CACHED_ELEMENTS = 2**18
-"""The elements of a cache-sized part, 1 MiB of 32 bits each, for further work without memory traffic."""
+"""A part that stays in the cache: 1 MiB of 32 bits each."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """An action on each finished part of a share: a measurement, or a change in place.
+    """An action on each finished part of a share.
 
     Attributes:
-        function: takes a 1-D part, without zero rows of a table. An unwritten part stays unchanged until the step commits.
+        function: takes a 1-D part, without zero rows of a table.
         writes: permission to write the part; zeros stay zero.
         defer: takes a piece that may be made later; None without deferral.
     """
@@ -43,20 +43,15 @@ def bounding_by(max_value: float) -> Visit:
 
 
 Take = Callable[[int, torch.Tensor], None]
-"""A consumer of a share's parts: takes the part's first element, counted from the bucket's, and the 1-D part."""
+"""Takes a part's first element, counted from the bucket's, and the 1-D part."""
 
 Factors = tuple[torch.Tensor, ...]
-"""The factors of a gradient, or of one of its parts, in the order of its form's `factor_names`."""
+"""In the order of the form's `factor_names`."""
 
 
 @dataclass(frozen=True)
 class FactoredBucket:
-    """A replica's bucket with pending factored gradients.
-
-    Attributes:
-        tensor: the bucket, 1-D; slots of factored gradients are unwritten.
-        factors: by gradient, in order of slots, and part; empty on a replica without examples.
-    """
+    """A replica's bucket, 1-D, with unwritten slots of factored gradients; ``factors`` by gradient and part."""
 
     tensor: torch.Tensor
     factors: Sequence[Sequence[Factors]]
@@ -72,10 +67,10 @@ class Piece(ABC):
 
     @abstractmethod
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
-        """Makes the sum over all replicas in ``total``, the piece's elements in the first replica's bucket, 1-D."""
+        """Makes the sum over all replicas in ``total``, 1-D, part of the first replica's bucket."""
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """As `make`, with a visit of the elements in parts. Subclasses may visit a part before the next is made."""
+        """As `make`, with a visit of the elements in parts, maybe before the next is made."""
         self.make(buckets, total)
         self.visit_made(total, visit)
 
@@ -84,7 +79,6 @@ class Piece(ABC):
 
     @property
     def num_made(self) -> int:
-        """Upper bound of the elements in `visit_made`."""
         return self.stop - self.start
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
@@ -94,7 +88,7 @@ class Piece(ABC):
     def make_parts(
         self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
     ) -> None:
-        """Makes the sum in parts, in order, in reused memory, and passes each to ``take`` before the next."""
+        """Makes the sum in parts, in reused memory, and passes each to ``take`` before the next."""
         raise NotImplementedError(f"{type(self).__name__} is made in the bucket")
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
@@ -129,11 +123,7 @@ class SumPiece(Piece):
 
 @dataclass
 class FactoredPiece(Piece):
-    """Elements of a factored gradient; each form of gradient has a subclass.
-
-    Attributes:
-        factored: the index of the gradient among the bucket's factored gradients.
-    """
+    """Elements of the ``factored``-th factored gradient of the bucket."""
 
     factored: int
 
@@ -144,11 +134,8 @@ class FactoredPiece(Piece):
 
     @abstractmethod
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Writes the sum over all replicas.
-
-        Args:
-            factors: by replica with examples, in order, and by part.
-            total: the piece's elements, 1-D, with the content of the last step.
+        """Writes the sum over replicas in ``total``, 1-D, with the content of the last step; ``factors`` by replica and
+        part.
         """
 
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:

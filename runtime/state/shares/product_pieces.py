@@ -1,4 +1,4 @@
-"""Shares of gradients that are matrix products; each piece is a rectangle of a matrix."""
+"""Shares of matrix products; each piece is a rectangle of a matrix."""
 
 from __future__ import annotations
 
@@ -52,10 +52,7 @@ class Rectangle(FactoredPiece):
 @dataclass
 class ProductPiece(Rectangle):
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Multiplies the factors of all parts with the least memory traffic.
-
-        One product needs a contiguous copy of all factors. Several products each read and write the result.
-        """
+        """One product needs a contiguous copy of all factors. Several products each read and write the result."""
         joined = _joined(self._pairs(factors))
         _add_products(joined, total.view(-1, self._sizes()[1]))
 

@@ -1,4 +1,4 @@
-"""Shares of gradients of embedding tables: summed rows, in memory that is zero otherwise."""
+"""Shares of gradients of embedding tables."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ OwnRows = tuple[torch.Tensor, torch.Tensor]
 class TablePiece(Rectangle):
     """A rectangle of a table's gradient, in memory that is zero except for the few rows of a step.
 
-    Attributes:
-        padding_idx: the table's excluded row.
-        written: rows of the last step, counted from the rectangle's first row, by part; None for unknown content.
+    ``written`` has the rows of the last step, from the rectangle's first on; None for unknown content.
     """
 
     padding_idx: int = -1
@@ -38,7 +36,7 @@ class TablePiece(Rectangle):
             yield replace(piece, num_rows=slot.shape[0])
 
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Clears the rows of the last step and adds those of this step; other rows are already zero."""
+        """Clears the rows of the last step, and adds those of this step."""
         self.add_rows([self._select(part) for part in factors], total)
 
     def add_rows(self, parts: Sequence[OwnRows], total: torch.Tensor) -> None:
@@ -60,7 +58,6 @@ class TablePiece(Rectangle):
         return places.index_select(0, positions).long() - self.rows.start, rows.index_select(0, positions)
 
     def _positions_of_rows(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Positions of the rectangle's rows among some rows of the table; None for all."""
         conditions = [places >= self.rows.start] if self.rows.start else []
         if self.rows.stop < self.num_rows:
             conditions.append(places < self.rows.stop)
@@ -73,12 +70,12 @@ class TablePiece(Rectangle):
         return self._sizes()[0]
 
     def rows_and_places(self, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-        """A gradient part's 2-D rows, and their row numbers in the table, in this rectangle or others."""
+        """A part's 2-D rows, and their row numbers in the table, in this rectangle or others."""
         rows, indices = factors
         return rows.reshape(-1, rows.shape[-1])[:, self.columns], indices.reshape(-1)
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """See `Piece`; defers the piece if a step adds few rows."""
+        """Defers the piece if a step adds few rows."""
         factors = self.factors_in(buckets)
         if visit.defer is not None and self.has_few_rows(factors):
             visit.defer(self, factors, total)
@@ -87,7 +84,6 @@ class TablePiece(Rectangle):
             self.visit_made(total, visit)
 
     def has_few_rows(self, factors: Sequence[Factors]) -> bool:
-        """Test for rows that cost less than a pass over the whole rectangle."""
         num_added = sum(indices.numel() for _, indices in factors)
         return 0 < 2 * num_added < self.num_rows_here and factors[0][0].is_floating_point()
 
@@ -117,7 +113,6 @@ class TablePiece(Rectangle):
         self.written = None
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """The bytes of the rows selected from one part, if the shares get equal parts."""
         parts = [rows for replica_factors in factors for rows, _ in replica_factors[self.factored]]
         if (
             self.rows == slice(0, self.num_rows)
