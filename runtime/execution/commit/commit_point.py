@@ -15,7 +15,7 @@ from mirrorc.runtime.communication.rendezvous import Aborted, Rendezvous
 from mirrorc.runtime.devices.events import record_event, wait_event
 from mirrorc.runtime.workers.protocol.vote import Vote
 
-TAKES_PLACE, SKIPPED, _STOPPED, _AGREEING = "takes place", "skipped", "stopped", "agreeing"
+TAKES_PLACE, SKIPPED, _STOPPED, _VOTING = "takes place", "skipped", "stopped", "voting"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CommitPoint:
         self._numbers: list[_Numbers] = [_Numbers()] * len(devices)  # of each replica that has arrived
         self._is_suspended = False
         self._agreed_numbers: torch.Tensor | None = None  # the numbers with which all workers go on
-        self._agreeing = threading.Lock()
+        self._voting = threading.Lock()
         self._rendezvous = self._make_rendezvous()
 
     def _make_rendezvous(self) -> Rendezvous:
@@ -89,7 +89,7 @@ class CommitPoint:
     @property
     def is_binding(self) -> bool:
         """Test for a decision here, or possibly on other workers with this worker's vote."""
-        return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _AGREEING)
+        return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _VOTING)
 
     def begin(self) -> None:
         self._decision, self._agreed_numbers = {}, None
@@ -118,10 +118,11 @@ class CommitPoint:
             if self._decision.setdefault("step", decision) is not decision:
                 raise Aborted
             return
-        with self._agreeing:  # one replica asks, and the others wait for the answer
-            if self._decision.setdefault("step", _AGREEING) is _AGREEING:
+        with self._voting:  # one replica votes, and the others wait for the outcome
+            # setdefault claims the vote in one operation, unless `stop` came first; from then on only the assignment ends it
+            if self._decision.setdefault("step", _VOTING) is _VOTING:
                 try:
-                    takes_place, self._agreed_numbers = self._workers.vote(self._vote(decision, numbers))
+                    takes_place, self._agreed_numbers = self._workers.vote(self._make_vote(decision, numbers))
                     if not takes_place:
                         self._refuse()
                     self._decision["step"] = TAKES_PLACE if takes_place else SKIPPED
@@ -131,7 +132,7 @@ class CommitPoint:
             if self._decision["step"] is _STOPPED:
                 raise Aborted
 
-    def _vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
+    def _make_vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
         return Vote(decision is TAKES_PLACE, numbers=numbers)
 
     def _refuse(self) -> None:

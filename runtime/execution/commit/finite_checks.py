@@ -151,7 +151,7 @@ class CheckedCommit(CommitPoint):
         self._decide(SKIPPED if self._faults_by_replica else TAKES_PLACE, met)
         return False if self.is_skipped else self._numbers_for_all(met)
 
-    def _vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
+    def _make_vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
         """Sums over workers are the same on all; losses, parts of sums and accumulated gradients are local."""
         has_sound_sums = not any(fault.variable in self._known_to_all for fault in self._all_faults())
         return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)

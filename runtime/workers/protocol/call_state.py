@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 
-class Stage(enum.StrEnum):
+class CallStage(enum.StrEnum):
     """Stages of a training call.
 
     A call that commits before all sums are there goes over VOTING_EARLY, UPDATING and UPDATED. REFUSED ends one that all refuse.
@@ -16,7 +16,7 @@ class Stage(enum.StrEnum):
     BEFORE = "before"  # the others know of no vote of this worker
     REFUSED = "refused"  # all workers raise the same error
     VOTING = "voting"
-    COMMITTED = "committed"
+    DECIDED = "decided"  # all have, for the step or against it
     VOTING_EARLY = "voting early"
     UPDATING = "updating"  # the step takes place, and sums or updates are to come; no worker ends the call without them
     UPDATED = "updated"
@@ -28,11 +28,11 @@ class CallState:
     """This worker's training calls, one at a time; ``number`` is 0 before the first."""
 
     number: int = 0
-    stage: Stage = Stage.BEFORE
+    stage: CallStage = CallStage.BEFORE
 
     def begin(self) -> None:
         self.number += 1
-        self.stage = Stage.BEFORE
+        self.stage = CallStage.BEFORE
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Failure:
     step: int
     text: str
     is_final: bool = False
-    stage: Stage = Stage.BEFORE
+    stage: CallStage = CallStage.BEFORE
 
     def ends(self, call: int) -> bool:
         return self.step == call or (self.is_final and self.step < call)
@@ -62,4 +62,4 @@ class Failure:
     @staticmethod
     def from_text(text: str | bytes) -> Failure:
         fields = json.loads(text)
-        return Failure(**{**fields, "stage": Stage(fields["stage"])})
+        return Failure(**{**fields, "stage": CallStage(fields["stage"])})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from mirrorc.runtime.workers.protocol.call_state import Failure, Stage
+from mirrorc.runtime.workers.protocol.call_state import CallStage, Failure
 
 
 class Event(enum.Enum):
@@ -23,9 +23,9 @@ class Event(enum.Enum):
     def of(failure: Failure) -> Event:
         if failure.is_final:
             return Event.GONE
-        if failure.stage in (Stage.VOTING_EARLY, Stage.UPDATING):
+        if failure.stage in (CallStage.VOTING_EARLY, CallStage.UPDATING):
             return Event.FAILED_EARLY
-        return Event.FAILED_BEFORE if failure.stage in (Stage.BEFORE, Stage.REFUSED) else Event.FAILED_LATE
+        return Event.FAILED_BEFORE if failure.stage in (CallStage.BEFORE, CallStage.REFUSED) else Event.FAILED_LATE
 
 
 class Next(enum.Enum):
@@ -74,59 +74,59 @@ _IS_UNKNOWN = "a connection broke while they agreed on a step, and it is not kno
 
 # fmt: off
 _RAISED = {
-    Stage.BEFORE:       Consequence(Next.AGAIN,   tells=Tells.FAILURE),
-    Stage.REFUSED:      Consequence(Next.RAISE),
-    Stage.VOTING:       Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_HAS_VOTED),
-    Stage.COMMITTED:    Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_HAS_VOTED),
-    Stage.VOTING_EARLY: Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_HAS_VOTED),
-    Stage.UPDATING:     Consequence(Next.RESTORE, tells=Tells.FAILURE),
-    Stage.UPDATED:      Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_HAS_VOTED),
-    Stage.DONE:         Consequence(Next.RAISE),
+    CallStage.BEFORE:       Consequence(Next.AGAIN,   tells=Tells.FAILURE),
+    CallStage.REFUSED:      Consequence(Next.RAISE),
+    CallStage.VOTING:       Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_HAS_VOTED),
+    CallStage.DECIDED:      Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_HAS_VOTED),
+    CallStage.VOTING_EARLY: Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_HAS_VOTED),
+    CallStage.UPDATING:     Consequence(Next.RESTORE, tells=Tells.FAILURE),
+    CallStage.UPDATED:      Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_HAS_VOTED),
+    CallStage.DONE:         Consequence(Next.RAISE),
 }
 _CLOSED = _RAISED | {
-    Stage.BEFORE:       Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_IS_CLOSED),
-    Stage.UPDATING:     Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_IS_CLOSED),
+    CallStage.BEFORE:       Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_IS_CLOSED),
+    CallStage.UPDATING:     Consequence(Next.RESTART, tells=Tells.FAILURE, reason=_IS_CLOSED),
 }
-_LOST = dict.fromkeys(Stage, Consequence(Next.FIND)) | {Stage.REFUSED: Consequence(Next.RAISE)}
-_FAILED_BEFORE = {  # nobody commits a step without all votes; COMMITTED: all have decided against it, and some hear why
-    Stage.BEFORE:       Consequence(Next.AGAIN,   Parameters.BEFORE),
-    Stage.REFUSED:      Consequence(Next.RAISE),
-    Stage.VOTING:       Consequence(Next.AGAIN,   Parameters.BEFORE),
-    Stage.COMMITTED:    Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
-    Stage.VOTING_EARLY: Consequence(Next.AGAIN,   Parameters.BEFORE),
-    Stage.UPDATING:     Consequence(Next.RESTORE, Parameters.BETWEEN),
-    Stage.UPDATED:      Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
-    Stage.DONE:         Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
+_LOST = dict.fromkeys(CallStage, Consequence(Next.FIND)) | {CallStage.REFUSED: Consequence(Next.RAISE)}
+_FAILED_BEFORE = {  # nobody commits a step without all votes; DECIDED: all have decided against it, and some hear why
+    CallStage.BEFORE:       Consequence(Next.AGAIN,   Parameters.BEFORE),
+    CallStage.REFUSED:      Consequence(Next.RAISE),
+    CallStage.VOTING:       Consequence(Next.AGAIN,   Parameters.BEFORE),
+    CallStage.DECIDED:      Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
+    CallStage.VOTING_EARLY: Consequence(Next.AGAIN,   Parameters.BEFORE),
+    CallStage.UPDATING:     Consequence(Next.RESTORE, Parameters.BETWEEN),
+    CallStage.UPDATED:      Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
+    CallStage.DONE:         Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
 }
 _FAILED_EARLY = {  # nobody has ended the call, so all know of the failure
-    Stage.BEFORE:       Consequence(Next.AGAIN,   Parameters.BEFORE),
-    Stage.REFUSED:      Consequence(Next.RAISE),
-    Stage.VOTING:       Consequence(Next.AGAIN,   Parameters.BEFORE),
-    Stage.COMMITTED:    Consequence(Next.AGAIN,   Parameters.AFTER),  # of a skipped step
-    Stage.VOTING_EARLY: Consequence(Next.RESTORE, Parameters.BEFORE_HERE),
-    Stage.UPDATING:     Consequence(Next.RESTORE, Parameters.BETWEEN),
-    Stage.UPDATED:      Consequence(Next.RESTORE, Parameters.AFTER),
-    Stage.DONE:         Consequence(Next.RESTORE, Parameters.AFTER),
+    CallStage.BEFORE:       Consequence(Next.AGAIN,   Parameters.BEFORE),
+    CallStage.REFUSED:      Consequence(Next.RAISE),
+    CallStage.VOTING:       Consequence(Next.AGAIN,   Parameters.BEFORE),
+    CallStage.DECIDED:      Consequence(Next.AGAIN,   Parameters.AFTER),  # of a skipped step
+    CallStage.VOTING_EARLY: Consequence(Next.RESTORE, Parameters.BEFORE_HERE),
+    CallStage.UPDATING:     Consequence(Next.RESTORE, Parameters.BETWEEN),
+    CallStage.UPDATED:      Consequence(Next.RESTORE, Parameters.AFTER),
+    CallStage.DONE:         Consequence(Next.RESTORE, Parameters.AFTER),
 }
 _FAILED_LATE = {
-    Stage.BEFORE:       Consequence(Next.AGAIN,   Parameters.BEFORE),
-    Stage.REFUSED:      Consequence(Next.RAISE),
-    Stage.VOTING:       Consequence(Next.RESTART, Parameters.BEFORE, Tells.END, _IS_UNKNOWN),
-    Stage.COMMITTED:    Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
-    Stage.VOTING_EARLY: Consequence(Next.RESTORE, Parameters.BEFORE_HERE),
-    Stage.UPDATING:     Consequence(Next.RESTORE, Parameters.BETWEEN),
-    Stage.UPDATED:      Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
-    Stage.DONE:         Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
+    CallStage.BEFORE:       Consequence(Next.AGAIN,   Parameters.BEFORE),
+    CallStage.REFUSED:      Consequence(Next.RAISE),
+    CallStage.VOTING:       Consequence(Next.RESTART, Parameters.BEFORE_HERE, Tells.END, _IS_UNKNOWN),
+    CallStage.DECIDED:      Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
+    CallStage.VOTING_EARLY: Consequence(Next.RESTORE, Parameters.BEFORE_HERE),
+    CallStage.UPDATING:     Consequence(Next.RESTORE, Parameters.BETWEEN),
+    CallStage.UPDATED:      Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
+    CallStage.DONE:         Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
 }
 _GONE = {
-    Stage.BEFORE:       Consequence(Next.RESTART, Parameters.BEFORE),
-    Stage.REFUSED:      Consequence(Next.RAISE),
-    Stage.VOTING:       Consequence(Next.RESTART, Parameters.BEFORE, reason=_IS_UNKNOWN),
-    Stage.COMMITTED:    Consequence(Next.RESTART, Parameters.AFTER),
-    Stage.VOTING_EARLY: Consequence(Next.RESTART, Parameters.BEFORE_HERE),
-    Stage.UPDATING:     Consequence(Next.RESTART, Parameters.BETWEEN),
-    Stage.UPDATED:      Consequence(Next.RESTART, Parameters.AFTER),
-    Stage.DONE:         Consequence(Next.RESTART, Parameters.AFTER),
+    CallStage.BEFORE:       Consequence(Next.RESTART, Parameters.BEFORE),
+    CallStage.REFUSED:      Consequence(Next.RAISE),
+    CallStage.VOTING:       Consequence(Next.RESTART, Parameters.BEFORE_HERE, reason=_IS_UNKNOWN),
+    CallStage.DECIDED:      Consequence(Next.RESTART, Parameters.AFTER),
+    CallStage.VOTING_EARLY: Consequence(Next.RESTART, Parameters.BEFORE_HERE),
+    CallStage.UPDATING:     Consequence(Next.RESTART, Parameters.BETWEEN),
+    CallStage.UPDATED:      Consequence(Next.RESTART, Parameters.AFTER),
+    CallStage.DONE:         Consequence(Next.RESTART, Parameters.AFTER),
 }
 # fmt: on
 CONSEQUENCES = {
@@ -140,7 +140,7 @@ CONSEQUENCES = {
 }
 
 
-def may_have_parted(stage: Stage, consequence: Consequence) -> bool:
+def may_have_parted(stage: CallStage, consequence: Consequence) -> bool:
     """True if workers may have parameters of two steps, so that a broadcast must precede the next step."""
-    commits_early = stage in (Stage.VOTING_EARLY, Stage.UPDATING, Stage.UPDATED)
+    commits_early = stage in (CallStage.VOTING_EARLY, CallStage.UPDATING, CallStage.UPDATED)
     return consequence.next is Next.RESTORE or (commits_early and consequence.next is Next.RESTART)

@@ -13,7 +13,7 @@ from mirrorc.cluster import Cluster, Worker
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.consistency import StoreTransport, Transport, compare, digest
 from mirrorc.errors import CommunicationError
-from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
+from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState
 from mirrorc.runtime.workers.team.published_failures import PublishedFailures
 from mirrorc.runtime.workers.transport.connect import all_texts
 from mirrorc.runtime.workers.transport.connections import Connections
@@ -92,7 +92,7 @@ class ControlCollectives:
 
     def _begin_refusal(self) -> Transport:
         """Exchanges facts in the store, as they may be long; all workers refuse the call."""
-        self._call.stage = Stage.REFUSED
+        self._call.stage = CallStage.REFUSED
         store = self._connections.part_of_store(f"facts {self._call.number}")
         return _BoundedStore(store, self._cluster, self._timeout_seconds, self._look)
 
@@ -102,7 +102,7 @@ class ControlCollectives:
         try:
             compare(subject, facts, over=open_transport())
         except LostConnectionError:
-            self._call.stage = Stage.BEFORE  # they do not raise the like
+            self._call.stage = CallStage.BEFORE  # they do not raise the like
             raise
         except CommunicationError as error:
             end = f" {remedy}." if remedy else ""
@@ -118,7 +118,7 @@ class ControlCollectives:
         try:
             yield
         except CommunicationError:
-            self._call.stage = Stage.REFUSED
+            self._call.stage = CallStage.REFUSED
             raise
 
 

@@ -8,7 +8,7 @@ from mirrorc.cluster import Cluster
 from mirrorc.cluster.lost_in_rounds import in_short
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.communication import StepStoppedError
-from mirrorc.runtime.workers.protocol.call_state import CallState, Failure, Stage
+from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState, Failure
 from mirrorc.runtime.workers.team.consequences import (
     CONSEQUENCES,
     Event,
@@ -89,9 +89,9 @@ class FailedCalls:
         assert failure is not None, "published by another worker, or sought"
         return self._failures.text(failure)
 
-    def _stage(self, is_whole: Callable[[], bool]) -> Stage:
+    def _stage(self, is_whole: Callable[[], bool]) -> CallStage:
         stage = self._call.stage
-        return Stage.COMMITTED if stage is Stage.DONE and not is_whole() else stage
+        return CallStage.DECIDED if stage is CallStage.DONE and not is_whole() else stage
 
     @property
     def _published_cause(self) -> BaseException | None:

@@ -9,7 +9,7 @@ import torch
 
 from mirrorc.cluster import Cluster
 from mirrorc.errors import CommunicationError
-from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
+from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState
 from mirrorc.runtime.workers.protocol.header import NUM_FIELDS, Agreement, Header, agreement
 from mirrorc.runtime.workers.protocol.known_counts import Counts, KnownCounts
 from mirrorc.runtime.workers.team.control_messages import ControlCollectives
@@ -94,10 +94,10 @@ class Meetings:
             run_control(lambda group: group.all_gather(header.to_tensor(), headers))
         agreed, name, other = agreement(headers)
         if agreed is None:
-            self._call.stage = Stage.REFUSED
+            self._call.stage = CallStage.REFUSED
             raise self._difference(headers, facts, name, other)
         if not (agreed.num_examples or agreed.is_over):
-            self._call.stage = Stage.REFUSED
+            self._call.stage = CallStage.REFUSED
             raise ValueError(
                 "no worker has examples in this step, which needs at least one: leave the batch out on all workers"
             )

@@ -15,7 +15,7 @@ from torch import distributed
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.lost_in_rounds import cause_of_exit, in_short
-from mirrorc.runtime.workers.protocol.call_state import CallState, Failure, Stage
+from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState, Failure
 from mirrorc.runtime.workers.protocol.header import Agreement, Header
 from mirrorc.runtime.workers.protocol.known_counts import Counts
 from mirrorc.runtime.workers.protocol.vote import Columns, Outcome, Vote, outcome
@@ -154,28 +154,28 @@ class Team:
         """
         call = self._call
         message = vote.to_message(columns)
-        call.stage = Stage.VOTING_EARLY if is_early else Stage.VOTING
+        call.stage = CallStage.VOTING_EARLY if is_early else CallStage.VOTING
         self._watcher.local_progress = self._watcher.local_progress.ready()
         self.control.all_reduce(message)
         num_parameters = len(vote.used) if vote.used is not None else 0
         decision = outcome(message, columns, self.cluster.num_workers, num_parameters)
         # a step that is skipped updates nothing
-        call.stage = Stage.UPDATING if is_early and decision.takes_place else Stage.COMMITTED
+        call.stage = CallStage.UPDATING if is_early and decision.takes_place else CallStage.DECIDED
         return decision
 
     def end_updates(self) -> None:
         """All sums are here, and updates done; the loss is next."""
-        self._call.stage = Stage.UPDATED if self._call.stage is Stage.UPDATING else Stage.COMMITTED
+        self._call.stage = CallStage.UPDATED if self._call.stage is CallStage.UPDATING else CallStage.DECIDED
 
     def hear(self, text: str) -> list[tuple[str, str]]:
         """Exchanges texts of all workers after the decision against a step; then all raise the same error."""
-        self._call.stage = Stage.BEFORE
+        self._call.stage = CallStage.BEFORE
         texts = self.control.all_gather_texts(text)
-        self._call.stage = Stage.REFUSED
+        self._call.stage = CallStage.REFUSED
         return texts
 
     def finish(self) -> None:
-        self._call.stage = Stage.DONE
+        self._call.stage = CallStage.DONE
 
     def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
         if self.connections.are_open:

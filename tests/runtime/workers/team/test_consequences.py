@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mirrorc.runtime.communication import StepStoppedError
-from mirrorc.runtime.workers.protocol.call_state import CallState, Failure, Stage
+from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState, Failure
 from mirrorc.runtime.workers.team.consequences import CONSEQUENCES, Event, Next
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
@@ -21,7 +21,7 @@ TABLE = {
         "before": "again*",
         "refused": "raised",
         "voting": "restart*!",
-        "committed": "restart*!",
+        "decided": "restart*!",
         "voting early": "restart*!",
         "updating": "restore*",
         "updated": "restart*!",
@@ -31,7 +31,7 @@ TABLE = {
         "before": "restart*!",
         "refused": "raised",
         "voting": "restart*!",
-        "committed": "restart*!",
+        "decided": "restart*!",
         "voting early": "restart*!",
         "updating": "restart*!",
         "updated": "restart*!",
@@ -41,7 +41,7 @@ TABLE = {
         "before": "again, before",
         "refused": "raised",
         "voting": "again, before",
-        "committed": "restart*!, after",
+        "decided": "restart*!, after",
         "voting early": "again, before",
         "updating": "restore, between",
         "updated": "restart*!, after",
@@ -51,7 +51,7 @@ TABLE = {
         "before": "again, before",
         "refused": "raised",
         "voting": "again, before",
-        "committed": "again, after",
+        "decided": "again, after",
         "voting early": "restore, before here",
         "updating": "restore, between",
         "updated": "restore, after",
@@ -60,8 +60,8 @@ TABLE = {
     "FAILED_LATE": {
         "before": "again, before",
         "refused": "raised",
-        "voting": "restart*!, before",
-        "committed": "restart*!, after",
+        "voting": "restart*!, before here",
+        "decided": "restart*!, after",
         "voting early": "restore, before here",
         "updating": "restore, between",
         "updated": "restart*!, after",
@@ -70,8 +70,8 @@ TABLE = {
     "GONE": {
         "before": "restart, before",
         "refused": "raised",
-        "voting": "restart, before",
-        "committed": "restart, after",
+        "voting": "restart, before here",
+        "decided": "restart, after",
         "voting early": "restart, before here",
         "updating": "restart, between",
         "updated": "restart, after",
@@ -79,9 +79,9 @@ TABLE = {
     },
 }
 OTHERS = {  # a failure of another worker, by its event
-    "FAILED_BEFORE": Failure(1, 4, "it raised X", stage=Stage.BEFORE),
-    "FAILED_EARLY": Failure(1, 4, "it raised X", stage=Stage.UPDATING),
-    "FAILED_LATE": Failure(1, 4, "it raised X", stage=Stage.COMMITTED),
+    "FAILED_BEFORE": Failure(1, 4, "it raised X", stage=CallStage.BEFORE),
+    "FAILED_EARLY": Failure(1, 4, "it raised X", stage=CallStage.UPDATING),
+    "FAILED_LATE": Failure(1, 4, "it raised X", stage=CallStage.DECIDED),
     "GONE": Failure(1, 4, "it has ended", is_final=True),
 }
 TEXTS = {
@@ -110,7 +110,7 @@ class PublishedFailures:
 
 
 def outcome(
-    stage: Stage,
+    stage: CallStage,
     error: BaseException,
     published: Failure | None = None,
     sought: Failure | None = None,
@@ -137,9 +137,9 @@ def outcome(
 
 
 def test_rows_cover_all_pairs() -> None:
-    assert all(set(CONSEQUENCES[event]) == set(Stage) for event in Event)
+    assert all(set(CONSEQUENCES[event]) == set(CallStage) for event in Event)
     assert set(TABLE) == {event.name for event in Event} - {"LOST"} and all(
-        set(row) == set(Stage) for row in TABLE.values()
+        set(row) == set(CallStage) for row in TABLE.values()
     )
 
 
@@ -147,34 +147,34 @@ def test_rows_cover_all_pairs() -> None:
 def test_each_row(event: str) -> None:
     own: dict[str, BaseException] = {"RAISED": KeyboardInterrupt(), "CLOSED": StepStoppedError("closed")}
     error = own.get(event, LostConnectionError("the connection broke"))
-    assert {stage: outcome(stage, error, OTHERS.get(event)) for stage in Stage} == TABLE[event]
+    assert {stage: outcome(stage, error, OTHERS.get(event)) for stage in CallStage} == TABLE[event]
 
 
 @pytest.mark.parametrize("event", OTHERS)
 def test_a_lost_connection_has_the_consequences_of_the_failure_behind_it(event: str) -> None:
     lost = LostConnectionError("the connection broke")
-    assert {stage: outcome(stage, lost, sought=OTHERS[event]) for stage in Stage} == TABLE[event]
+    assert {stage: outcome(stage, lost, sought=OTHERS[event]) for stage in CallStage} == TABLE[event]
 
 
 def test_the_stage_of_the_others_says_what_they_may_have_done() -> None:
-    events = {stage: Event.of(Failure(1, 4, "", stage=stage)).name for stage in Stage}
+    events = {stage: Event.of(Failure(1, 4, "", stage=stage)).name for stage in CallStage}
     assert events == {
         "before": "FAILED_BEFORE",
         "refused": "FAILED_BEFORE",
         "voting": "FAILED_LATE",
-        "committed": "FAILED_LATE",
+        "decided": "FAILED_LATE",
         "voting early": "FAILED_EARLY",
         "updating": "FAILED_EARLY",
         "updated": "FAILED_LATE",
         "done": "FAILED_LATE",
     }
-    assert {Event.of(Failure(1, 4, "", True, stage)) for stage in Stage} == {Event.GONE}
+    assert {Event.of(Failure(1, 4, "", True, stage)) for stage in CallStage} == {Event.GONE}
 
 
-@pytest.mark.parametrize(("stage", "other"), list(itertools.product(Stage, Stage)))
-def test_where_one_worker_must_restart_all_must(stage: Stage, other: Stage) -> None:
+@pytest.mark.parametrize(("stage", "other"), list(itertools.product(CallStage, CallStage)))
+def test_where_one_worker_must_restart_all_must(stage: CallStage, other: CallStage) -> None:
     told: list[Failure] = []
-    if stage in (Stage.REFUSED, Stage.DONE) or other is Stage.REFUSED:
+    if stage in (CallStage.REFUSED, CallStage.DONE) or other is CallStage.REFUSED:
         return
     first = outcome(stage, ValueError("X"), told=told)
     second = outcome(other, LostConnectionError("the connection broke"), told[0])
@@ -182,6 +182,6 @@ def test_where_one_worker_must_restart_all_must(stage: Stage, other: Stage) -> N
 
 
 def test_a_published_failure_survives_its_text() -> None:
-    for stage in Stage:
+    for stage in CallStage:
         failure = Failure(1, 4, 'it raised "X"', True, stage)
         assert Failure.from_text(failure.to_text()) == failure and Failure.from_text(failure.to_text()).stage is stage
