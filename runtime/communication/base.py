@@ -43,7 +43,7 @@ class Communicator:
     def _make_rendezvous(self, tag: Tag) -> Rendezvous:
         return Rendezvous(f"{tag[0]} of {self.unit} {tag[1]}", self.devices, self.timeout_seconds)
 
-    def release(self) -> None:
+    def reset(self) -> None:
         pass
 
     def abort(self) -> None:
@@ -101,32 +101,32 @@ class Communicator:
         home = self.devices[replica].torch_device
         return [_on_device(factored_bucket, home) for factored_bucket in rendezvous.tensors]
 
-    def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def memory_to_send(self, pack: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Memory for `launch_exchange`, 1-D, on the device of ``like``; replicas share it until the last of them
         launches.
         """
         raise self._not_carried("exchange")
 
-    def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
+    def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
         """Offers this replica's part of ``whole``, 1-D, the worker's local sum; None for the memory of
         `memory_to_send`.
         """
         raise self._not_carried("exchange")
 
-    def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
+    def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
         raise self._not_carried("exchange")
 
-    def launch_part(self, bucket: int, replica: int, make: Callable[[], Any]) -> None:
+    def launch_part(self, pack: int, replica: int, make: Callable[[], Any]) -> None:
         """Offers this replica's part of a payload. After the last replica, ``make`` returns a `SentPart`."""
         raise self._not_carried("parts of sums")
 
-    def wait_part(self, bucket: int, replica: int) -> Any:
+    def wait_part(self, pack: int, replica: int) -> Any:
         raise self._not_carried("parts of sums")
 
-    def launch_gather(self, bucket: int, replica: int, factored_bucket: Any) -> None:
+    def launch_gather(self, pack: int, replica: int, factored_bucket: Any) -> None:
         raise self._not_carried("gather_factors")
 
-    def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
+    def wait_gather(self, pack: int, replica: int, pending: Any) -> torch.Tensor:
         """This replica's elements of the sum over the replicas of all workers, made from their factors."""
         raise self._not_carried("gather_factors")
 

@@ -33,7 +33,7 @@ class ReplicaValues:
         for meeting in self._meetings.values():
             meeting.abort()
 
-    def release(self) -> None:
+    def reset(self) -> None:
         for meeting in self._meetings.values():
             meeting.tensors = [None] * len(self._devices)
 

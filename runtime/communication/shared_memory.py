@@ -69,7 +69,7 @@ class SharedMemoryCommunicator(Communicator):
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
         return self._unmade(("reduce_scatter", bucket), replica)
 
-    def release(self) -> None:
+    def reset(self) -> None:
         for rendezvous in self._rendezvous.values():
             rendezvous.tensors = [None] * len(self.devices)
         for mailbox in self._mailboxes.values():

@@ -32,7 +32,7 @@ from mirrorc.runtime.execution.commit.used_variables import UsedVariables
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
-from mirrorc.runtime.execution.profiler_ranges import seen
+from mirrorc.runtime.execution.profiler_ranges import with_profiler_ranges
 from mirrorc.runtime.execution.replica_arguments import replica_arguments
 from mirrorc.runtime.execution.step_failures import explain_failure, note_if_torn
 from mirrorc.runtime.profiling.recorder import Recorder
@@ -236,7 +236,7 @@ class Executor:
         else:
             self.state.finish()
         for carrier in self._carriers:
-            carrier.release()
+            carrier.reset()
         self._binder.forget_deferred()
         loss = self._losses.total(done, weights)
         if self.is_interleaved == self.trial.interleaves and seconds:
@@ -269,7 +269,7 @@ class Executor:
     def _run_replica(self, replica: int, *arguments: Any) -> tuple[torch.Tensor | None, Any]:
         values = replica_arguments(self.program, replica, self._host_copies[replica], *arguments)
         # a generated function: `Binder.bind` has bound each node of the replica's graph to the function of its handler
-        call = seen(self.functions.whole[replica])
+        call = with_profiler_ranges(self.functions.whole[replica])
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
         self._host_copies[replica].wait_until_read()
@@ -277,7 +277,7 @@ class Executor:
 
     def _run_interleaved(self, replica: int, *arguments: Any) -> PausingStep:
         values = replica_arguments(self.program, replica, self._host_copies[replica], *arguments)
-        return (yield from seen(self.functions.pausing[replica])(values)), None
+        return (yield from with_profiler_ranges(self.functions.pausing[replica])(values)), None
 
     def _run_captured(
         self, step_graph: StepGraph, function: Callable[[list[Any]], Any], values: Sequence[torch.Tensor]

@@ -14,7 +14,7 @@ from mirrorc.runtime.codegen.graph_function import GraphFunction
 from mirrorc.torch_internals import is_profiled
 
 
-def seen(function: GraphFunction) -> Callable[[list[Any]], Any]:
+def with_profiler_ranges(function: GraphFunction) -> Callable[[list[Any]], Any]:
     """The call of a device's function, with a profiler range around each inner call if a profiler is active."""
     if not is_profiled():
         return function.call

@@ -284,7 +284,7 @@ class Binder:
             whole = None  # they have compressed them elsewhere
 
         def exchange(local_sum: torch.Tensor, **_: Any) -> torch.Tensor:
-            exchanges.launch_exchange(pack.number, replica, whole)
+            exchanges.launch_exchange(pack.number, whole)
             return local_sum
 
         return exchange
@@ -323,7 +323,7 @@ class Binder:
     def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | UnmadeShare | None]:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
-        communicator, bucket = self.communicators[str(collective.kwargs["link"])], pack_of(node)
+        communicator, pack = self.communicators[str(collective.kwargs["link"])], pack_of(node)
         if collective.target in binds_waits:
             return binds_waits.of(collective.target)(self, replica, node)
         if collective.target is ops.recv:
@@ -332,9 +332,9 @@ class Binder:
         if collective.target is ops.scatter_sums:
             flat = self.state.store.buckets[bucket_of(node)]
             elements = flat.bucket.updated(replica, self.program.num_replicas)
-            return lambda pending, **_: communicator.wait_scatter(bucket, replica, flat.gradients[0], elements)
+            return lambda pending, **_: communicator.wait_scatter(pack, replica, flat.gradients[0], elements)
         if collective.target is ops.gather_parameters:
-            return lambda pending, **_: communicator.wait_parameters(bucket, replica)
+            return lambda pending, **_: communicator.wait_parameters(pack, replica)
         if self.program.buckets[bucket_of(node)].rule.takes_rows and collective.target in (
             ops.all_gather,
             ops.gather_factors,
@@ -343,7 +343,7 @@ class Binder:
         if collective.target is ops.all_gather:
             return self._wait_for_factors(replica, node)
         if part_elements_of(node) is not None:
-            return lambda pending, **_: communicator.wait_unmade(bucket, replica, pending)
+            return lambda pending, **_: communicator.wait_unmade(pack, replica, pending)
         is_cpu = not self.program.devices[replica].is_asynchronous  # a GPU would start a kernel for each part
         visitors = visitors_of(node) if is_cpu and collective.target in (ops.reduce_scatter, ops.gather_factors) else {}
         if visitors:
@@ -352,7 +352,7 @@ class Binder:
             if is_known_by_rows(node):
                 deferred = self.deferred[node] = DeferredTables(visit_of_all(list(visitors.values())))
                 self.all_deferred.append(deferred)
-            return visiting(communicator, bucket, replica, list(visitors.values()), deferred)
+            return visiting(communicator, pack, replica, list(visitors.values()), deferred)
         root: Any = collective.kwargs.get("root")
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
@@ -364,7 +364,7 @@ class Binder:
         wait_for = waits[collective.target]
 
         def wait(pending: Any, **_: Any) -> torch.Tensor:
-            return wait_for(bucket, replica, pending=pending)
+            return wait_for(pack, replica, pending=pending)
 
         return wait
 

@@ -119,7 +119,8 @@ class CommitPoint:
                 raise Aborted
             return
         with self._voting:  # one replica votes, and the others wait for the outcome
-            # setdefault claims the vote in one operation, unless `stop` came first; from then on only the assignment ends it
+            # `stop` may come at any moment: setdefault claims the vote in one operation; as nobody stops a claimed one, an
+            # assignment ends it
             if self._decision.setdefault("step", _VOTING) is _VOTING:
                 try:
                     takes_place, self._agreed_numbers = self._workers.vote(self._make_vote(decision, numbers))

@@ -33,8 +33,8 @@ class Exchanges(Communicator):
     in this order.
 
     Args:
-        buckets: indices of the exchanged buckets, or numbers of their packs, if buckets are cut.
-        made: for each of these buckets, the elements made by each device.
+        packs: numbers of the exchanged packs; without cut buckets, those of the buckets.
+        made: for each of these packs, the elements made by each device.
     """
 
     link = "gloo"
@@ -42,7 +42,7 @@ class Exchanges(Communicator):
     def __init__(
         self,
         devices: Sequence[Device],
-        buckets: Sequence[int],
+        packs: Sequence[int],
         launch: Launch,
         timeout_seconds: float,
         messages: Mapping[int, FactorMessage],
@@ -53,9 +53,9 @@ class Exchanges(Communicator):
     ) -> None:
         super().__init__(devices, timeout_seconds)
         self._messages, self._made, self._rows_of, self._rank = messages, made, rows_of, rank
-        self._joint = JointLaunches(len(devices), buckets, launch, timeout_seconds)
-        self._sharded, self._in_words = sharded, {bucket: str(bucket) for bucket in buckets}
-        self.release()
+        self._joint = JointLaunches(len(devices), packs, launch, timeout_seconds)
+        self._sharded, self._in_words = sharded, {pack: str(pack) for pack in packs}
+        self.reset()
 
     def say_packs(self, bucket_of_pack: Mapping[int, int]) -> None:
         """Makes error messages name packs."""
@@ -65,77 +65,77 @@ class Exchanges(Communicator):
     def begin_afresh(self) -> None:
         self._joint.begin_afresh()
         self._sharded.begin_afresh()
-        self.release()
+        self.reset()
 
-    def release(self) -> None:
+    def reset(self) -> None:
         self._offered: dict[int, list[FactoredBucket | None]] = {
-            bucket: [None] * len(self.devices) for bucket in self._messages
+            pack: [None] * len(self.devices) for pack in self._messages
         }
         self._gatherings: dict[int, Gathering] = {}
         self._to_send: dict[int, torch.Tensor] = {}
         self._parts: dict[int, SentPart] = {}
-        self._sharded.release()
+        self._sharded.reset()
 
-    def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def memory_to_send(self, pack: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         with self._joint.lock:
-            if bucket not in self._to_send:
-                self._to_send[bucket] = like.new_empty(num_elements, dtype=dtype)
-            return self._to_send[bucket]
+            if pack not in self._to_send:
+                self._to_send[pack] = like.new_empty(num_elements, dtype=dtype)
+            return self._to_send[pack]
 
-    def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
+    def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
         with self._joint.lock:
-            if self._joint.is_last(bucket):
-                sent = self._to_send.pop(bucket) if whole is None else whole
-                self._joint.send(bucket, (lambda group: group.all_reduce(sent)) if sent.numel() else None)
+            if self._joint.is_last(pack):
+                sent = self._to_send.pop(pack) if whole is None else whole
+                self._joint.send(pack, (lambda group: group.all_reduce(sent)) if sent.numel() else None)
 
-    def launch_part(self, bucket: int, replica: int, make: Callable[[], SentPart]) -> None:
+    def launch_part(self, pack: int, replica: int, make: Callable[[], SentPart]) -> None:
         with self._joint.lock:
-            if self._joint.is_last(bucket):
-                part = self._parts[bucket] = make()
-                self._joint.send(bucket, part.launch)
+            if self._joint.is_last(pack):
+                part = self._parts[pack] = make()
+                self._joint.send(pack, part.launch)
 
-    def wait_part(self, bucket: int, replica: int) -> SentPart:
-        self._joint.wait(bucket, replica, self._in_words[bucket])
-        return self._parts[bucket]
+    def wait_part(self, pack: int, replica: int) -> SentPart:
+        self._joint.wait(pack, replica, self._in_words[pack])
+        return self._parts[pack]
 
-    def launch_gather(self, bucket: int, replica: int, factored_bucket: FactoredBucket) -> None:
+    def launch_gather(self, pack: int, replica: int, factored_bucket: FactoredBucket) -> None:
         with self._joint.lock:
-            offered = self._offered[bucket]
+            offered = self._offered[pack]
             offered[replica] = factored_bucket
-            if not self._joint.is_last(bucket):
+            if not self._joint.is_last(pack):
                 return
             factors = [[list(gradient) for gradient in offer.factors] for offer in offered if offer is not None]
-            gathering = Gathering(self._messages[bucket], self._rows_of(bucket), self._rank, factors)
+            gathering = Gathering(self._messages[pack], self._rows_of(pack), self._rank, factors)
             first = offered[0]
             assert first is not None, "all have launched"
             # what was made of factors lies in the first replica's bucket; the factors themselves have been copied
-            self._offered[bucket] = [
+            self._offered[pack] = [
                 FactoredBucket(first.tensor, (), offer.pieces) for offer in offered if offer is not None
             ]
-            self._gatherings[bucket] = gathering
+            self._gatherings[pack] = gathering
             into = gathering.gathered
             self._joint.send(
-                bucket, (lambda group: group.all_gather(gathering.message, into.unbind())) if into.numel() else None
+                pack, (lambda group: group.all_gather(gathering.message, into.unbind())) if into.numel() else None
             )
 
-    def wait_factors(self, bucket: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
-        return self.wait_unmade(bucket, replica, pending).buckets
+    def wait_factors(self, pack: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
+        return self.wait_unmade(pack, replica, pending).buckets
 
-    def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        return self._make(bucket, replica)
+    def wait_gather(self, pack: int, replica: int, pending: Any) -> torch.Tensor:
+        return self._make(pack, replica)
 
-    def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
-        return self._make(bucket, replica, visit)
+    def wait_and_visit(self, pack: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
+        return self._make(pack, replica, visit)
 
-    def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        self._joint.wait(bucket, replica, self._in_words[bucket])
-        offered = self._offered[bucket][replica]
+    def wait_unmade(self, pack: int, replica: int, pending: Any) -> UnmadeShare:
+        self._joint.wait(pack, replica, self._in_words[pack])
+        offered = self._offered[pack][replica]
         assert offered is not None, "it was launched"
-        everyone = [FactoredBucket(offered.tensor, factors, ()) for factors in self._gatherings[bucket].replicas]
-        return UnmadeShare(everyone, offered.pieces, *self._made[bucket][replica])
+        everyone = [FactoredBucket(offered.tensor, factors, ()) for factors in self._gatherings[pack].replicas]
+        return UnmadeShare(everyone, offered.pieces, *self._made[pack][replica])
 
-    def _make(self, bucket: int, replica: int, visit: Visit | None = None) -> torch.Tensor:
-        share = self.wait_unmade(bucket, replica, None)
+    def _make(self, pack: int, replica: int, visit: Visit | None = None) -> torch.Tensor:
+        share = self.wait_unmade(pack, replica, None)
         if any(part.factors for part in share.buckets):
             make_pieces(share.pieces, share.buckets, visit)
         return share.buckets[0].tensor[share.start : share.stop]
@@ -152,8 +152,8 @@ class Exchanges(Communicator):
     def wait_parameters(self, bucket: int, replica: int) -> None:
         self._sharded.wait_parameters(bucket, replica)
 
-    def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
-        self._joint.wait(bucket, replica, self._in_words[bucket])
+    def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
+        self._joint.wait(pack, replica, self._in_words[pack])
         return pending
 
     def abort(self) -> None:
@@ -206,8 +206,8 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
     made = {pack: [bucket.made(replica, number) for replica in range(number)] for pack, bucket in sent.items()}
     sizes = [len(bucket.slots) for bucket in sent.values()]
 
-    def rows_of(bucket: int) -> Sequence[NumRows]:
-        place = gathered.index(bucket)
+    def rows_of(pack: int) -> Sequence[NumRows]:
+        place = gathered.index(pack)
         row_counts = zip(team.row_counts, program.workers.devices_per_worker, strict=True)
         return [split_counts(counts, sizes, num_devices)[place] for counts, num_devices in row_counts]
 

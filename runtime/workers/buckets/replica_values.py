@@ -32,16 +32,16 @@ class WorkerValues:
         self._present = tuple(program.present) or (0,)  # the first device attends for a worker without examples
         self._joint = JointLaunches(len(self._present), self._meetings, launch, timeout_seconds)
         self._joint.unit = "the model's"
-        self.release()
+        self.reset()
 
     def begin_afresh(self) -> None:
         self._joint.begin_afresh()
-        self.release()
+        self.reset()
 
     def abort(self) -> None:
         self._joint.abort()
 
-    def release(self) -> None:
+    def reset(self) -> None:
         self._left: dict[int, dict[int, torch.Tensor]] = {number: {} for number in self._meetings}
         self._sums: dict[int, torch.Tensor] = {}
         self._rows: dict[int, dict[int, int]] = {number: {} for number in self._meetings}

@@ -29,13 +29,13 @@ class ShardedBuckets:
         tags = [(kind, bucket) for kind in (_SUMS, _PARAMETERS) for bucket in buckets]
         self._joint = JointLaunches(num_devices, tags, launch, timeout_seconds)
         self._num_devices, self._rank, self._num_workers = num_devices, rank, num_workers
-        self.release()
+        self.reset()
 
     def begin_afresh(self) -> None:
         self._joint.begin_afresh()
-        self.release()
+        self.reset()
 
-    def release(self) -> None:
+    def reset(self) -> None:
         self._received: dict[int, torch.Tensor] = {}
         self._num_waiting: dict[int, int] = {}
 

@@ -111,7 +111,7 @@ def test_a_step_that_fails_ends_the_collectives_for_which_its_gpu_waits() -> Non
     made.abort()
     assert not ended, "nothing is under way"
     made.begin_afresh()
-    made.launch_exchange(0, 0, torch.ones(2))
+    made.launch_exchange(0, torch.ones(2))
     made.abort()
     assert ended == ["ended"]
     with pytest.raises(Aborted):
