@@ -42,7 +42,7 @@ class Replicated:
 
 
 def replicated(value: Any) -> Any:
-    """Marks an argument of a step that every replica gets whole, instead of a shard of it.
+    """Marks an argument of a step, so that each replica gets the whole argument instead of a shard.
 
     Args:
         value: a tensor, or nested containers of tensors.
@@ -52,7 +52,7 @@ def replicated(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor argument: ``tensor``, to be split or replicated, or ``per_replica``, already split."""
+    """A tensor argument: either ``tensor``, to be split or replicated, or ``per_replica``, already split."""
 
     path: str
     tensor: torch.Tensor | None
@@ -61,7 +61,7 @@ class Leaf:
 
 
 class Constant:
-    """An argument other than a tensor: programs are specialized on its value, or on its identity if it has no hash."""
+    """An argument other than a tensor. Programs are specialized on its value, or on its identity if it has no hash."""
 
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
@@ -87,7 +87,7 @@ class Call:
     """The arguments of one step.
 
     Attributes:
-        plain: strings, numbers, None and lists of them, by name. A graph depends only on those read during the trace.
+        plain: strings, numbers, None, and lists of these, by name. A graph depends only on values that its trace reads.
     """
 
     leaves: tuple[Leaf, ...]
@@ -164,7 +164,7 @@ def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 
 def _with_shared_nan(value: Any) -> Any:
-    """Makes all nan in tuples one object: guards compare tuples, and identical objects are equal."""
+    """Replaces each positive nan, also within tuples, by `math.nan`: guards compare tuples, and identical objects are equal."""
     if type(value) is float and value != value and math.copysign(1.0, value) > 0:
         return math.nan
     if type(value) is not tuple:
@@ -214,7 +214,7 @@ Rebuild = Callable[[Structure, Sequence[Any], Mapping[str, Any]], tuple[list[Any
 
 
 def rebuilding(structure: Structure) -> Rebuild:
-    """Generates code that rebuilds a call's arguments: tracing a generic walk would take as long as a small model."""
+    """Generates a function that rebuilds a call's arguments. A trace of a generic walk would take as long as a small model's."""
     positional, keyword = structure
     args = ", ".join(_code_of(child, f"structure[0][{i}]") for i, child in enumerate(positional))
     kwargs = ", ".join(f"{key!r}: {_code_of(child, f'structure[1][{i}][1]')}" for i, (key, child) in enumerate(keyword))
@@ -232,7 +232,7 @@ def _code_of(child: Structure, place: str) -> str:
 
 
 def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any]) -> Any:
-    """Rebuilds one argument, without reads of plain values: the tracer shall see those of the user's code alone."""
+    """Rebuilds one argument. Plain values are passed on unread, so that the tracer sees only reads by the user's code."""
     kind = structure[0]
     if kind == "leaf":
         return leaves[structure[1]]
@@ -259,7 +259,7 @@ def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> A
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
-    """The names of a call's containers, in the order of `rebuilding`."""
+    """The names of the containers among a call's arguments, in the order in which `rebuilding` builds them."""
     positional, keyword = structure
     named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
     return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]
@@ -274,7 +274,7 @@ def _paths_within(structure: Structure, path: str) -> list[str]:
 
 
 def without_examples(call: Call) -> Call:
-    """The call with split tensors of no examples and no memory; replicated tensors stay."""
+    """A copy of a call without examples: split tensors have size 0 along dim 0, and replicated tensors stay."""
     return dataclasses.replace(call, leaves=tuple(_emptied(leaf) if leaf.split else leaf for leaf in call.leaves))
 
 

@@ -10,13 +10,13 @@ logger = logging.getLogger(__name__)
 
 
 class ChangingNumbers:
-    """The numbers that a step has seen change, by the expressions that read them.
+    """The Python numbers that have changed between calls of a step, by the expressions that read them.
 
-    A number is a constant of its first program, and an input from its second value on. Where only a number can stand, each
-    value has its program.
+    A number is a constant in its first program, and a graph input from its second value on. If a graph cannot take it as an
+    input, each value gets a program of its own.
 
     Attributes:
-        can_be_drawn: whether numbers that forward draws at random may be inputs; they are never constants.
+        can_be_drawn: whether random numbers that forward draws in Python may be inputs; they are never constants.
     """
 
     def __init__(self, *, can_be_inputs: bool = True) -> None:
@@ -30,7 +30,7 @@ class ChangingNumbers:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """A block without inputs."""
+        """A context in which no number is an input."""
         before, self._can_be_inputs = self._can_be_inputs, False
         try:
             yield
@@ -41,7 +41,7 @@ class ChangingNumbers:
         self._names.update(names)
 
     def give_up(self, names: Collection[str], why: str, words: Sequence[str] = ()) -> None:
-        """Makes these numbers constants; ``words`` are the users' names for them."""
+        """Makes numbers constants from now on; ``words`` are their names in the user's code."""
         logger.info("%s: constant in each program, because %s", ", ".join(sorted(names)), why)
         for name in names:
             self._given_up.setdefault(name, f"{' and '.join(words)}: {why}" if words else why)

@@ -18,7 +18,7 @@ from mirrorc.user.slots import slots_of
 
 
 class Parts(NamedTuple):
-    """The kind of a container, a hashable detail, and its children with their paths; the last ones are attributes."""
+    """The parts of a container: its kind, a hashable detail, and its children with their paths, attributes last."""
 
     kind: str
     detail: tuple[Any, ...]
@@ -30,7 +30,7 @@ def flatten_container(value: Any, path: str) -> Parts | None:
     """The parts of a container at ``path``; None for any other value.
 
     Raises:
-        TypeError: a container that cannot be rebuilt.
+        TypeError: the container cannot be rebuilt.
     """
     if isinstance(value, PackedSequence | PaddedSequences):
         values, lengths, is_sorted = padded_parts(value)
@@ -51,7 +51,11 @@ def flatten_container(value: Any, path: str) -> Parts | None:
 
 
 def flatten_object(value: Any, path: str) -> Parts:
-    """The attributes of an object as parts; a TypeError if its class is based on one written in C."""
+    """The attributes of an object as `Parts`.
+
+    Raises:
+        TypeError: the object's class is based on one written in C.
+    """
     cls = type(value)
     if _if_made(object, cls) != "object":
         raise TypeError(f"{path!r} is a {cls.__qualname__}, whose class is based on one written in C")
@@ -121,7 +125,7 @@ _WITH_ATTRIBUTES = ("kind of tuple", "kind of list", "kind of dict", "kind of Or
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(cls: type) -> str:
-    """The kind of a class: "" for no container, "refused" if it cannot be rebuilt."""
+    """The kind of a container's class: "" for a class of no container, "refused" for a container that cannot be rebuilt."""
     plain = {dict: "dict", list: "list", tuple: "tuple", types.MappingProxyType: "mappingproxy", deque: "deque"}
     if cls in plain or cls is defaultdict:
         return plain.get(cls, "defaultdict")

@@ -21,14 +21,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _SizeHistory:
-    """The sizes of one dimension of an argument; ``spared`` are those of one later call, perhaps with a shorter last batch."""
+    """The sizes of one dimension of an argument, from which it becomes symbolic.
+
+    Attributes:
+        sizes: the sizes in the first call.
+        spared: the sizes in one later call, which do not make the dimension symbolic, such as a shorter last batch's.
+    """
 
     sizes: frozenset[int] = frozenset()
     spared: frozenset[int] = frozenset()
     is_symbolic: bool = False
 
     def add(self, sizes: Iterable[int], *, spares_larger: bool | None = None) -> None:
-        """``spares_larger``: the first other number of examples is spared even if larger; None for other dimensions."""
+        """Adds the sizes in one call.
+
+        Args:
+            spares_larger: for a number of examples, whether the second call's are spared even if larger; otherwise None.
+        """
         new = {size for size in sizes if size >= FEWEST_SYMBOLIC} - self.sizes - self.spared
         if self.is_symbolic or not new:
             return
@@ -41,14 +50,15 @@ class _SizeHistory:
 
 
 class ChangingSizes:
-    """The dimensions of arguments with changing sizes, by kind of call.
+    """The dimensions of arguments whose sizes change between calls, for each kind of call.
 
-    A dimension becomes a symbol at its second size. Sizes of 0 and 1 do not count, nor does one shorter batch. Where the number
-    of examples alone changes, two values do not count: a resumed training may begin with its last batch, and needs the bits of
-    an uninterrupted one.
+    A dimension becomes a symbol at its second size. Sizes of 0 and 1 do not count, nor does one shorter batch. If only the
+    number of examples changes, this one batch may be larger: a resumed training may begin with the short last batch, and
+    must have the bits of an uninterrupted one.
 
     Args:
-        dynamic: None as above; True for symbols at once; False for `torch._dynamo.mark_dynamic` alone.
+        dynamic: None for the rule above; True for symbols from the first call on; False for dimensions marked by
+            `torch._dynamo.mark_dynamic` alone.
     """
 
     def __init__(self, *, dynamic: bool | None) -> None:
@@ -81,7 +91,7 @@ class ChangingSizes:
             _warn_of_marked(leaf.path, dim, min(marked))
 
     def note_program(self, call: Call, purpose: Hashable) -> None:
-        """Counts a program with symbols; gives up after too many."""
+        """Counts a program with symbols; after too many programs, sizes in such calls are numbers."""
         key = _kind(call, purpose)
         self._num_programs[key] = self._num_programs.get(key, 0) + 1
         if self._num_programs[key] >= _MOST_PROGRAMS:
@@ -94,7 +104,7 @@ class ChangingSizes:
         self._refusals.setdefault((_kind(call, purpose), has_one_example), why)
 
     def why_not(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> str:
-        """The reason against symbols in such calls; empty without one."""
+        """The reason why sizes in such calls are not symbols; empty if they may be."""
         return self._refusals.get((_kind(call, purpose), has_one_example), "")
 
 

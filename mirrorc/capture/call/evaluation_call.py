@@ -15,7 +15,7 @@ from mirrorc.capture.call.training_call import TrainingCall, beside_loss, loss_i
 class EvaluationCall(TrainingCall):
     """A forward that returns loss and outputs, traced without gradients.
 
-    An empty tensor stands for a missing loss, and None for outputs that nobody wants.
+    A missing loss is an empty tensor. Outputs are None if they are not requested.
     """
 
     trains = False

@@ -1,4 +1,4 @@
-"""Padded sequences with their lengths, traced in place of packed ones: their shapes do not depend on the lengths."""
+"""Padded sequences, traced in place of packed ones: their shapes do not depend on the lengths of the sequences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mirrorc.torch_internals import traced_file
 
 
 class PaddedSequences:
-    """Stands for a PackedSequence in a trace. Recurrent modules take it as a tensor, whose dimensions they ask for.
+    """Padded sequences in place of a PackedSequence in a trace. Recurrent modules use it like a tensor.
 
     Args:
-        values: [batch, time, ...], zeros behind the ends of sequences; perhaps longer than the longest one.
-        lengths: [batch], int64, checked.
-        is_sorted: the longest sequence comes first.
+        values: [batch, time, ...], zeros after the end of each sequence. The time may exceed the longest length.
+        lengths: [batch], int64.
+        is_sorted: whether the lengths are in descending order.
     """
 
     def __init__(self, values: torch.Tensor, lengths: torch.Tensor, is_sorted: bool) -> None:
@@ -28,7 +28,7 @@ class PaddedSequences:
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
-        """The class for isinstance() in a trace. Recurrent modules see the true type, and take it for a tensor."""
+        """The class that isinstance() uses in a trace: PackedSequence, but PaddedSequences in torch's recurrent modules."""
         return PaddedSequences if traced_file() in ("", rnn.__file__) else PackedSequence
 
     @property
@@ -66,9 +66,9 @@ def _refuse_parts() -> NoReturn:
 
 
 def padded_parts(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Values [batch, time, ...], lengths [batch], and a flag for sorted ones.
+    """Values [batch, time, ...], lengths [batch], and whether these are in descending order.
 
-    The time is rounded up, by a quarter at most, so that batches of many lengths have few shapes.
+    The time is rounded up by at most a quarter, so that batches of different lengths share shapes.
     """
     if isinstance(sequences, PaddedSequences):
         return sequences.values, sequences.lengths, sequences.is_sorted
@@ -79,7 +79,7 @@ def padded_parts(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Ten
 
 
 def packed_or_padded(values: torch.Tensor, lengths: torch.Tensor, is_sorted: bool) -> PackedSequence | PaddedSequences:
-    """Sequences of these parts: packed ones, or under the tracer padded ones."""
+    """Packs padded sequences; under the tracer, returns them padded."""
     if torch.compiler.is_dynamo_compiling():
         return PaddedSequences(values, lengths, is_sorted)
     return pack_padded_sequence(values, lengths.cpu(), batch_first=True, enforce_sorted=is_sorted)

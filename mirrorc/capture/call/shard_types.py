@@ -17,13 +17,13 @@ ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
-    """The types of a replica's tensors on its device. A tensor with gaps or overlaps becomes dense when it is moved."""
+    """The types that a shard's tensors have on a device. A copy to the device makes a tensor with gaps or overlaps dense."""
     moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
     return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
 
 
 def types_run(shards: Shards, call: Call, devices: Sequence[Device]) -> Iterator[list[ShardTypes]]:
-    """For each replica, the types of the tensors of each graph that it runs."""
+    """Yields, for each replica, the types of its shard, or of each of its microbatches; an empty list without examples."""
     for replica, (tensors, device) in enumerate(zip(shards.tensors, devices, strict=True)):
         if not shards.num_examples[replica]:
             yield []
@@ -40,7 +40,7 @@ SymbolicDims = tuple[frozenset[int], ...]
 def graphs_to_capture(
     shards: Shards, call: Call, devices: Sequence[Device], symbolic: SymbolicDims = ()
 ) -> tuple[list[ShardTypes], tuple[tuple[int, ...], ...]]:
-    """The distinct types to capture graphs for; and for each replica, the indices of its graphs.
+    """The distinct types of shards and microbatches to capture graphs for, and the indices of each replica's graphs.
 
     Types that differ in symbolic sizes alone share a graph.
     """
@@ -81,7 +81,7 @@ def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
 
 
 def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-    """The tensors of each shard or microbatch with examples, on the first device."""
+    """The tensors of each shard or microbatch that has examples, on the first device."""
     data = []
     for replica, types in enumerate(types_run(shards, call, devices)):
         sizes = shards.microbatches[replica] if shards.microbatches else ()
@@ -98,7 +98,11 @@ def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[
 def leaves_of(
     distinct: Sequence[ShardTypes], data: Sequence[Sequence[torch.Tensor]] | None, device: torch.device, model_name: str
 ) -> list[Sequence[torch.Tensor]]:
-    """For each of these types, its first example in the data; without data, uninitialized tensors."""
+    """For each of the distinct types, the first tensors of these types in the data; uninitialized tensors if ``data`` is None.
+
+    Raises:
+        CaptureError: the data lacks one of the types.
+    """
     if data is None:
         return [examples_of(types, device) for types in distinct]
     first = {shard_types(part, device): part for part in reversed(data)}
@@ -136,7 +140,7 @@ def grown_examples(types: ShardTypes, call: Call, device: torch.device) -> list[
 
 
 def grown_types(types: ShardTypes, call: Call) -> ShardTypes:
-    """The types of a shard with one more example, in the same order of dimensions in memory."""
+    """The types of a shard with one more example, dense, with the order of dimensions in memory unchanged."""
     grown = []
     for (size, stride, dtype), leaf in zip(types, call.leaves, strict=True):
         shape = [size[0] + 1, *size[1:]] if leaf.split else list(size)

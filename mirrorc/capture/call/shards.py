@@ -18,8 +18,8 @@ class Shards:
     """A split batch.
 
     Attributes:
-        num_examples: of each replica, 0 for the last ones of a small batch.
-        microbatches: the sizes of each replica's; empty if all run their shards at once.
+        num_examples: the size of each shard; 0 for the last replicas if the batch is small.
+        microbatches: the sizes of each shard's microbatches; empty if no shard is divided.
         rows_elsewhere: the rows that other workers gather; None until they report.
     """
 
@@ -61,8 +61,9 @@ def split_call(
     A batch too small for all replicas is split among the first ones.
 
     Args:
-        fewest: examples of a shard or microbatch, if there are as many. Beside a `PerReplica`, shards ignore it.
-        microbatches: the number of parts of a shard, if it has enough examples.
+        fewest: the least size of a shard or microbatch, if the batch has that many examples. Ignored for shards if an
+            argument is a `PerReplica`.
+        microbatches: the number of microbatches in a shard, if it has enough examples.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []
@@ -81,9 +82,9 @@ def split_call(
 
 
 def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
-    """The sizes of the shards of `split_call`, with its errors.
+    """The sizes of the shards that `split_call` makes; raises its errors.
 
-    Consecutive shards, joined and split again among as many replicas, stay the same.
+    Consecutive shards keep their sizes if they are concatenated and split again among as many replicas.
     """
     for leaf in call.leaves:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
@@ -103,7 +104,7 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Compiled regions read memory as it is, so conjugates and negatives are materialized."""
+    """Materializes lazy conjugates and negatives, as compiled regions read memory as it is."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 

@@ -32,7 +32,7 @@ class Signature:
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool = True) -> tuple[Call, Shards]:
-        """The flattened arguments of a call, and its shards. An evaluation needs no target."""
+        """Flattens and splits the arguments of a call. An evaluation needs no target."""
         if trains and self._takes_target and "target" not in kwargs:
             raise TypeError(
                 "target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second"

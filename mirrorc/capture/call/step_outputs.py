@@ -20,7 +20,7 @@ class Outputs:
 
     Attributes:
         ways: how each output is gathered, see `mirrorc.ir.ops.gather`.
-        unknown: a sentence on outputs of unknown ways; or empty.
+        unknown: a sentence on outputs that may lie along the batch, which no trace can tell; empty without one.
     """
 
     ways: Mapping[str, str]
@@ -34,7 +34,7 @@ class Outputs:
         return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
 
     def of_no_examples(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The outputs of a worker without examples: no rows, zero sums, and NaN for means."""
+        """The outputs of a worker without examples: rows are empty, sums are 0, and means are NaN."""
         outputs = {}
         for name, (shape, dtype) in self._types.items():
             if self.ways[name] == "concatenated":
@@ -67,10 +67,14 @@ def outputs_of(
     sizes: Sequence[int],
     other: TracedOutputs | None,
 ) -> Outputs:
-    """The outputs of a program, from those of its graphs for shards of several sizes.
+    """The outputs of a program, derived from the outputs of its graphs.
 
-    A tensor lies along the batch if its first dimension is always the number of examples. One size may coincide with
-    another dimension, so ``other``, a trace of another size, is compared; ``sizes`` ends with its number of examples.
+    A tensor lies along the batch if its first dimension equals the number of examples in each of several sizes: a single size
+    may equal it by coincidence.
+
+    Args:
+        sizes: the number of examples in each graph, followed by that in ``other``.
+        other: the outputs of one more trace with another number of examples, or None.
     """
     each = [*traced, *([other] if other is not None else [])]
     first = each[0]
@@ -92,7 +96,7 @@ def outputs_of(
 def refuse_outputs_apart(
     ways: Mapping[str, str], traced: Sequence[TracedOutputs], *, has_examples: bool = True
 ) -> None:
-    """Refuses outputs with a value for each microbatch, or without one for a worker without examples."""
+    """Refuses outputs that differ between microbatches, or that a worker without examples cannot give."""
     apart = [name for name, how in ways.items() if how == "apart"]
     constants = zip(
         *([leaf for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT] for outputs in traced), strict=False
@@ -147,7 +151,7 @@ def _way(
 
 
 def _common(places: Sequence[OutputLeaf], shard_of_replica: Sequence[int | None]) -> OutputLeaf:
-    """A constant that follows the size of shards is a PerReplica."""
+    """The leaf of all graphs' outputs; a constant that differs between the graphs becomes a PerReplica."""
     first = places[0]
     if first.kind is not LeafKind.CONSTANT or all(is_same_constant(first.value, place.value) for place in places[1:]):
         return first
@@ -158,7 +162,7 @@ def _common(places: Sequence[OutputLeaf], shard_of_replica: Sequence[int | None]
 
 
 def is_same_constant(value: Any, other: Any) -> bool:
-    """Tests for equal constants (zeros by their signs), or one object if mutable."""
+    """Tests whether constants are equal, with equal signs of zeros; mutable objects must be identical."""
     if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
         if has_hash(value):
             return Constant(value) == Constant(other)

@@ -22,17 +22,17 @@ from mirrorc.torch_internals import StandIns, give_values, results_with_stand_in
 
 @torch.compiler.allow_in_graph
 def summed(value: torch.Tensor) -> torch.Tensor:
-    """Marks an output of forward or of the loss: with ``return_outputs``, a step returns its sum over the replicas.
+    """Marks an output of forward or of the loss, so that a step with ``return_outputs`` returns its sum over the replicas.
 
-    Without the mark, a step returns the mean over examples of a floating-point scalar, and the replicas' numbers one by one
-    of any other scalar. Otherwise this is the identity. Results computed from a marked value are not marked, except by
-    ``detach()``, conversions and reshapes.
+    Without the mark, a step returns the mean over examples of a floating-point scalar, and a `PerReplica` of any other scalar.
+    The value itself does not change. Of the results computed from it, only those of ``detach()``, conversions and reshapes
+    keep the mark.
 
     Args:
-        value: such as a count, or a sum over the examples of a shard; of the same shape for shards of all sizes.
+        value: a tensor, such as a count or a sum over the examples of a shard, whose shape does not depend on their number.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: the value is no tensor.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"summed takes a tensor, not {type(value).__name__}: make one of it with torch.tensor")
@@ -49,7 +49,7 @@ _noted = threading.local()
 
 @contextlib.contextmanager
 def noted_marks() -> Iterator[list[torch.Tensor]]:
-    """Gives the results of `summed` in a block of plain PyTorch in this thread, each in memory of its own."""
+    """Collects the tensors that `summed` returns in this thread, each in memory of its own, while plain PyTorch runs."""
     before, _noted.marked = getattr(_noted, "marked", None), []
     try:
         yield _noted.marked
@@ -66,7 +66,7 @@ class LeafKind(enum.Enum):
 
 @dataclass(frozen=True)
 class OutputLeaf:
-    """A leaf of the structure: ``value`` is a name, the index of an argument, or a constant."""
+    """A leaf of an output: ``value`` is the name of a gathered value, the index of an argument, or a constant."""
 
     path: str
     kind: LeafKind
@@ -75,7 +75,7 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class TracedOutputs:
-    """The outputs of a traced call beside its loss; ``types`` is in the order of the graph's results."""
+    """The outputs of a traced call beside its loss; ``types`` has the order of the graph's results."""
 
     structure: Structure
     leaves: tuple[OutputLeaf, ...]
@@ -86,7 +86,7 @@ class TracedOutputs:
 def read_outputs(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], model_name: str
 ) -> TracedOutputs:
-    """Reads the outputs of a training call; the graph then gives the loss and the tensors directly, detached."""
+    """Reads the outputs of a traced call, and makes its graph return the loss and the detached tensors."""
     try:
         results, stand_ins = results_with_stand_ins(traced, leaves)
         again, others = results_with_stand_ins(traced, leaves)
@@ -115,7 +115,7 @@ def read_outputs(
 
 
 def memory_of_inputs(graph: fx.Graph) -> set[int]:
-    """The storages of a trace's arguments and variables: AOTAutograd drops outputs that alias them."""
+    """The storage keys of a trace's inputs. AOTAutograd drops outputs that alias an input."""
     inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     return {storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
 
@@ -179,7 +179,7 @@ _OF_PYTHON = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.Me
 
 
 class UnreadableOutputError(MirrorcError):
-    """An output that no step can rebuild. The text continues the model's name."""
+    """Raised for an output that no step can rebuild. The text continues the model's name."""
 
 
 class OutputReader:
@@ -214,11 +214,11 @@ class OutputReader:
         return self.leaf(path, kind, name)
 
     def source_of(self, tensor: torch.Tensor, path: str) -> tuple[LeafKind, Any]:
-        """CONSTANT with the user's tensor, or GATHERED with an entry of ``gathered``."""
+        """The kind of a tensor's leaf: CONSTANT, with the tensor itself, or GATHERED, with its entry of ``gathered``."""
         raise NotImplementedError
 
     def parts(self, value: Any, path: str) -> Parts:
-        """The parts of a container or an object; refused if it contains itself."""
+        """The parts of a container or an object; refuses one that contains itself or cannot be rebuilt."""
         if len(path) > _LONGEST_PATH:
             self.refuse("a container that holds itself", path[:40] + "...")
         try:
@@ -237,7 +237,7 @@ _LONGEST_PATH = 1000
 
 
 class _TraceReader(OutputReader):
-    """Reads the outputs of a trace, built twice: an object in both builds existed before."""
+    """Reads the outputs of a trace from two builds of them. An object in both builds is older than the trace."""
 
     gathered: dict[str, fx.Node]
 

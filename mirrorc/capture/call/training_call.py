@@ -16,14 +16,14 @@ from mirrorc.torch_internals import forward_signature
 class TrainingCall(nn.Module):
     """A module whose forward computes the loss from a flat list of tensors, for the tracer.
 
-    The loss is the result of the model or of ``loss_fn``, its item or attribute ``loss``, or its first item. If outputs are
-    kept, forward also returns the model's, with the rest of the result of ``loss_fn``.
+    The loss is the result of ``loss_fn`` (without it, of the model), or the item or attribute ``loss`` of that result, or its
+    first item. With ``keeps_outputs``, forward also returns the model's outputs and the rest of the result of ``loss_fn``.
 
     Attributes:
-        plain: see `Call.plain`; replaced by another call's before guards are asked.
-        numbers: candidates for inputs of the graph.
+        plain: `Call.plain` of the current call; set before guards are checked.
+        numbers: the Python numbers that may become inputs of the graph.
         trained_elsewhere: the ids of the parameters that open steps train.
-        data: the tensors of all shards or microbatches, if a front end needs data.
+        data: the tensors of each shard or microbatch, for a front end that needs data; otherwise None.
     """
 
     trains = True
@@ -64,7 +64,7 @@ class TrainingCall(nn.Module):
         return (loss, outputs) if self.keeps_outputs else loss
 
     def containers(self) -> list[str]:
-        """The names of the containers among the arguments, in the order of `rebuilding`."""
+        """The names of the containers among the arguments, in the order in which `rebuilding` builds them."""
         parameters = forward_signature(self.model).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return paths_of_containers(self.structure, names)
@@ -82,7 +82,7 @@ def loss_in(result: Any) -> Any:
 
 
 def beside_loss(result: Any) -> Any:
-    """The rest of a loss function's result: the second of two items, all but the first of more, or the object itself."""
+    """The outputs in a loss function's result: the items after the loss (a single one by itself), or the whole object."""
     if type(result) is not tuple and type(result) is not list:
         return result
     return result[1] if len(result) == 2 else tuple(result[1:])

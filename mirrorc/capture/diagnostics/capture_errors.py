@@ -16,11 +16,11 @@ from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, use
 
 
 class LoneExampleError(CaptureError):
-    """An operator of torch takes no shard of one example: it normalizes by statistics over the examples."""
+    """Raised if an operator of torch refuses a shard of one example, as it normalizes over the examples."""
 
 
 class UnreadableError(CaptureError):
-    """Python that a tracer cannot follow, and plain PyTorch can. ``why`` continues "cannot capture" and the model's name."""
+    """Raised for Python that a tracer cannot follow. ``why`` continues "cannot capture" and the model's name."""
 
     def __init__(self, refusal: str, why: str) -> None:
         super().__init__(f"{refusal} Or leave forward and backward to plain PyTorch, with capture='autograd'.")
@@ -28,7 +28,7 @@ class UnreadableError(CaptureError):
 
 
 class HooksMissingError(CaptureError):
-    """Forward would install Hugging Face's hooks for hidden states and attentions, which cannot be traced."""
+    """Raised if forward would install Hugging Face's hooks for hidden states and attentions, which cannot be traced."""
 
 
 def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
@@ -88,7 +88,7 @@ def _place(error: Exception) -> tuple[str, str]:
 
 
 def _module(node: fx.Node | None) -> tuple[str, str]:
-    """The module of a node ("" for the model itself), and its name in a remedy; twice "" if unknown."""
+    """The module of a node, and its name in a remedy. The module is "" for the model itself; both are "" without a node."""
     if node is None:
         return "", ""
     modules = node.meta.get("nn_module_stack")
@@ -132,7 +132,7 @@ def check_loss(traced: fx.GraphModule, model_name: str) -> None:
 
 
 def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
-    """The loss, refused unless it is a scalar tensor that depends on parameters."""
+    """Returns the loss; refuses it unless it is a real scalar tensor that requires a gradient."""
     loss = _checked_loss(loss, model_name)
     if not loss.requires_grad:
         raise CaptureError(
@@ -180,7 +180,7 @@ def _checked_loss(loss: Any, model_name: str) -> torch.Tensor:
 def refuse_written_inputs(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], model_name: str
 ) -> None:
-    """Refuses a forward that writes parameters or arguments in place, or gives buffers a value with a gradient."""
+    """Refuses a forward that writes parameters or arguments in place, or writes a value that requires a gradient to a buffer."""
     if joint.written_inputs:
         kind, name = joint.written_inputs[0]
         if kind == "buffer":

@@ -1,4 +1,4 @@
-"""Buffers that all replicas write alike: vectors of spectral norms, and statistics over all replicas."""
+"""Buffers to which all replicas write the same value: vectors of spectral norms, and statistics over all replicas."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tests for vectors of length one that are equal but for rounding."""
+    """Tests whether two unit vectors are equal up to rounding."""
     return torch.allclose(
         first, second.to(first.device), rtol=0.0, atol=torch.finfo(first.dtype).eps ** 0.5, equal_nan=True
     )
 
 
 def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Iterable[str]) -> dict[str, int]:
-    """The ``vectors`` computed from variables, or values of all replicas, alone, with a hash of each computation."""
+    """The ``vectors`` computed only from values that are equal on all replicas, each with a hash of its computation."""
     alike = writes.keys() & set(vectors)
     while True:
         is_same: dict[fx.Node, bool] = {}  # whether a value is made of variables that are the same everywhere
@@ -48,7 +48,14 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
 
 
 def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
-    """Tests that all captured graphs, each with its `written_alike`, write a buffer to one value."""
+    """Tests whether all captured graphs write the same value to a buffer.
+
+    Args:
+        alike: the result of `written_alike` for each graph.
+
+    Raises:
+        CaptureError: the graphs compute the value in different ways.
+    """
     ways = {hashes.get(name) for hashes in alike}
     if len(ways) > 1 and None not in ways:
         raise CaptureError(

@@ -12,11 +12,11 @@ class KnownFailure:
     """A cause of tracer exceptions.
 
     Attributes:
-        reason: the effect of the user's line, after a colon.
-        words: the exception's text contains one of them, in any case.
-        line: a word of the user's line.
-        file: a name of a file among the frames.
-        runs_as_pytorch: plain PyTorch runs it with the meaning of a step.
+        reason: what the user's line does; follows a colon in the message.
+        words: texts of which the exception's text must contain one, in upper or lower case.
+        line: a text that the user's line must contain.
+        file: the name of a file that must be among the frames.
+        runs_as_pytorch: whether plain PyTorch can run the line with the result that a step must have.
     """
 
     reason: str

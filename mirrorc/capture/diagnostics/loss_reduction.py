@@ -32,7 +32,7 @@ _SUM = "sum"
 
 @dataclass(frozen=True)
 class Reduction:
-    """A summand of the loss that is one of torch's losses; the line is 0 if unknown."""
+    """One of torch's losses as a summand of the loss. The line is 0 if unknown."""
 
     function: str
     kind: str
@@ -41,9 +41,9 @@ class Reduction:
 
 
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
-    """The reductions of torch's losses over the batch, among the summands of the graph's first output.
+    """The reductions over the batch by torch's losses, of those that are summands of the graph's first output.
 
-    Multiplied or divided terms are left out: they may be a mean made of a sum.
+    Multiplied or divided terms are left out, as a divided sum may be a mean.
     """
     reductions: dict[Reduction, None] = {}
     loss = traced.graph.output_node().args[0][0]  # type: ignore[index]
@@ -77,7 +77,7 @@ def _reduction(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _is_of_the_batch(node: fx.Node) -> bool:
-    """A penalty on parameters is the same in every shard."""
+    """Tests whether a value depends on the batch; a penalty on parameters does not."""
     return any(source.op == "placeholder" and leaf_of_placeholder(source) is not None for source in ancestors(node))
 
 

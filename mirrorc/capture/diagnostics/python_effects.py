@@ -28,7 +28,7 @@ _UNKNOWN = traceback.FrameSummary("<unknown>", 0, "forward", line="")
 
 @dataclass(frozen=True)
 class Note:
-    """A warning to give once, at a line of the user's."""
+    """A warning to issue once, at a line of the user's code."""
 
     message: str
     filename: str = "<unknown>"
@@ -44,8 +44,8 @@ def dropped_effects(
 ) -> tuple[Note, ...]:
     """Notes on changes of Python objects in a trace, and on prints; changes of state are refused.
 
-    A change of an object that is read is state, except if a trace after it gives the same graph without it: libraries cache
-    facts. A change also counts as read if the next trace gives another graph.
+    A changed object that the trace also reads is state. It is no state if the next trace gives the same graph and does not
+    repeat the change, as a library that caches facts. Any change is state if the next trace gives another graph.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
     _refuse_draws(effects.draws, effects.cached_draws, model_name)
@@ -64,7 +64,10 @@ def dropped_effects(
 
 
 def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
-    """Notes on containers among the arguments that lose items in a trace; other changes, lost with the copies, are refused."""
+    """Notes on containers among the arguments from which a trace removes items.
+
+    Other changes of containers are refused: they would be lost, as replicas get copies.
+    """
     effects = python_effects_of(traced)
     paths = call.containers()
     notes: list[Note] = []
@@ -91,7 +94,7 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
 
 
 def users_place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The user's innermost line of a stack, as a continuation; empty without one."""
+    """The user's innermost line of a stack, as the continuation of a sentence; empty without such a line."""
     frame = _users_frame(stack)
     return f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
 
@@ -127,7 +130,7 @@ def _settles(write: PythonWrite, text: str, again: Callable[[], fx.GraphModule])
 def _refuse_reads_of_next_trace(
     writes: Sequence[PythonWrite], text: str, again: Callable[[], fx.GraphModule], model_name: str
 ) -> None:
-    """Refuses changes that alter the next trace's graph: it reads a length, a missing key, an item."""
+    """Refuses changes that alter the next trace's graph, which may read a length, a missing key or an item."""
     known = [write for write in writes if write.can_be_applied]
     if not known or _is_same_after(known, text, again):
         return

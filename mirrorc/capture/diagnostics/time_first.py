@@ -1,4 +1,4 @@
-"""Finds arguments whose dim 0 is the time of a recurrent layer: a step would split the time, not the examples."""
+"""Finds arguments whose dim 0 is the time of a recurrent layer. A step would split them by time, not by examples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _METHODS = {
 
 
 def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
-    """The tensor arguments with the time of a recurrent layer in dim 0, as far as operations keep dim 0."""
+    """The indices of tensor arguments that reach a recurrent layer with their dim 0 as its time."""
     origins = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
     return tuple(leaf for leaf in origins if leaf is not None)
 
@@ -39,7 +39,7 @@ def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _origin(value: Any) -> int | None:
-    """The argument with the same dim 0 as a value; None if unsure."""
+    """The index of the tensor argument whose dim 0 a value has kept; None if unsure."""
     while isinstance(value, fx.Node):
         if value.op == "placeholder":
             return leaf_of_placeholder(value)

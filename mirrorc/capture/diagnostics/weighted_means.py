@@ -1,4 +1,4 @@
-"""Losses with a mean over weights of classes, or over counted targets, instead of examples."""
+"""Losses whose mean divides by class weights, or by the number of targets that count, instead of by examples."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WeightedMean:
     """A call of a loss of torch that averages over its targets.
 
     Attributes:
-        is_weighted: whether it divides by weights of classes.
-        leaf: the index of the targets' tensor argument; None if unknown.
+        is_weighted: whether it divides by the sum of the targets' class weights.
+        leaf: the index of the tensor argument with the targets; None if unknown.
     """
 
     function: str
@@ -44,7 +44,7 @@ class WeightedMean:
 def bound_arguments(
     signatures: Mapping[Any, inspect.Signature], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """A call's arguments by name, defaults included; None for a function without a signature here."""
+    """A call's arguments by name, defaults included; None if ``signatures`` lacks the function."""
     try:
         signature = signatures.get(function)
     except TypeError:  # not hashable
@@ -79,7 +79,7 @@ def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
 
 
 def _leaf_behind(node: fx.Node) -> int | None:
-    """The only tensor argument that a value is made of, by a view, a slice, a shift; or None."""
+    """The index of the tensor argument from which alone a value is derived, such as by a view or a slice; otherwise None."""
     while node.op != "placeholder":
         if len(node.all_input_nodes) != 1:
             return None
@@ -88,7 +88,7 @@ def _leaf_behind(node: fx.Node) -> int | None:
 
 
 def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, ...]:
-    """Sentences on possible differences between a step and one device, for any batch."""
+    """Sentences on how a step may differ from a run on one device, whatever the batch."""
     remarks: list[str] = []
     for mean in means if num_replicas > 1 else ():
         remarks += _remarks_on_weights(mean)

@@ -1,4 +1,4 @@
-"""The argument checks of torch's distributions as asserts on tensors: a trace cannot branch on them."""
+"""The argument checks of torch's distributions as asserts on tensors, because a trace cannot branch on tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A substitute for `torch.rand` where forward branches on random numbers: they are drawn before the step."""
+"""A substitute for `torch.rand` where forward branches on random numbers. They are drawn before each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.torch_internals import torch_random, traced_file
 
 
 class _Scalar:
-    """A tensor to isinstance() in a trace, but in this file. To ask more of it than its class has raises an error."""
+    """An object that isinstance() takes for a tensor in a trace, except in this file. It lacks the methods of tensors."""
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
@@ -22,7 +22,7 @@ class _Scalar:
 class DrawnScalarDecides(_Scalar):
     """The result of a comparison of a `DrawnScalar`, which chooses a branch.
 
-    No bool: as tensors, two of them have a sum of one, and ``~`` is their opposite.
+    It is no bool, because ``+`` and ``~`` give other results for bools than for boolean tensors.
     """
 
     def __init__(self, answer: bool) -> None:
@@ -39,7 +39,7 @@ class DrawnScalarDecides(_Scalar):
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
-    """A method with PyTorch's result: a tensor if the other is one, and otherwise a decision."""
+    """A comparison method. Its result is a tensor if the other operand is one, and otherwise a `DrawnScalarDecides`."""
 
     def method(self: DrawnScalar, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
@@ -53,10 +53,10 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
 
 
 class DrawnScalar(_Scalar):
-    """A random tensor of one element in a trace, which is compared only.
+    """A random tensor of one element in a trace, which can only be compared.
 
     Args:
-        number: its value, of 0 to 1.
+        number: its value, between 0 and 1.
         dtype: float32 or float64.
     """
 
@@ -74,7 +74,7 @@ class DrawnScalar(_Scalar):
     __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
 
     def _rounded(self, other: float) -> float:
-        """Rounds a number to 24 significant bits for float32: a product with 2**29 + 1 leaves no place for others."""
+        """Rounds a number to the 24 significant bits of float32, with arithmetic that a trace can follow."""
         if self.dtype == torch.float64 or not 0.0 < other < 1.0:
             return other
         if other <= 2.0**-150:

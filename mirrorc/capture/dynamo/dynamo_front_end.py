@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class DynamoFrontEnd(FrontEnd):
-    """Captures the whole call without a graph break."""
+    """A front end that traces the whole call into one graph without breaks."""
 
     name = "dynamo"
 
@@ -194,7 +194,7 @@ def _trace(
 
 
 def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:
-    """Gives up inputs whose values seem to be returned: the output would keep the value of this trace."""
+    """Raises NumbersGivenUp if forward seems to return an input's value: the output would keep the value of this trace."""
     inputs = guards_of(traced).inputs
     if inputs is None or outputs is None:
         return
@@ -218,7 +218,7 @@ def _copy_aliased_loss(graph: fx.Graph) -> None:
 
 
 class _Explained:
-    """A block that shortens the tracer's errors; no generator, which would add frames to the user's traceback."""
+    """A context manager that shortens the tracer's errors. As a generator it would add frames to the user's traceback."""
 
     def __init__(self, model_name: str, leaves: Sequence[torch.Tensor]) -> None:
         self._model_name, self._leaves, self._quiet = model_name, leaves, quiet_fake_tensors()

@@ -73,7 +73,7 @@ def _run_layers(
     dropout: float,
     bidirectional: bool,
 ) -> list[torch.Tensor]:
-    """Runs all layers at once; layer by layer with dropout between them, which is the graph's, and so follows its seed."""
+    """Runs all layers in one call; one by one if there is dropout between them, for masks that follow the graph's seed."""
     if 0 in values.shape:
         raise RuntimeError(f"Expected sequence length to be larger than 0 in RNN, got an input of {list(values.shape)}")
     device, products = values.device.type, None

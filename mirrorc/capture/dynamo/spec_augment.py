@@ -36,13 +36,13 @@ def masked_spans(
     attention_mask: torch.Tensor | None = None,
     min_masks: int = 0,
 ) -> torch.Tensor:
-    """Random spans, with the distribution of Hugging Face's function, by torch's random numbers in place of numpy's.
+    """A mask of random spans like that of Hugging Face's function, drawn by torch instead of numpy.
 
     Args:
-        shape: rows, and places in a row.
-        mask_prob: the part of a row's places in spans, if these do not overlap.
-        attention_mask: [rows, places], ones first; spans lie there.
-        min_masks: of a row.
+        shape: the number of rows, and of places in a row.
+        mask_prob: the fraction of a row's places that spans cover if they do not overlap.
+        attention_mask: [rows, places], in each row ones and then zeros; spans lie among the ones.
+        min_masks: the least number of spans in a row.
     """
     rows, places = shape
     if mask_length < 1:

@@ -17,7 +17,7 @@ _ONE_VALUE = "a SyncBatchNorm in train mode needs more than one value per channe
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """Replaces `SyncBatchNorm.forward`; statistics that are not read from buffers are those of the whole batch."""
+    """Replaces `SyncBatchNorm.forward`; computes statistics over the whole batch unless they are read from buffers."""
     self._check_input_dim(input)
     self._check_non_zero_input_channels(input)
     if not self.training and self.running_mean is not None:
@@ -50,7 +50,7 @@ SYNCHRONIZED: Mapping[Callable[..., Any], Callable[..., Any]] = {nn.SyncBatchNor
 
 
 def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
-    """The ids of the buffers of synchronized norms' statistics, the same on all replicas."""
+    """The ids of the buffers with statistics of synchronized norms, which are equal on all replicas."""
     norms = {module for root in roots for module in root.modules() if isinstance(module, nn.SyncBatchNorm)}
     return {id(norm._buffers[name]) for norm in norms for name in _BUFFERS if norm._buffers.get(name) is not None}
 

@@ -43,8 +43,9 @@ _FAKE_MODE = FakeTensorMode()  # one, so that graphs of several sizes of microba
 class AutogradFrontEnd(FrontEnd):
     """Captures a step as operators that run forward and backward as plain PyTorch.
 
-    One operator runs forward, and one takes each gradient, in the order of backward: so backward can be cut between
-    buckets. Runs on the data of all shards tell this order, the written buffers, and the use of random numbers.
+    One operator runs forward, and one operator for each parameter returns its gradient, in the order of backward, so that
+    backward can be split between buckets. This order, the written buffers and the use of random numbers are found by runs
+    on the data of all shards.
     """
 
     name = "autograd"
@@ -75,7 +76,7 @@ class AutogradFrontEnd(FrontEnd):
         return Traced(joint, EagerGuards(opaque, call), trials.notes, opaque.recorded.outputs, (remark,), alike)
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """Runs the first shard with its first example once more."""
+        """The outputs of a run of the first shard with its first example repeated; None if it fails."""
         shard = (call.data or [()])[0]
         grown = [
             leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]])
@@ -94,10 +95,10 @@ class AutogradFrontEnd(FrontEnd):
 
 
 class EagerGuards:
-    """Guards that hold the call of a graph's operators.
+    """Guards for a graph of operators that run plain PyTorch.
 
-    Each run reads Python's current state. Plain arguments and numbers of modules are watched because the parameters in use may
-    follow from them.
+    Each run reads Python's current state. Only plain arguments and numbers of modules are guarded, because the parameters in
+    use may depend on them.
     """
 
     numbers: tuple[int | float, ...] = ()
@@ -124,7 +125,7 @@ class EagerGuards:
         return not self.broken()
 
     def broken(self) -> str:
-        """The name of the first difference; or empty."""
+        """The name of the first guarded value that has changed; empty if there is none."""
         plain = self._training_call.plain
         for name, value in self._plain.items():
             if plain.get(name) is not value.value and Constant(plain.get(name)) != value:
@@ -136,7 +137,7 @@ class EagerGuards:
 
 
 class _GraphBuilder:
-    """Builds a graph of the operators, which refer to their call by ``number``."""
+    """Builds a graph of operators that refer to their `OpaqueCall` by ``number``."""
 
     def __init__(self, call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> None:
         self.call, self.graph = call, fx.Graph()

@@ -1,4 +1,4 @@
-"""A training call whose forward and backward replicas run as plain PyTorch."""
+"""A training call whose forward and backward run as plain PyTorch on each replica."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OpaqueCall:
     # What the operators run
 
     def begin_step(self, used: UsedParameters) -> None:
-        """Sets where the runs of a step note their parameters."""
+        """Sets the record of used parameters for the runs of a step."""
         self._used = used
 
     def forward(
@@ -60,10 +60,10 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss, a token for backward, the written buffers, and the outputs.
+        """Runs forward; returns the loss, a token for backward, the written buffers, and the outputs.
 
         Raises:
-            ExecutionError: the run differs from the first one in its writes, draws or results.
+            ExecutionError: the run differs from the first runs in its writes, draws or results.
         """
         run = self._checked_run(seed, leaves, parameters, buffers)
         token = self._runs.add(run)
@@ -76,7 +76,7 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss if there is one, the written buffers, and the outputs."""
+        """Runs an evaluation; returns the loss if there is one, the written buffers, and the outputs."""
         run = self._checked_run(seed, leaves, parameters, buffers)
         self.release(run)
         loss = [run.loss.detach().reshape(()).clone()] if self.recorded.loss_dtype is not None else []
@@ -115,7 +115,7 @@ class OpaqueCall:
         return run
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """A parameter's gradient; zeros if this replica has not used it."""
+        """Returns a parameter's gradient; zeros if this replica has not used the parameter."""
         gradient = self.backward(token, tangent).take(place)
         original = self._originals[place]
         if gradient is not None:
@@ -134,7 +134,7 @@ class OpaqueCall:
         *,
         is_first: bool = False,
     ) -> Run:
-        """Runs forward on these tensors, with copies of the buffers.
+        """Runs forward on the given tensors, with copies of the buffers.
 
         Raises:
             CaptureError: a first run reads a transient attribute of the user's modules.
@@ -191,7 +191,7 @@ class OpaqueCall:
 
     @contextlib.contextmanager
     def _drawing(self, run: Run, phase: str) -> Iterator[None]:
-        """A block that draws from the run's stream; without a stream, it must draw nothing."""
+        """A context that draws random numbers from the run's stream; without a stream, draws are refused."""
         if run.stream is not None:
             with run.stream.drawn_from():
                 yield

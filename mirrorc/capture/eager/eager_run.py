@@ -1,4 +1,4 @@
-"""Runs of a training call as plain PyTorch: the inputs of each, and the facts common to all."""
+"""Runs of a training call as plain PyTorch: the state of each run, and the record that all runs share."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class ThreadModes:
 
 @dataclass
 class Run:
-    """A forward that has run, before its backward.
+    """The state of a run between its forward and its backward.
 
     Attributes:
-        copy: its modules; backward may run them again.
-        parameters, buffers, leaves: its inputs, with gradients after backward.
-        versions: of these, before forward.
-        loss: with its graph, until backward; without elements if an evaluation has none.
-        unreached: the indices of the parameters outside of this graph, in training.
+        copy: the modules that ran forward; backward may run them again.
+        parameters, buffers, leaves: the inputs; parameters have gradients after backward.
+        versions: the versions of these inputs before forward.
+        loss: the loss, with its graph until backward; an empty tensor if an evaluation has none.
+        unreached: the indices of the parameters outside of the graph of the loss, in training.
     """
 
     copy: ModuleCopy
@@ -71,7 +71,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The facts of first runs, taken by the graph of a step for all others. Variables are referred to by index.
+    """The results of first runs that the graph of a step assumes for all later runs. Variables are referred to by index.
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
@@ -98,7 +98,7 @@ REACHED_OTHERWISE = (
 
 
 def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter in a replica's memory, with the attributes of the user's."""
+    """A parameter with the given value, and with the attributes of the user's parameter."""
     parameter = nn.Parameter(value.detach(), original.requires_grad)
     if original.__dict__:
         parameter.__dict__.update(original.__dict__)
@@ -106,7 +106,7 @@ def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Paramete
 
 
 def note_reach(run: Run) -> list[nn.Parameter]:
-    """Notes the parameters outside of the graph of a run's loss; gives other parameters at which its backward ends."""
+    """Sets ``run.unreached``, and returns the leaf parameters in the graph of the loss that are no inputs of the run."""
     known = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
     leaves = _leaves_of_loss(run.loss)
     reached = set(map(id, leaves))
@@ -115,7 +115,7 @@ def note_reach(run: Run) -> list[nn.Parameter]:
 
 
 def reached_otherwise(besides: Sequence[nn.Parameter], originals: Mapping[str, nn.Parameter]) -> str | None:
-    """The name of a parameter of the user's that forward has reached past the modules of a run; or None."""
+    """The name of the user's parameter that forward has used instead of a run's own; None without one."""
     names = {id(original): name for name, original in originals.items()}
     return next((names[id(parameter)] for parameter in besides if id(parameter) in names), None)
 

@@ -21,7 +21,7 @@ _DEEPEST = 8
 
 
 class ModuleCopy:
-    """A structural copy of a module and its submodules, to run in one thread while others run theirs.
+    """A structural copy of a module and its submodules, which one thread runs while other threads run other copies.
 
     The copies share objects with the originals, except tables of parameters, buffers and submodules. References to copied
     modules become references to the copies: in attributes, bound methods, `functools.partial`, lists, tuples and dicts.
@@ -49,8 +49,8 @@ class ModuleCopy:
         """Loads the current attributes of the originals, except ``transient`` ones, which the copies assign before each read.
 
         Args:
-            tensors: the parameters and buffers, by the ids of the originals'.
-            **of_root: override attributes of the root.
+            tensors: the parameters and buffers to load, by the ids of the originals'.
+            **of_root: attributes that override those of the root.
         """
         self._loaded = []
         if transient != self._transient:
@@ -80,7 +80,7 @@ class ModuleCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A block in which reads of the originals' transient attributes fail: a run assigns the copies'."""
+        """A context in which reads of the originals' transient attributes fail, as runs assign only the copies'."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient:
             names.setdefault(self._originals[place], set()).add(name)
@@ -88,7 +88,7 @@ class ModuleCopy:
             yield
 
     def run(self, *args: Any) -> Any:
-        """Calls the copy. TorchScript runs operators as written, without its profile-guided optimization."""
+        """Calls the copy, without TorchScript's profile-guided optimization."""
         with torch.jit.optimized_execution(False) if self._scripts else contextlib.nullcontext():
             return self.root(*args)
 
@@ -100,7 +100,7 @@ class ModuleCopy:
             attributes.clear()
 
     def assigned(self) -> list[Attribute]:
-        """The attributes that were assigned, added or deleted since `load`, but for transient ones."""
+        """The attributes that were assigned, added or deleted since `load`, without transient ones."""
         assigned = []
         for place, ((_, attributes), loaded) in enumerate(zip(self._pairs, self._loaded, strict=True)):
             changed = [key for key, value in attributes.items() if loaded[0].get(key, _ABSENT) is not value]
@@ -108,7 +108,7 @@ class ModuleCopy:
         return [attribute for attribute in assigned if attribute not in self._transient]
 
     def replaced(self) -> str | None:
-        """A parameter, buffer or submodule (of TorchScript, any attribute) that was changed since `load`; or None."""
+        """The name of a parameter, buffer or submodule (in TorchScript, any attribute) replaced since `load`, or None."""
         for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
             for table, before in zip(_TABLES, loaded[1:], strict=True):
                 now = attributes.get(table, {})

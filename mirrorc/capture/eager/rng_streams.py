@@ -14,7 +14,7 @@ _LONGEST_WAIT_SECONDS = 3600
 
 
 class ReplicaStream:
-    """The states of the process's generators, for the CPU and a replica's GPU, that its code draws from and leaves."""
+    """A replica's states of the process's generators for the CPU and its GPU, which its draws advance."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
@@ -22,7 +22,7 @@ class ReplicaStream:
 
     @contextlib.contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """A block that draws from the stream, and restores the generators; one such block runs at a time."""
+        """A context that draws from the stream, and restores the generators at its end. Others wait for its end."""
         with contextlib.ExitStack() as stack:
             for device in self._devices:
                 if not lock_of(device).acquire(timeout=_LONGEST_WAIT_SECONDS):

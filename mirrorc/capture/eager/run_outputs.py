@@ -31,7 +31,12 @@ def read_run(
     variables: Mapping[int, torch.Tensor],
     marked: Sequence[torch.Tensor],
 ) -> RunOutputs:
-    """``variables``: the user's, by the ids of the run's. ``marked``: the results of `mirrorc.summed` in the run."""
+    """Reads the outputs of a run.
+
+    Args:
+        variables: the user's variables, by the ids of the run's.
+        marked: the results of `mirrorc.summed` in the run.
+    """
     reader = _RunReader(loss, arguments, variables)
     structure = reader.read(outputs, "outputs")
     marks = {storage_key(tensor) for tensor in marked}
@@ -52,7 +57,7 @@ def read_run(
 
 
 def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:
-    """The name of the first output in which two runs on shards of one shape differ; empty if they agree."""
+    """The name of the first output in which two runs differ, on shards of equal shapes; empty if the runs agree."""
     for leaf, other in zip(outputs.leaves, recorded.leaves, strict=False):
         is_other_value = leaf.kind is not LeafKind.CONSTANT and leaf.value != other.value
         if leaf.path != other.path or leaf.kind is not other.kind or is_other_value:

@@ -1,4 +1,4 @@
-"""Runs a training call as plain PyTorch, and records the facts that all later runs must share."""
+"""Runs a training call as plain PyTorch, and records the results that all later runs must share."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _OF_DATA = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The facts of first runs.
+    """The results of first runs.
 
     Attributes:
-        vectors: those of spectral norms after forward, by their indices among the buffers.
+        vectors: the vectors of spectral norms after forward, by their indices among the buffers.
     """
 
     recorded: Recorded
@@ -143,7 +143,7 @@ def _first_run(
     transient: set[Attribute],
     seed: int,
 ) -> FirstRuns:
-    """Runs one part with random numbers of its own, and repeats it without the assigned attributes, so early reads fail."""
+    """Runs one part of the batch, and repeats it without the attributes that it assigns, so that earlier reads of them fail."""
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     untouched = ReplicaStream(seed, parameters[0].device)
@@ -193,7 +193,10 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> to
 def _written(
     run: Run, opaque: OpaqueCall, before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """The written inputs other than buffers, and the written buffers; a write through ``.data`` or numpy shows in bits alone."""
+    """The kinds and names of written inputs that a step refuses, and the indices of written buffers.
+
+    Bits are compared, too, to find writes through ``.data`` or numpy.
+    """
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
 

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class HeldGenerators:
-    """Detects and undoes draws of a block from the user's own generators.
+    """Detects and undoes draws within a context from the user's own generators.
 
-    Those of Python's random and of numpy are seen as attributes of modules, those of torch everywhere.
+    Generators of Python's random and of numpy are found only as attributes of modules, generators of torch everywhere.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -65,7 +65,7 @@ class _Drawing(TorchFunctionMode):
 
 
 def _is_torchs(generator: torch.Generator) -> bool:
-    """Each replica has a stream of the default generators."""
+    """Tests for one of torch's default generators, of which each replica has its own stream."""
     return generator is torch.default_generator or any(
         generator is default for default in torch.cuda.default_generators
     )

@@ -1,4 +1,4 @@
-"""Makes variables of tensors outside of model and loss: a discriminator in a closure of the loss, a teacher in a global."""
+"""Variables of modules outside of model and loss, such as a teacher in a global variable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLACE = "mirrorc_outside"  # where a traced module has them
 def take_outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor]
 ) -> dict[str, ReadVariable]:
-    """Has a traced graph read the tensors of such modules like its own buffers, without gradients; gives them by name."""
+    """Makes a traced graph read outside modules' tensors as its own buffers, without gradients; returns them by buffer name."""
     home = leaves[0].device if leaves else None
     variables = [
         variable
@@ -55,7 +55,7 @@ def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name
 
 
 class OutsideNames:
-    """Names the variables of modules outside of a step's model, in the user's words and the same in all its programs."""
+    """Names for the variables of outside modules, in the user's words, and equal in all programs of a step."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # by the id of the tensor
@@ -73,7 +73,7 @@ class OutsideNames:
         return names
 
     def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
-        """The counters of forwards of normalization layers, each with its name, by the names of the statistics."""
+        """The counters of forwards that normalization layers keep, with their names, by the names of the statistics."""
         counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
         return {
             name: (self._known[id(counter)][1], counter) for name, counter in counters.items() if counter is not None

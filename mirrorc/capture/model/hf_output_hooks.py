@@ -14,7 +14,7 @@ HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
 def install_capturing_hooks(model: nn.Module) -> bool:
     """Installs the hooks of Hugging Face's models for hidden states and attentions; returns whether there are new ones.
 
-    The models do so in their first such call, under a lock, which no tracer follows.
+    The models would install them in the first call that needs them, under a lock that no tracer follows.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)

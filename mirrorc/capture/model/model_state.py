@@ -21,8 +21,9 @@ class ModelState:
     """The variables of a model and its loss, and a fingerprint of the plain Python state behind their graph.
 
     Attributes:
-        tensors: by name of their variable, the first name in the model; those of a loss module begin with ``loss_fn.``.
-        names: the variable for each name in `TrainingCall`; several names for tied weights.
+        tensors: the parameters and buffers by variable name, which is the first name in the model. Names of a loss module's
+            begin with ``loss_fn.``.
+        names: the variable name for each name in `TrainingCall`; tied weights have several.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -68,7 +69,7 @@ class ModelState:
         self._added_now = self._find_added()
 
     def names_now(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The current `names`, and descriptions of tensors added since, by name."""
+        """The current `names`, and descriptions of the tensors added since compilation, by name."""
         names, first = dict(self.names), {id(tensor): name for name, tensor in self.tensors.items()}
         added: dict[str, str] = {}
         for path, tensor in _named_tensors(self._roots):
@@ -91,7 +92,7 @@ class ModelState:
         refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
 
     def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
-        """The path of the model's attribute that is this tensor, neither parameter nor buffer; or ``otherwise``."""
+        """The path of the plain attribute in the model that holds a tensor; ``otherwise`` if there is none."""
         paths = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
         return next(paths, otherwise).removeprefix(".")
 
@@ -114,7 +115,7 @@ class ModelState:
         """Moves the numbers changed since `note_numbers` from the fingerprint to the guards.
 
         Returns:
-            The names on the way to each module, from its root on, and the attribute.
+            For each number, the names that lead from the root to its module, and its attribute.
         """
         places = []
         for root, path, attributes, key in self._users_attributes():
@@ -139,7 +140,7 @@ class ModelState:
                             yield root, path, attributes, key
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """A value that stays equal as long as the captured graph is valid.
+        """A value whose change shows that the captured graph may be invalid.
 
         Raises:
             ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
@@ -172,7 +173,7 @@ class ModelState:
 
 
 class _Same:
-    """An object in a key: equal to itself alone, and kept alive by the key."""
+    """A wrapper that compares an object by identity in a key, and keeps it alive."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -192,14 +193,14 @@ def _named_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.
 
 
 def free_name(name: str, taken: Container[str]) -> str:
-    """The name with as many underscores behind it as make it new."""
+    """The name, with underscores appended until it is not ``taken``."""
     while name in taken:
         name += "_"
     return name
 
 
 def _comparable(value: Any) -> Any:
-    """A value in a fingerprint; values that are no longer plain are left to the guards."""
+    """The form of a value in a fingerprint; None if it is no longer plain, as guards watch it then."""
     if not isinstance(value, _SCALARS):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
@@ -207,12 +208,12 @@ def _comparable(value: Any) -> Any:
 
 
 def _oddity(value: Any) -> str | None:
-    """The part of a number that guards do not see: the sign of a zero; otherwise None."""
+    """The text of a negative zero, whose sign guards do not see; None for other values."""
     return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
 
 
 def _is_users_alone(kind: type) -> bool:
-    """Tests for a user's class of modules without bases of torch's other than containers."""
+    """Tests for a user's module class whose only bases from torch are Module and containers."""
     torchs = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base.__module__.startswith("torch.")]
     return kind not in torchs and set(torchs) <= {nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict}
 
@@ -222,12 +223,12 @@ def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Their sizes show additions to a module."""
+    """The dicts of a module whose sizes show additions."""
     return [vars(module), *(members for _, members in _members_of(module))]
 
 
 def _member(members: Mapping[str, Any], key: str) -> Any:
-    """TorchScript keeps members in objects without ``get``."""
+    """A member, or None. TorchScript keeps members in objects without ``get``."""
     if key not in members:
         return None
     return members[key]

@@ -1,4 +1,4 @@
-"""Refuses models without a possible step, and modules that a trace cannot follow."""
+"""Refuses models that cannot have a step, and modules that a trace cannot follow."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def _check_script(module: nn.Module, where: str, within: str) -> None:
 
 
 def _loaded(*names: tuple[str, str]) -> tuple[type, ...]:
-    """The imported classes among these; of the others, there are no objects."""
+    """The classes whose modules are imported; the other classes can have no objects."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if hasattr(sys.modules.get(module), name))
 
 
 def _refuse_scripts(root: nn.Module, model_name: str) -> None:
-    """Tracers do not follow modules that run outside of Python."""
+    """Refuses TorchScript modules, which tracers cannot follow."""
     for path, module in root.named_modules():
         if is_script_module(module):
             why = f"{path.removeprefix('model.')!r} of {model_name}" if path != "model" else model_name

@@ -1,4 +1,4 @@
-"""Attributes of modules that forward assigns before each read, so that their values need not last."""
+"""Attributes of modules that forward assigns before each read, so that runs need not save their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WATCHED = "_mirrorc_transient_attributes"
 
 
 class AssignedAttributeError(ExecutionError):
-    """Forward has assigned attributes of a module; ``attributes`` is empty if one is a parameter, buffer or submodule."""
+    """Raised if forward assigns attributes of a module; ``attributes`` is empty if one is a parameter, buffer or submodule."""
 
     def __init__(self, text: str, name: str = "", attributes: Sequence[Attribute] = ()) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class AssignedAttributeError(ExecutionError):
 
 
 class ReadBeforeAssignedError(ExecutionError):
-    """Forward has read an attribute before its assignment in the same run."""
+    """Raised if forward reads an attribute before it assigns the attribute in the same run."""
 
     def __init__(self, text: str, name: str = "") -> None:
         super().__init__(text)
@@ -76,7 +76,7 @@ class _TransientAttribute:
 
 
 class _LeftAttribute(_TransientAttribute):
-    """An attribute of a user's own module, unreadable while a run assigns that of its copy."""
+    """An attribute of a user's module that raises an error on reads while copies run."""
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is not None and self._name not in vars(module):
@@ -95,7 +95,7 @@ def _read_elsewhere(name: str) -> CaptureError:
 
 @contextlib.contextmanager
 def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
-    """A block in which reads of these attributes of the originals raise a `CaptureError`, as copies run."""
+    """A context in which reads of the given attributes of the original modules raise a `CaptureError`."""
     kinds = {module: type(module) for module in modules}
     removed = [
         (vars(module), name, vars(module)[name])
@@ -116,7 +116,7 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
 
 
 def watching_class(kind: type, names: Set[str], attribute: type[_TransientAttribute] = _TransientAttribute) -> type:
-    """A subclass of a module's class with these names readable only after their assignment; without names, the class itself."""
+    """A subclass of ``kind`` in which the named attributes are readable only once assigned; ``kind`` itself without names."""
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:
         return kind
