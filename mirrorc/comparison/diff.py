@@ -37,14 +37,14 @@ def diff_texts(old: str, new: str) -> str:
 
     Args:
         old: a text from `Program.to_text`.
-        new: another one. Print both with the same options: only printed parts are compared.
+        new: a text printed with the same options, as only printed parts are compared.
 
     Returns:
         Sentences, each on a separate line, the most important first; then, after an empty line, the differing lines.
 
     Raises:
-        TypeError: not two strings.
-        ValueError: one is no printed program; the message has its line and the expected form.
+        TypeError: an argument is no string.
+        ValueError: an argument is no printed program; the message has its line and the expected form.
     """
     if old == new:
         _read(new, "new")
@@ -61,10 +61,10 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
     """The differences of two programs; empty if there are none.
 
     Args:
-        regions: compare the bodies of regions, too. Without it, the result mentions a difference in bodies alone.
+        regions: compare the bodies of regions, too. If False, the result mentions them only if nothing else differs.
 
     Raises:
-        TypeError: not two programs.
+        TypeError: an argument is no program.
     """
     for name, program in (("old", old), ("new", new)):
         if not isinstance(program, Program):
@@ -80,13 +80,13 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
 
 
 def diff_files(old: Path, new: Path) -> str:
-    """The differences of two programs in files, bodies of regions included; empty if there are none.
+    """The differences of two files, each a saved or a printed program; empty if there are none.
 
-    Of a saved and a printed program, the printed parts are compared.
+    Two saved programs are compared with bodies of regions. Beside a printed program, only printed parts are compared.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file holds neither; the message has the file and the place.
+        ValueError: a file is no saved or printed program; the message has the file and the place.
     """
     loaded = [_load(path) for path in (old, new)]
     forms = [_form_of(program) for program in loaded if isinstance(program, str)]
@@ -107,7 +107,7 @@ def _load(path: Path) -> Program | str:
 def printed(
     program: Program, path: Path, *, regions: bool, slots: bool, sources: bool, fold: bool | None = None
 ) -> str:
-    """Prints a program from a file; raises ValueError if it is too malformed."""
+    """Prints the program of the file ``path``; raises ValueError if it is too malformed."""
     try:
         return program.to_text(regions=regions, slots=slots, sources=sources, fold=fold)
     except Exception as error:  # the printer may fail in any way on a program that breaks the rules

@@ -17,12 +17,12 @@ PACK, WAIT, WRITE, FACTORED = (kind.value for kind in (Kind.PACK, Kind.WAIT, Kin
 _VARIANT = re.compile(r"\.shard\d+$")  # of a region for another shape of a shard
 
 Key = tuple[str, str, int]
-"""An event in any program: its kind; its bucket, region or gradient; its number among equal events of its device."""
+"""Identifies an event in two programs: its kind; its bucket, region or gradient; its number among such events of a device."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A line of a device's program. Its kind is that of its operation (`mirrorc.ir.operation.Kind`)."""
+    """A line of a device's program. The key has the kind of its operation (`mirrorc.ir.operation.Kind`)."""
 
     key: Key
     line: PrintedLine
@@ -41,7 +41,7 @@ class Schedule:
 
 
 def schedule_of(program: PrintedProgram, device: str, name_of: Callable[[str], str]) -> Schedule:
-    """The schedule of a device; ``name_of`` gives the name of a bucket in the keys."""
+    """The schedule of a device; ``name_of`` maps a printed bucket index to the bucket's name in the keys."""
     counts: Counter[tuple[str, str]] = Counter()
     events = []
     for line in program.lines_of(device):
@@ -69,11 +69,11 @@ _WHOLE = "optimizer's own step"
 
 
 def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[int, int]) -> Iterator[str]:
-    """Sentences, the most important first; ``new_of``: for each old bucket, its counterpart in the new program."""
+    """Sentences on changed schedules, the most important first; ``new_of`` maps old buckets to their counterparts."""
     numbers = {str(bucket.index) for bucket in new.buckets}
     names = {str(i): str(j) for i, j in new_of.items()}
     devices = [device for device in new.devices if device in old.function_of]
-    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)  # devices whose programs were and are the same
+    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)  # devices that share a function in both programs
     for device in devices:
         functions = [program.function_of[device] for program in (old, new)]
         column = device if any(function.name == "all_devices" for function in functions) else ""
@@ -95,7 +95,7 @@ def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[i
 
 
 def where(changed: Sequence[str], devices: Sequence[str]) -> str:
-    """The end of a sentence with its devices; empty if there is only one device."""
+    """The end of a sentence, which names the ``changed`` devices; empty if there is only one device."""
     if len(devices) == 1:
         return ""
     return ", on every device" if len(changed) == len(devices) else f", on {listed(changed)}"
@@ -135,7 +135,7 @@ def _wait_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _order_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
-    """A topic: another order of the events in both schedules."""
+    """Returns the topic that compares the order of events that both schedules have."""
 
     def changes(old: Schedule, new: Schedule) -> Iterator[str]:
         was, now = _reordered(old, new, kind)
@@ -169,7 +169,7 @@ def _of_buckets(names: Sequence[str]) -> str:
 
 
 def _moves_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
-    """A topic: events earlier or later relative to the regions and, where possible, to the updates."""
+    """Returns the topic that reports events moved relative to regions and, where possible, to updates."""
 
     def changes(old: Schedule, new: Schedule) -> Iterator[str]:
         anchors = _common_anchors(old, new, *([] if kind == "update" else [("region", "update")]), ("region",))
@@ -201,7 +201,10 @@ def _moves_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterat
 
 
 def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The first choice of kinds with events in the same order in both schedules, so that places can be compared."""
+    """The kinds of events relative to which the places of other events can be compared; None if there are none.
+
+    These are the first of ``choices`` whose events both schedules have in the same order.
+    """
     for kinds in choices:
         keys = [[event.key for event in schedule.of(*kinds)] for schedule in (old, new)]
         if keys[0] == keys[1] and keys[0]:
@@ -225,7 +228,7 @@ def _anchor(key: Key) -> str:
 
 
 def _update_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Leaves out buckets that are new or gone."""
+    """Sentences on changed updates, except of buckets that are new or gone."""
     lines = [{event.key: event.line for event in schedule.of("update")} for schedule in (old, new)]
     packed = [{event.subject for event in schedule.of(PACK)} for schedule in (old, new)]
     alone = packed[0] ^ packed[1] if packed[0] and packed[1] else set()

@@ -1,4 +1,4 @@
-"""Instruments that write the program after every pass: to sinks, with diffs and an index, or in the terminal."""
+"""Instruments that write the program after every pass: to sinks, with diffs and an index, or to the terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
 
 
 class DumpFiles(Instrument):
-    """Writes, for every pass, a text and a diff to the pass before; at the end, an index of these.
+    """Writes the program's text and diff after every pass, and at the end an index of these files.
 
-    The captured program is saved as well, for ``mirrorc opt``. A sink that fails gets nothing more, after a warning.
+    The captured program is saved as well, for ``mirrorc opt``. A sink that fails is dropped with a warning.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:

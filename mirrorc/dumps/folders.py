@@ -1,4 +1,4 @@
-"""Chooses the folders for dumps: one program of one run and one process in each."""
+"""Chooses a folder for the dumps of each program of each process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _CHOOSING = (
 
 
 class DumpFolder:
-    """A program's folder in a directory of dumps.
+    """The folder of one program in a directory of dumps.
 
-    On first use of a directory, a process removes the files of earlier runs. Its programs get ``program-0``, ``program-1`` and
-    so on. Folders of running processes stay, and are skipped.
+    A process that first uses a directory removes the files of earlier runs. Its programs get ``program-0``, ``program-1`` and
+    so on. Folders of other running processes are left alone.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the directory cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -44,13 +44,13 @@ class DumpFolder:
         logger.info("what passes do to a program is written to %s", self.path)
 
     def file(self, name: str) -> Path:
-        """The path for a file of the folder; makes the folder if it is missing."""
+        """The path of a file in the folder, which is created if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         return self.path / name
 
 
 class _Directory:
-    """A directory that stays open as long as this process runs; its locks end with the process."""
+    """A directory of dumps. Its lock file stays open, and its folders locked, until this process ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +71,7 @@ class _Directory:
         return False
 
     def take(self) -> Path:
-        """Takes and empties the next folder free of other processes."""
+        """Locks, empties and returns the next folder that no other process has locked."""
         with self._choosing():
             folder = self.path / f"program-{next(filter(self._lock, self._numbers))}"
             _empty(folder)  # another process may have written to it and ended since this one opened the directory
@@ -89,7 +89,7 @@ class _Directory:
             self._unlock(_CHOOSING - 1)
 
     def _lock(self, number: int) -> bool:
-        """False if another process has the folder."""
+        """Locks a folder; returns False if another process has locked it."""
         if fcntl is not None:
             try:
                 fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _CHOOSING + 1 + number)

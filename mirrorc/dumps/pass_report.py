@@ -17,7 +17,7 @@ _MOST_DIFF_LINES = 4000  # the longest region that is diffed; a longer diff take
 
 @dataclass(frozen=True)
 class PassReport:
-    """A completed pass. Its program may break any rule; if it cannot be printed or counted, the report gives the error."""
+    """Reports on a completed pass. If its program is too malformed to be printed or counted, the report has the error."""
 
     name: str
     after: Program
@@ -26,7 +26,7 @@ class PassReport:
 
     @cached_property
     def is_changed(self) -> bool:
-        """Tests for a printed program that differs from the one before, or cannot be printed."""
+        """Tests that the printed program differs from the one before, or that one of them cannot be printed."""
         if self.before is None or self.before.stage is not self.after.stage:
             return True
         if _has_only_other_remarks(self.before, self.after):
@@ -53,7 +53,7 @@ class PassReport:
         return f"{total} nodes ({difference:+d}){': ' + ', '.join(changes) if changes else ''}"
 
     def text(self) -> str:
-        """Heading, counts and remarks; then the program in full, if the pass changed it and it can be printed."""
+        """The heading, counts and remarks; then the program, if the pass changed it and it can be printed."""
         try:
             heading, program = self._heading_and_program()
         except Exception as error:  # noqa: BLE001 - said
@@ -111,7 +111,7 @@ class PassReport:
 
 
 def _has_only_other_remarks(before: Program, after: Program) -> bool:
-    """By identity of objects, so that programs need not be printed to be compared."""
+    """Tests that two programs have identical fields except for remarks, which needs no printing."""
     names = (field.name for field in fields(Program) if field.name != "remarks")
     return all(getattr(before, name) is getattr(after, name) for name in names)
 

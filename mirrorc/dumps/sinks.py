@@ -19,7 +19,7 @@ class Sink:
         raise NotImplementedError
 
     def save(self, name: str, program: Program) -> bool:
-        """False if the sink takes texts only."""
+        """Saves a program; returns False if the sink accepts only texts."""
         return False
 
 
@@ -46,9 +46,9 @@ class TraceSink(Sink):
 
 
 def dump_sinks(directory: Path | None) -> list[Sink]:
-    """The sinks for the next program: its folder, and torch's structured trace if that is on (TORCH_TRACE).
+    """The sinks for the next program: a folder in ``directory``, if any, and torch's structured trace, if on (TORCH_TRACE).
 
-    A folder that is not writable gives a warning.
+    Warns if the folder cannot be written.
     """
     sinks: list[Sink] = []
     if directory is not None:
@@ -60,7 +60,7 @@ def dump_sinks(directory: Path | None) -> list[Sink]:
 
 
 def warn_of_lost_dump(error: OSError) -> None:
-    """A failed dump is no reason to end a training run."""
+    """Warns of a failed dump, which is no reason to end a training run."""
     warnings.warn(
         f"a dump of the program cannot be written ({error}): training goes on without it; make room for it or name another "
         "directory (dump=, MIRRORC_DUMP)",

@@ -16,10 +16,10 @@ from mirrorc.pipeline.pipeline_text import parse_passes
 
 
 def checked_all_reduce(request: Request) -> AllReduceAlgorithm | None:
-    """The algorithm for sums over devices; None for the link's own.
+    """The algorithm of ``all_reduce`` for sums over devices; None for the link's own.
 
     Raises:
-        TypeError, ValueError: it is no algorithm, or does not fit these devices or another option.
+        TypeError, ValueError: the value is no algorithm, or cannot be used with the devices or another option.
     """
     workers, devices, asked = request.workers, request.devices, request.asked
     algorithm = algorithm_of(asked["all_reduce"])
@@ -55,10 +55,10 @@ def checked_all_reduce(request: Request) -> AllReduceAlgorithm | None:
 
 
 def algorithm_of(algorithm: Any) -> AllReduceAlgorithm:
-    """An algorithm from its name, from its name with options, such as ``"reduce-to-one{device=1}"``, or from itself.
+    """Returns the algorithm of a name, which may have options: ``"reduce-to-one{device=1}"``; or an algorithm itself.
 
     Raises:
-        TypeError, ValueError: it is none; lists the algorithms.
+        TypeError, ValueError: the argument is no algorithm; the message lists the algorithms.
     """
     if isinstance(algorithm, AllReduceAlgorithm):
         return algorithm

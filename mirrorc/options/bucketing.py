@@ -14,7 +14,7 @@ def checked_packing(asked: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the pass 'plan-buckets', by name, from the arguments of `mirrorc.compile`.
 
     Raises:
-        TypeError, ValueError: an argument is no plan or no order, or two options set the same.
+        TypeError, ValueError: an argument is no plan or no order, or ``packing`` is given beside a bucket size.
     """
     packing, order, cap, first = (
         asked[option] for option in ("packing", "gradient_order", "bucket_cap_mb", "first_bucket_mb")
@@ -38,9 +38,9 @@ def checked_packing(asked: Mapping[str, Any]) -> dict[str, Any]:
 def with_default_cap(
     planned: Mapping[str, Any], program_workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options of `checked_packing`, with `mirrorc.packing.CAP_BETWEEN_HOSTS_MB` as the default cap between hosts.
+    """Adds `mirrorc.packing.CAP_BETWEEN_HOSTS_MB`, the default cap between hosts, to the options of `checked_packing`.
 
-    It applies to CPUs, and to plans by bytes. Other devices keep the default of `mirrorc.packing.ByBytes`.
+    It applies to several workers on CPUs, if no cap or plan is given. Others keep the default of `mirrorc.packing.ByBytes`.
     """
     is_open = asked["bucket_cap_mb"] is None and not {"bucket_cap_mb", "packing"} & planned.keys()
     are_cpus = all(device.torch_device.type == "cpu" for device in devices)

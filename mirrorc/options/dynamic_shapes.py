@@ -1,4 +1,4 @@
-"""The option for symbolic sizes of arguments, and the options that exclude it."""
+"""The option ``dynamic``, for symbolic sizes of arguments, and the options that exclude it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def why_sizes_are_numbers(options: StepOptions) -> str:
 
 
 def sends_whole(options: StepOptions) -> bool:
-    """Tests for workers that send gradients whole because programs with symbols do not know the rows of factors."""
+    """Tests that workers send whole gradients, because a program with symbolic sizes does not know the rows of factors."""
     return options.program_workers.are_several and options.exchange == "auto" and options.dynamic is not False
 
 
 def check_dynamic(options: StepOptions) -> None:
-    """Refuses symbols together with options that need numbers."""
+    """Refuses ``dynamic=True`` together with options that need sizes as numbers."""
     why = why_sizes_are_numbers(options) if options.dynamic else ""
     if why:
         raise ValueError(

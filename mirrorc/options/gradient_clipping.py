@@ -20,14 +20,15 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 @dataclass(frozen=True)
 class ClipGradNorm:
-    """A bound of the norm of gradients, with the names of `torch.nn.utils.clip_grad_norm_`.
+    """A bound on the norm of gradients, with the arguments of `torch.nn.utils.clip_grad_norm_`.
 
     Attributes:
         max_norm: the largest norm; math.inf only measures it, for `Step.grad_norm`.
         norm_type: the p of the p-norm, a positive number; math.inf for the largest absolute value.
 
     Raises:
-        TypeError, ValueError: an attribute is no such number.
+        TypeError: an attribute is no number.
+        ValueError: an attribute is negative, or ``norm_type`` is 0.
     """
 
     max_norm: float
@@ -48,14 +49,14 @@ def _check(name: str, value: Any) -> None:
 
 
 ClipNorms = float | ClipGradNorm | Sequence[float | ClipGradNorm | None] | None
-"""One bound for all gradients together, or one or None for each group of the optimizers, in their order."""
+"""One bound for all gradients together; or a bound or None for each group of the optimizers; None for no bound."""
 
 
 def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups) -> dict[str, Any]:
     """The arguments of `mirrorc.passes.default_pipeline` that clip gradients.
 
     Raises:
-        TypeError, ValueError: names the option and the remedy.
+        TypeError, ValueError: a value is no bound, or there are not as many bounds as groups.
     """
     if clip_grad_value is not None:
         _check("clip_grad_value", clip_grad_value)
@@ -76,7 +77,7 @@ def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups)
 
 
 def check_bounds_of_groups(pipeline: Sequence[Pass], groups: OptimizerGroups) -> None:
-    """Refuses bounds per group after the optimizers' groups have changed."""
+    """Refuses bounds per group if groups have since been added to the optimizers, or removed."""
     bounds = next((getattr(entry, "max_norm", None) for entry in pipeline if entry.name == "clip-gradients"), None)
     if isinstance(bounds, tuple) and len(bounds) != len(groups):
         who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"
@@ -100,10 +101,9 @@ def _bound(value: Any) -> ClipGradNorm | None:
 
 
 def measured_norms(measured: dict[str, torch.Tensor], program: Program, num_groups: int, *, is_skipped: bool) -> Any:
-    """The value of `Step.grad_norm`; None if the step measures no norm.
+    """The value of `Step.grad_norm`: one norm, or a tuple with one for each group; None if the step measures none.
 
-    ``told`` are the measured numbers of the last step, or of one before it. A skipped step has measured nothing: its
-    norms are NaN.
+    ``measured`` has the numbers of the last step that was not skipped. A skipped step has NaN.
     """
     if is_skipped:
         device = program.devices[0].torch_device

@@ -1,4 +1,4 @@
-"""The dtype of autocast of a step."""
+"""The option ``autocast``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def checked_autocast(autocast: Any, devices: Sequence[Device]) -> torch.dtype | 
     """The dtype of autocast in forward and loss; None for the caller's autocast.
 
     Raises:
-        TypeError, ValueError: it is neither a dtype that autocast takes nor its name, True, False or None.
+        TypeError, ValueError: the value is not bfloat16, float16, one of their names, True, False or None.
     """
     if autocast is None or autocast is False:
         return None

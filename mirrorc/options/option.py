@@ -1,4 +1,4 @@
-"""Records of the options of `mirrorc.compile`, and the checks of a table of them."""
+"""The classes of the table of `mirrorc.compile`'s options, with their checks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Request:
 
     Attributes:
         asked: the arguments by name.
-        devices: of this worker.
-        pipeline: the passes for the arguments, once they are known.
+        devices: this worker's devices.
+        pipeline: the passes of the step; empty until they are known.
     """
 
     asked: Mapping[str, Any]
@@ -45,12 +45,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A reason to refuse an option in some request.
+    """A reason to refuse an option.
 
     Attributes:
         beside: another option, or a phrase such as "over several workers".
-        why: the reason; a function of the request returns "" for none. A text holds for every request with the other
-            option.
+        why: the reason, which applies whenever the other option is given; or a function of the request that returns the
+            reason, or "" if there is none.
         needs_pipeline: the reason depends on the passes of the request.
     """
 
@@ -62,12 +62,12 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class NeededPasses:
-    """The passes of the default pipeline that do the work of an option.
+    """The passes of the default pipeline that implement an option.
 
     Attributes:
-        names: their names, or a function of the value.
-        instead: the remedy for a pipeline by ``passes=``; ``{value}`` stands for the value.
-        may_be_in_passes: the option may be given beside a pipeline that has the pass.
+        names: the passes' names, or a function from the option's value to these.
+        instead: the remedy if ``passes=`` is given: a text, in which ``{value}`` stands for the option's value, or a function.
+        may_be_in_passes: the option is allowed beside ``passes=`` if the named passes are among these.
     """
 
     names: Sequence[str] | Callable[[Any], Sequence[str]]
@@ -88,14 +88,14 @@ class Option:
     Attributes:
         name: the keyword.
         allowed: the possible values, for messages: "give ...".
-        default: the value for "not asked for".
-        kinds: types of its values; bool, str and bytes match only themselves, not numbers or sequences. None: the owner
-            checks them, as for names of backends.
-        texts: the possible strings.
-        accepts: refuses values of the right kind, such as negative numbers.
-        passes: the passes that do its work.
+        default: the value of an option that is not given.
+        kinds: the allowed types, where bool, str and bytes match only themselves, not numbers or sequences. None leaves the
+            check to the code that uses the value, as for names of backends.
+        texts: the allowed strings.
+        accepts: tests a value of an allowed type, for example that a number is not negative.
+        passes: the passes that implement it; None if there are none.
         excludes: reasons to refuse it.
-        places: makes passes for a value, see `mirrorc.before`; for an option from outside of the package.
+        places: for an option from outside of the package, a function from its value to passes to insert (`mirrorc.before`).
     """
 
     name: str
@@ -109,7 +109,7 @@ class Option:
     places: Callable[[Any], Sequence[Placed]] | None = None
 
     def is_asked(self, value: Any) -> bool:
-        """Tests for a value with an effect; a disabled object, such as a disabled GradScaler, has none."""
+        """Tests for a value other than the default, or than a disabled object, such as a disabled GradScaler."""
         if value is self.default or (isinstance(value, _SCALARS) and value == self.default):
             return False
         return not (hasattr(value, "is_enabled") and not value.is_enabled())
@@ -132,7 +132,7 @@ class Option:
 
 
 class Options:
-    """The table of options; ``withdrawn`` has the successors of former options, by name."""
+    """The table of options; ``withdrawn`` maps former options to the reason and the remedy."""
 
     def __init__(self, records: Sequence[Option], withdrawn: Mapping[str, str]) -> None:
         self._records = {record.name: record for record in records}
@@ -166,10 +166,10 @@ class Options:
         del self._records[name]
 
     def with_declared(self, asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `mirrorc.compile` with those of declared options.
+        """The arguments of `mirrorc.compile`, with those of options from outside of the package, or their defaults.
 
         Raises:
-            TypeError: an argument is no option; names its successor, or the closest option.
+            TypeError: an argument is no option; the message says why it was withdrawn, or names the closest option.
         """
         for name in declared.keys() - (self._records.keys() - self._builtin):
             if name in self._withdrawn:
@@ -180,12 +180,12 @@ class Options:
         return {**asked, **outside, **declared}
 
     def check_kinds(self, asked: Mapping[str, Any]) -> None:
-        """Refuses values outside of their options' kinds."""
+        """Refuses values that their options do not allow, see `Option.check_kind`."""
         for option in self:
             option.check_kind(asked[option.name])
 
     def check_passes(self, request: Request) -> None:
-        """Refuses options without their passes because of ``passes=`` or ``disable_passes=``."""
+        """Refuses options whose passes are missing because of ``passes=`` or ``disable_passes=``."""
         passes, disabled = request["passes"], request["disable_passes"]
         for option in self:
             value = request[option.name]
@@ -205,7 +205,7 @@ class Options:
                 )
 
     def check_exclusions(self, request: Request) -> None:
-        """Refuses options that exclude another one, the devices, or several workers."""
+        """Refuses options that cannot be used with another option, the devices, or several workers."""
         has_pipeline = bool(request.pipeline)
         for option in self:
             value = request[option.name]

@@ -15,14 +15,14 @@ from mirrorc.passes import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.pipeline.protocol import Pass
 
 REST = "*"
-"""The key in a dict of owners for the rule of all other variables."""
+"""The key, in a dict of owners, of the rule for variables that the dict does not name."""
 
 
 def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dict[str, Any]:
     """The arguments of `mirrorc.passes.default_pipeline` that place parameters.
 
     Raises:
-        ValueError: there is no such parameter or device.
+        ValueError: ``placement`` names an unknown parameter, device or rule, or two owners of one parameter.
     """
     if placement == "auto":
         return {}
@@ -30,7 +30,7 @@ def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dic
 
 
 def _named(placement: Mapping[str, str | torch.device], model: ModelState, devices: Sequence[Device]) -> dict[str, Any]:
-    """Tied parameters have several names."""
+    """The arguments for a dict of owners, in which a tied parameter may have any of its names."""
     known = [device.name for device in devices]
     owners: dict[str, str] = {}
     for name, owner in placement.items():
@@ -68,7 +68,7 @@ def _device_name(device: Any) -> Any:
 
 
 def check_owned_names(pipeline: Sequence[Pass], known: Collection[str]) -> None:
-    """Raises PassError if 'place-variables' names none of the ``known`` variables of step and program."""
+    """Raises PassError if 'place-variables' gives an owner to a variable that is not among ``known``."""
     for name in (name for entry in pipeline if isinstance(entry, PlaceVariables) for name, _ in entry.owners):
         if name not in known:
             raise PassError(f"pass 'place-variables' names {name!r}, which is no variable of the step")

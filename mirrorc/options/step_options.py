@@ -1,4 +1,4 @@
-"""The options of a step, with their checks independent of the model."""
+"""The checked options of a step, and checks that do not need the model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StepOptions:
 
 
 LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0
-"""Stands for infinity, as the operating system's clocks take none."""
+"""Used in place of infinity, which the operating system's clocks do not accept."""
 
 
 def check_loss_function(loss_fn: Any) -> None:
@@ -70,7 +70,7 @@ def check_loss_function(loss_fn: Any) -> None:
 
 
 def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[Pass]) -> str:
-    """A remark for a program whose replicas have one copy of everything to compare; else empty."""
+    """The remark that check_replicas_every has nothing to compare, because all replicas share one copy; else empty."""
     if len(devices) == 1:
         why = "there is one device"
     elif any(isinstance(entry, ShareParameters) for entry in pipeline) and not why_memory_is_not_shared(devices):
@@ -89,7 +89,7 @@ def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
 
 
 def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
-    """Raises ValueError if a file is in place of the directory, or of a parent."""
+    """The path of a directory, existing or new; raises ValueError if it or a parent is a file."""
     directory = Path(path)
     existing = next((place for place in (directory, *directory.parents) if place.exists()), None)
     if existing is not None and not existing.is_dir():

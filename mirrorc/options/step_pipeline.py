@@ -24,11 +24,11 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
     """The passes of a step, and remarks on the arguments.
 
     Args:
-        parameters: of `mirrorc.passes.default_pipeline`, unless the user gives a pipeline.
+        parameters: arguments of `mirrorc.passes.default_pipeline`; unused if ``passes=`` is given.
 
     Raises:
         ValueError: an option cannot be used with these passes.
-        PassError: they are no pipeline of a whole step.
+        PassError: the passes are no pipeline of a whole step.
     """
     base = default_pipeline(**parameters) if request["passes"] is None else request["passes"]
     added = [*OPTIONS.placed(request), *request["add_passes"]]
@@ -49,7 +49,7 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
 def check_whole(
     pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]
 ) -> None:
-    """Raises PassError for a pipeline that cannot make a step of any model, judged by its list alone."""
+    """Raises PassError for a pipeline that cannot compile a step of any model; runs no pass."""
     try:
         check_order(pipeline)
         for name, why in _missing(pipeline, workers, devices):
@@ -60,7 +60,7 @@ def check_whole(
 
 
 def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device]) -> Iterator[tuple[str, str]]:
-    """Passes from outside may do the work of any missing one."""
+    """The missing passes, with the reasons; none if there are passes from outside, which may do their work."""
     if not all(type(entry) in PASSES.values() for entry in pipeline):
         return
     names = [entry.name for entry in pipeline]

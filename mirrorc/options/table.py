@@ -1,4 +1,4 @@
-"""The table of the options of `mirrorc.compile`: kinds, passes and exclusions of each."""
+"""The table of the options of `mirrorc.compile`, with the kinds, passes and exclusions of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mirrorc.runtime.state.optimizers.loss_scale import is_in_use
 LossReduction = Literal["mean", "sum"]
 Auto = Literal["auto"]
 
-# Options declared outside of the package may have any name; these are the package's own.
+# Backends, links and front ends from outside of the package may have any name; these are the package's own.
 BackendName = Literal["inductor", "eager"] | str
 LinkName = Literal["shared-memory", "nccl", "copy"] | str
 FrontEndName = Literal["auto", "dynamo", "autograd"] | str
@@ -458,10 +458,10 @@ OPTIONS = Options(
 
 
 def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `mirrorc.compile`, checked by kind, with those of declared options and ``communication_options``.
+    """The checked arguments of `mirrorc.compile`, with those of declared options and ``communication_options``.
 
     Raises:
-        TypeError, ValueError: an argument is no option, or its value is not allowed; names it and the remedy.
+        TypeError, ValueError: an argument is no option, or its value is not allowed; the message has the remedy.
     """
     asked = OPTIONS.with_declared(asked, declared)
     for (option, value), why in _WITHDRAWN_VALUES.items():

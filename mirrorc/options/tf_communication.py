@@ -16,11 +16,11 @@ _MIB = 2**20
 class CommunicationOptions:
     """Communication of gradients, with the names of ``tf.distribute.experimental.CommunicationOptions``.
 
-    Each field stands for options of `mirrorc.compile`, which must not be given besides.
+    Each field sets options of `mirrorc.compile`, which must not be given as well.
 
     Args:
-        bytes_per_pack: the cap of a bucket in bytes, also of the first one: a gradient that would exceed it opens the
-            next bucket. 0 keeps the default, see ``bucket_cap_mb``.
+        bytes_per_pack: the cap of every bucket in bytes: a gradient that would exceed it starts the next bucket. 0 keeps
+            the default, see ``bucket_cap_mb``.
         timeout_seconds: the longest wait of a device for another one; None keeps the default.
         implementation: "auto" keeps the default; "nccl" is ``link="nccl"``; "ring", or any other value of
             ``all_reduce=``, is that algorithm. Case does not matter.
@@ -65,11 +65,11 @@ class CommunicationOptions:
 
 
 def with_communication_options(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `mirrorc.compile`, with those of its ``communication_options``.
+    """The arguments of `mirrorc.compile`, with those that ``communication_options`` sets.
 
     Raises:
-        TypeError: they are no `CommunicationOptions`.
-        ValueError: one of their arguments is given, too.
+        TypeError: ``communication_options`` is no `CommunicationOptions`.
+        ValueError: an argument that it sets is given, too.
     """
     hints = asked["communication_options"]
     if hints is None:

@@ -1,4 +1,4 @@
-"""The workers of a step, joined or planned by a world, and their limits."""
+"""Determines the workers of a step, which have joined or belong to ``world=``, and checks their devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from mirrorc.messages.wording import counted
 
 
 def workers_of(world: World | None, rank: int | None) -> Workers:
-    """The workers of a world as worker ``rank`` sees them; without a world, a process on its own."""
+    """The workers of a world as worker ``rank`` sees them, 0 for None; without a world, this process alone.
+
+    Raises:
+        ValueError: there is a rank without a world.
+    """
     if world is None:
         if rank is not None:
             raise ValueError(f"rank is {rank}, but there is no world=: give rank only with a mirrorc.World")
@@ -24,10 +28,10 @@ def workers_of(world: World | None, rank: int | None) -> Workers:
 
 
 def joined_workers(compilation: Round, devices: Sequence[Device], timeout_seconds: float) -> Workers:
-    """The joined workers, after each has sent its number of devices.
+    """Exchanges the numbers of devices between the joined workers, and returns these workers.
 
     Raises:
-        ValueError: devices cannot work together; all workers raise it.
+        ValueError: the workers' devices are of several types, or one worker has several GPUs; all workers raise it.
         CommunicationError: a worker sent nothing in time.
     """
     (kind,) = {device.torch_device.type for device in devices}
@@ -51,7 +55,7 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
 
 
 def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
-    """The devices of the compiled worker; as many as its world says, if ``devices`` is None."""
+    """The devices of this worker; for None, as many as its world says. Raises ValueError for another number."""
     if not workers.devices_per_worker:
         return parse_devices(devices)
     number = workers.devices_per_worker[workers.rank]
@@ -82,7 +86,7 @@ def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable
 
 
 def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:
-    """Refuses a call of a step that was compiled for a world; ``cluster`` has the joined workers."""
+    """Refuses to run a step that was compiled for a world if no workers have joined (``cluster`` is None)."""
     if workers.devices_per_worker and cluster is None:
         raise ExecutionError(
             f"this step was compiled for worker {workers.rank} of a world of {workers.num_workers}, which is for reading: "

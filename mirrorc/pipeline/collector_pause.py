@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keeps the collector from searching traces and graphs again and again: many small objects that stay."""
+    """Disables the collector during a block; it would search traces and graphs, which live long, again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

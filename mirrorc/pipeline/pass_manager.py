@@ -20,7 +20,7 @@ def run_passes(program: Program, passes: Sequence[Pass], instruments: Sequence[I
     """Applies passes in order.
 
     Raises:
-        PassError: a pass does not take the stage of its program, returns another stage than it promises, or fails.
+        PassError: a pass does not accept its program's stage or properties, returns another stage than it promises, or fails.
     """
     with collector_paused():
         return _run_all(program, passes, instruments)
@@ -51,11 +51,11 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
 
 
 def _notify(listeners: Sequence[Callable[..., None]], *news: object) -> None:
-    """An instrument's own error must not hide the first one."""
+    """Calls the listeners, and logs their errors, which must not hide the first one."""
     for listener in listeners:
         try:
             listener(*news)
-        except Exception as error:  # noqa: BLE001 - said, and another is being raised
+        except Exception as error:  # noqa: BLE001 - logged, and another is being raised
             logger.warning("what went wrong was not noted everywhere: %s: %s", type(error).__name__, error)
 
 

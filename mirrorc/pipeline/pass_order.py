@@ -10,10 +10,10 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Property], passes: Sequence[Pass]) -> None:
-    """Refuses a program that a pass does not take.
+    """Refuses a program of this stage and properties if the pass does not accept it.
 
     Raises:
-        PassError: has the accepted and the actual program, and the remedy.
+        PassError: the program is refused; the message has the accepted and the actual program, and the remedy.
     """
     if compiler_pass.input_stage <= stage <= traits_of(compiler_pass).latest_input_stage:
         _check_properties(compiler_pass, properties, passes)
@@ -33,10 +33,12 @@ def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Proper
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Refuses a pipeline if a pass would not take its program. Required properties without a declaring pass are left to the run.
+    """Refuses a pipeline in which a pass would not accept its input, or whose last stage is not LOWERED.
+
+    A required property that no pass declares is checked only when the pipeline runs.
 
     Raises:
-        PassError: has the pass, the reason and the remedy; or the last stage, if it is not LOWERED.
+        PassError: the pipeline is refused; the message has the pass, the reason and the remedy.
     """
     stage, declared = Stage.CAPTURED, set[Property]()
     for compiler_pass in passes:
@@ -48,7 +50,7 @@ def check_order(passes: Sequence[Pass]) -> None:
 
 
 def check_end(stage: Stage) -> None:
-    """Refuses a program that has not been compiled to the end: raises `PassError`."""
+    """Raises `PassError` if the last stage of a pipeline is not LOWERED."""
     if stage is not Stage.LOWERED:
         raise PassError(
             f"the pipeline ends with a {stage.name} program, which cannot run: it must end at LOWERED, as 'lower-devices' gives "

@@ -30,7 +30,7 @@ def format_passes(passes: Sequence[Pass]) -> str:
     """Writes a pipeline as text for `parse_passes`, without default values. A pass from outside mirrorc is ``module:Class``.
 
     Raises:
-        ValueError: a pass cannot be made again from a text.
+        ValueError: a pass cannot be recreated from text.
     """
     return ",".join(_format(compiler_pass) for compiler_pass in passes)
 
@@ -99,7 +99,7 @@ def _not_plain(option: str, value: Any) -> ValueError:
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """Compares types, too; nan is equal to nan."""
+    """Tests that two values, and their types, are equal; nan equals nan."""
     if value is other or type(value) is not type(other):
         return value is other
     if isinstance(value, (tuple, list)):
@@ -112,7 +112,7 @@ def _are_equal(value: Any, other: Any) -> bool:
 
 
 def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
-    """Refuses a pass if its class, called with these options, makes a different pass."""
+    """Refuses a pass if its class, called with these options, creates a different one."""
     kind = type(compiler_pass)
     values = {name: _parse_value(ast.parse(text, mode="eval").body) for name, text in options.items()}
     try:
@@ -126,10 +126,10 @@ def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
 
 
 def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pass]:
-    """Makes passes from text; ``known`` are mirrorc's passes, by name.
+    """Creates the passes of a text; ``known`` maps the names of mirrorc's passes to their classes.
 
     Raises:
-        ValueError: the text is malformed, or names an unknown pass or option; lists the known ones.
+        ValueError: the text is malformed, or has an unknown pass or option; the message lists the known ones.
     """
     passes, place = [], 0
     while text[place:].strip():
@@ -146,7 +146,7 @@ def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pa
 
 
 def _end_of_options(text: str, start: int) -> int | None:
-    """The end of the braces that open at `start`, or the start itself; None if the braces are not closed."""
+    """The index after the braces that open at ``start``; ``start`` if none open; None if they are not closed."""
     if not text.startswith("{", start):
         return start
     depth = 0
@@ -250,7 +250,7 @@ def _imported_class(name: str) -> Callable[..., Pass]:
 
 
 def import_module(name: str) -> ModuleType:
-    """Raises ModuleNotFoundError if there is no such module, else ImportError for any error of the module."""
+    """Imports a module; raises ModuleNotFoundError if there is none, and ImportError for any error in its code."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:

@@ -13,7 +13,7 @@ class Pass(Protocol):
     """A step of compilation: a frozen dataclass whose fields are its options. `Traits` lists optional attributes.
 
     Attributes:
-        name: kebab-case, the name of its file.
+        name: the name of its file, in kebab-case.
     """
 
     @property
@@ -24,24 +24,25 @@ class Pass(Protocol):
     def output_stage(self) -> Stage: ...
 
     def run(self, program: Program) -> Program:
-        """The program after this pass; must not change its argument."""
+        """Returns the program after this pass; must not change its argument."""
         ...
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The optional attributes of a pass, by these names.
+    """The attributes that a pass may have besides those of `Pass`.
 
     Attributes:
-        latest_input_stage: the last accepted stage, by default the input stage, or a stage that refines it.
+        latest_input_stage: the last accepted stage; by default the input stage or, if the pass leaves that, a stage that
+            refines it.
         requires: properties that its input program must have.
         establishes: properties of its output program, and of all later programs.
         precedes: properties that its input program must not have yet.
         changes_dataflow: the pass intentionally changes the computation; the verifier then compares no expressions.
-        changes_bits: a clause on the way in which it may change the bits of a step's results, such as ``"terms are added in
-            another order"``. ``exact_order=True`` leaves the pass out. With nothing to do, it must return the same graphs.
-        trains_only: left out of an evaluation: the pass concerns gradients, buckets or updates alone.
-        updates_only: left out of an accumulating program: the pass concerns updates alone.
+        changes_bits: how the pass may change the bits of a step's results, as a clause: ``"terms are added in another
+            order"``. ``exact_order=True`` leaves the pass out. If it finds nothing to do, it must return the same graphs.
+        trains_only: the pass concerns only gradients, buckets or updates, and an evaluation leaves it out.
+        updates_only: the pass concerns only updates, and an accumulating program leaves it out.
     """
 
     latest_input_stage: Stage

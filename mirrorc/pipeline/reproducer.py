@@ -25,10 +25,11 @@ class Reproducer(Instrument):
     """Writes a reproducer when a pass fails or breaks a rule, and names it in the error's message.
 
     A reproducer is a folder with the pass's input program and ``reproducer.json``: the remaining passes with their options, the
-    error, and versions. This must be the last instrument, because it counts the passes without objections from others.
+    error, and versions. This must be the last instrument: it counts the passes that no instrument has refused.
 
     Args:
-        directory: of the new folder; None for the system's directory of temporary files.
+        passes: the whole pipeline.
+        directory: where the folder is created; None for the system's temporary directory.
     """
 
     def __init__(self, passes: Sequence[Pass], directory: Path | None) -> None:
@@ -43,7 +44,7 @@ class Reproducer(Instrument):
         self._num_done += 1
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """If writing fails, logs the reason and leaves the error as it is."""
+        """Writes the reproducer for an error of mirrorc. If that fails, logs why, and leaves the error as it is."""
         if not isinstance(error, MirrorcError):
             return
         try:
@@ -66,7 +67,10 @@ class Reproducer(Instrument):
         error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.json.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
-        """The failing pass and later passes as text; the failing pass alone, if a later one has none; or None and the reason."""
+        """The failing and the later passes as text, or the failing one alone if a later one cannot be written.
+
+        If the failing pass cannot be written either, None and the reason.
+        """
         places = [i for i, candidate in enumerate(self.passes) if candidate is compiler_pass]
         place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
         try:

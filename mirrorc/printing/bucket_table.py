@@ -23,16 +23,16 @@ _LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")
 SENT_AS_FACTORS = "sent as factors"
 
 PLANNED = "to be owned by"
-"""Precedes the owner's name while the update is not yet at the owner."""
+"""Precedes the owner's name until a pass moves the update to the owner."""
 
-_LISTED_SHARES = 8  # the most shares that a folded table lists; of more, it lists the first and the last
+_LISTED_SHARES = 8  # the most shares that a folded table lists; of more, it lists the first two and the last
 _WIDTH = 158
 _INDENT = "#   "
 _MORE = "#       "  # the beginning of a line that continues the one before
 
 
 def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
-    """The lines of the table, then the hyperparameters of the optimizer's groups."""
+    """The lines of the bucket table, then one line of hyperparameters for each optimizer group."""
     ready = _ready_after(program)
     lines: list[str] = []
     for bucket in program.buckets:
@@ -61,7 +61,7 @@ def _row(program: Program, bucket: Bucket, ready_after: str) -> str:
 
 @dataclass
 class _Members:
-    """Consecutive gradients of a bucket under one path; ``last`` is the last layer with the same gradients as ``first``."""
+    """Gradients ``names``, the same in consecutive layers of a bucket: under ``path``, from number ``first`` to ``last``."""
 
     path: str
     first: int
@@ -152,7 +152,7 @@ def _ready_after(program: Program) -> dict[int, str]:
 
 
 def _last_gradient(pack: fx.Node, names: Sequence[str]) -> str:
-    """Accepts malformed packs."""
+    """``d(NAME) in REGION`` of a pack's last gradient; empty if there is none, as in a malformed pack."""
     last: tuple[fx.Node, str] | None = None
     for gradient, name in itertools.zip_longest(pack.all_input_nodes, names, fillvalue=""):
         if not isinstance(gradient, fx.Node):

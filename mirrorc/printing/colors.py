@@ -21,7 +21,7 @@ _OF_KINDS = {
     "bold green": (Kind.CHECK, Kind.GATHER, Kind.FACTORED, Kind.PACK, Kind.UPDATE, Kind.WRITE),
     "bold cyan": (Kind.COMPUTE, Kind.SOURCE),
 }
-"""Regions have none, because the operation's name is not printed."""
+"""Styles of operations. A region call has none, because its operation's name is not printed."""
 
 
 def colored(text: str) -> Text:

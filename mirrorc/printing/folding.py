@@ -6,8 +6,8 @@ One line replaces a repeated stretch and says how the numbers of buckets and lay
     b3: f32[50816] = pack(bucket=3, 48 gradients)
     … b4 … b30: as b3 (the 2 lines above), for h.29 … h.3
 
-Microbatches with the same regions are folded by their number, from two on. A stretch consists of whole blocks, such as a
-bucket's lines in the table.
+Two or more microbatches with the same regions are folded likewise. A stretch consists of whole blocks, such as a bucket's lines
+in the table, or lies within one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LEAST_REPEATS = 3  # a stretch with fewer repeats is printed each time
 
 @dataclass(frozen=True)
 class _Shape:
-    """A line with ``#`` for each number and single spaces; ``label`` is the first layer's name up to its number."""
+    """A line with ``#`` in place of each number, and these numbers; ``label`` is the text before the first layer's number."""
 
     text: str
     buckets: tuple[int, ...]
@@ -56,7 +56,7 @@ def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool])
 
     Args:
         sign: the beginning of a mark: ``# … bucket `` in a table, four spaces and ``… b`` in a body.
-        begins_block: tests for the first line of a block. A stretch has whole blocks, or lies within one.
+        begins_block: tests for the first line of a block.
     """
     begins = [*map(begins_block, lines), True]
     shapes = [_shape(line) for line in lines]
@@ -74,7 +74,7 @@ def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool])
 
 
 def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
-    """Inverts `folded`. Each line comes with the number of its folded line, from 1."""
+    """Inverts `folded`; each line comes with its line number, from 1, in the folded text."""
     lines_before: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
         mark, of_parts = _MARK.fullmatch(line), _MARK_OF_PARTS.fullmatch(line)
@@ -163,7 +163,7 @@ def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
 
 
 def _steps(shapes: Sequence[_Shape], start: int, other: int, length: int) -> tuple[int, int | None, int] | None:
-    """The increase of buckets, layers and microbatches. Layers never increase with microbatches."""
+    """The increases of bucket, layer and microbatch numbers between two stretches; None if they do not match."""
     buckets: set[int] = set()
     layers: set[int] = set()
     parts: set[int] = set()
@@ -187,7 +187,7 @@ def _is_of_parts(stretch: Sequence[_Shape]) -> bool:
 def _mark(shapes: Sequence[_Shape], start: int, length: int, repeats: int, sign: str) -> str:
     stretch = shapes[start : start + length]
     if _is_of_parts(stretch):
-        index = next(shape.parts[-1] for shape in stretch if shape.parts)  # that of the operation
+        index = next(shape.parts[-1] for shape in stretch if shape.parts)  # the operation's index= is last
         to = f" … {index + repeats - 1}" if repeats > 2 else ""
         return f"{_PARTS}{index + 1}{to}: as microbatch {index} (the {length} lines above)"
     base = next(shape.buckets[0] for shape in stretch if shape.buckets)

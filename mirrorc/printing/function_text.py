@@ -1,4 +1,4 @@
-"""Prints the functions of a program's devices; functions that differ only in shapes share one print."""
+"""Prints the functions of a program's devices; one that resembles an earlier one is printed by its differing lines."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mirrorc.printing.spans import spans
 from mirrorc.printing.variants import device_names, groups, heading, num_examples, variants_of_mirrored
 
 EACH = "each"
-"""Stands in the column of devices for a line of every device."""
+"""The text in the device column of a line that every device runs."""
 
 _VARIANT = re.compile(r"\.shard\d+$")
 _CALLED = re.compile(r"(?:.*? = )?(?P<operation>[A-Za-z_][\w.]*)\(")
-_MOST_DIFFERING = 2 / 3  # of a function's lines; a function of which more lines differ is printed whole
+_MOST_DIFFERING = 2 / 3  # of a function's lines; if more lines differ, the whole function is printed
 _SIGN = "    … b"
 _NO_CALLS = ("    # -- ", "    return ")
 
 
 def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """``names`` maps arguments to printed names where the two differ."""
+    """A graph's arguments as ``NAME: TYPE, ...``; ``names`` maps arguments to other printed names."""
     placeholders = [(str(node.target), node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
     return ", ".join(f"{names.get(name, name)}: {type_of(value)}" for name, value in placeholders)
 
@@ -38,7 +38,7 @@ def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) 
 def function_lines(
     program: Program, lines_of: Callable[[fx.Graph], list[Line]], *, sources: bool, fold: bool
 ) -> list[str]:
-    """The functions of a program of any stage, each after an empty line; ``lines_of``: see `graph_lines`."""
+    """The printed functions of a program of any stage, each after an empty line; ``lines_of`` calls `graph_lines`."""
     lines: list[str] = []
     absent = [replica for replica, index in enumerate(program.shard_of_replica) if index is None]
     for shard, graph in enumerate(program.shard_graphs):
@@ -142,13 +142,16 @@ def _functions(program: Program, lines_of: Callable[[fx.Graph], list[Line]]) -> 
 
 
 def operation_of(text: str) -> str:
-    """The name that a line calls, without a region's variant."""
+    """The operation or region that a line calls, without ``.shardN``; the line itself if it calls nothing."""
     match = _CALLED.match(text)
     return _VARIANT.sub("", match["operation"]) if match else text
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """None if the function must be printed whole. If one line of an operation differs, all its lines are printed."""
+    """The indices of the lines to print beside ``base``; None if the whole function must be printed.
+
+    If one line of an operation differs, all lines of that operation are printed.
+    """
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:
         return None

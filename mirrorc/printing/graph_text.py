@@ -37,7 +37,7 @@ _COMMENT_COLUMN = 92
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a graph; ``source`` is the user's line, ``device`` may be ``all``, ``above`` are explanations."""
+    """A printed line of a graph, with the user's ``source`` line, its ``device`` or ``all``, and explanations ``above``."""
 
     text: str
     node: fx.Node
@@ -48,7 +48,7 @@ class Line:
 
 
 def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
-    """The lines of one graph: operators before regions are outlined, calls afterwards."""
+    """The printed lines of a graph: calls for a program's own graph at OUTLINED or later, else operators."""
     is_call_graph = program.stage >= Stage.OUTLINED and any(graph is other for other in program.graphs())
     return _calls(program, graph) if is_call_graph else statements(graph)
 
@@ -67,7 +67,7 @@ def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
 
 
 def rendered_line(line: Line, width: int = 0) -> str:
-    """``width`` is that of the column of devices."""
+    """A line as text; ``width`` is that of the device column."""
     text = f"{line.device:<{width}} | {line.text}" if line.device else line.text
     return f"{text:<{_COMMENT_COLUMN - 4}}  # {line.comment}" if line.comment else text
 
@@ -141,7 +141,7 @@ def _distinct(values: PrintedValues, node: fx.Node) -> str:
 
 
 def statements(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
-    """``names`` maps arguments to printed names where the two differ."""
+    """The lines of a graph of operators; ``names`` maps arguments to other printed names."""
 
     def name(node: fx.Node) -> str:
         if node.op == "placeholder":

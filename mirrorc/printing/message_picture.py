@@ -15,10 +15,10 @@ _STYLE = "font-family: sans-serif; font-size: 12px"
 
 
 def message_picture(program: Program) -> str:
-    """Draws the messages of a program's buckets, all of one length, as SVG.
+    """Draws the messages of a program's buckets, which must have one size, as SVG.
 
-    Time goes down, with one message after the other on each device: see `MessageCosts.path_bytes`. An arrow ends at its
-    message's arrival. Partial sums are brown, whole sums blue.
+    Time runs downwards, and a device sends one message at a time (see `MessageCosts.path_bytes`). An arrow ends when its
+    message arrives. Partial sums are brown, whole sums blue.
     """
     sent = messages(program)
     times, size = times_of(sent), program.buckets[0].num_bytes
@@ -77,7 +77,7 @@ def _arrows(program: Program, sent: list[Message], times: Mapping[Route, tuple[i
 
 
 def _elements(start: int, stop: int, length: int) -> str:
-    """``all``, or a range in hundredths."""
+    """A range of elements: ``all``, or in percent."""
     return "all" if (start, stop) == (0, length) else f"{_number(100 * start / length)}-{_number(100 * stop / length)}%"
 
 

@@ -15,7 +15,7 @@ _COUNTED = re.compile(r"(\d+) (.+)")
 
 @dataclass(frozen=True)
 class PrintedValue:
-    """A value at its definition: ``loss: f32[]``, ``d(fc1.weight)``, or ``93 activations``, whose name is their kind."""
+    """A printed value, ``loss: f32[]`` or ``d(fc1.weight)``; or several, ``93 activations``, named by their kind."""
 
     name: str
     type: str = ""
@@ -35,11 +35,11 @@ class PrintedBucket:
     """A bucket of the table.
 
     Attributes:
-        number: of its line in the text.
-        owner: the device that updates it or is planned to; empty without one.
-        ready_after: the region with its last gradient; empty before buckets are packed.
+        number: the number of its line in the text.
+        owner: the device that updates it, now or after a later pass; empty without an owner.
+        ready_after: the region of its last gradient; empty before buckets are packed.
         shares: the elements that each device updates, as printed; may be empty.
-        packs: the elements of each pack, as printed; empty if buckets are not cut.
+        packs: the elements of each pack, as printed; empty without packs.
     """
 
     number: int
@@ -60,12 +60,12 @@ class PrintedBucket:
 
 @dataclass(frozen=True)
 class PrintedLine:
-    """A line of a function or region: ``device | results = operation(inside)  # comment``.
+    """A line of a function or region: ``device | outcome = operation(inside)  # comment``.
 
     Attributes:
-        number: of its line in the text.
-        text: without device and comment, with single spaces.
-        device: or ``all``; empty without a column of devices. A line with several devices becomes one line for each.
+        number: its number in the text.
+        text: ``outcome = operation(inside)``, without padding.
+        device: a device or ``all``; empty without a device column. A printed line of several devices is read as one for each.
     """
 
     number: int
@@ -86,7 +86,7 @@ class PrintedLine:
 
     @functools.cached_property
     def details(self) -> Mapping[str, str]:
-        """The keywords, such as ``bucket``, ``op`` and ``link``."""
+        """The keyword arguments, such as ``bucket``, ``op`` and ``link``."""
         matches = [_DETAIL.fullmatch(part) for part in split_list(self.inside)]
         return {match[1]: match[2] for match in matches if match}
 
@@ -96,9 +96,9 @@ class PrintedFunction:
     """The program of one or several devices.
 
     Attributes:
-        number: of its first line in the text.
-        name: ``one_device``, ``all_devices``, ``cpu_0``.
-        above: the lines above it: devices, examples, loss weight and random stream.
+        number: the number of its first line in the text.
+        name: such as ``one_device``, ``all_devices`` or ``cpu_0``.
+        above: the lines above it, on devices, examples, loss weight and random stream.
     """
 
     number: int
@@ -128,9 +128,9 @@ class PrintedProgram:
 
     Attributes:
         accumulation: "accumulating", "after accumulation", or empty.
-        worker: the worker in the heading and its replicas; empty for a single worker.
+        worker: the worker and its replicas, from the heading; empty without other workers.
         report: a dump's report on the pass, below the heading.
-        regions: empty if they were left out.
+        regions: the bodies of regions by name; empty if they are not printed.
     """
 
     stage: str
@@ -157,7 +157,7 @@ class PrintedProgram:
         return {device: function for function in self.functions for device in function.devices}
 
     def lines_of(self, device: str) -> tuple[PrintedLine, ...]:
-        """The lines of a device, with the collectives of all devices."""
+        """The lines that a device runs, including collectives of all devices."""
         return tuple(line for line in self.function_of[device].lines if line.device in ("", "all", device))
 
 

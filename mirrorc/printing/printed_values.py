@@ -37,7 +37,7 @@ _DTYPES = {
     torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
 _LISTED = 4  # the most values of one kind that are listed by name; more are counted
-_LISTED_WIDTH = 48  # the most columns that they may take
+_LISTED_WIDTH = 48  # the most characters of such a list
 _LISTING_ORDER = (
     "argument", "loss", "gradient", "variable", "bucket", "pending", "reduced", "computed", "parameters", "write", "factor",
     "activation", "activation gradient", "saved", "slot",
@@ -53,17 +53,17 @@ _NEVER_LISTED = ("saved", "factor", "activation", "activation gradient")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as ``f32``, ``bf16``, ``i64``."""
+    """The printed name of a dtype, such as ``f32``, ``bf16``, ``i64``."""
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def size_text(num_bytes: int) -> str:
-    """Such as ``40.1 KiB``, ``4.0 MiB``."""
+    """A number of bytes as text, such as ``40.1 KiB``, ``4.0 MiB``."""
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
 def type_of(value: Any) -> str:
-    """Such as ``f32[2, 3]``, ``pending f32[8]``, a tuple of types, or nothing."""
+    """The type of a value, such as ``f32[2, 3]``, ``pending f32[8]``, ``(f32[2], i64[])``; empty for None."""
     if isinstance(value, ops.Pending):
         return f"pending {type_of(value.value)}"
     if isinstance(value, torch.Tensor):
@@ -131,11 +131,11 @@ class PrintedValues:
         return _WRITTEN.get(kind, "{}").format(name)
 
     def single_name(self, node: fx.Node) -> str:
-        """The name of a value, the same on all replicas, even if its kind is otherwise counted."""
+        """The name of a value without its replica, even if other lines only count values of its kind."""
         return of_all_replicas(self.name(node), replica_of(node))
 
     def factors(self, gradient: fx.Node) -> str:
-        """The names of factors, such as ``left, right``, and the number of microbatches with them."""
+        """The names of a gradient's factors, such as ``left, right``, and the number of microbatches, if several."""
         form = FORMS.get(gradient.target)
         factors = [factor for factor in gradient.args if isinstance(factor, fx.Node)]
         if form is None:
@@ -169,7 +169,7 @@ class PrintedValues:
         return launch.meta["val"].value if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
-        """Values by name; saved values, and many values of a kind, are counted. If ``typed``, losses have their types."""
+        """Lists values by name, but counts saved values and many values of one kind. ``typed`` adds the types of losses."""
         groups: dict[str, list[str]] = {}
         for node in nodes:
             kind, name = self.kinds[node]

@@ -30,9 +30,9 @@ The printed form::
     CALLS     = "accumulating" | "after accumulation"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-An ``evaluation`` is forward alone, and its functions return nothing: loss and outputs are gathered. ``change`` is for the files
-of ``dump=``, which end with it if the pass changed nothing. A program of several workers prints one worker; replicas are
-numbered over all workers, except ``root``, ``source`` and ``destination``.
+An ``evaluation`` is forward alone, and its functions return nothing: loss and outputs are gathered. Only files of ``dump=`` have
+a ``change``, and end with it if the pass changed nothing. A program of several workers prints one worker; replicas are numbered
+over all workers, except ``root``, ``source`` and ``destination``.
 
 ``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column of devices up to SCHEDULED, and in LOWERED a function
 for each device. ``source`` is the user's line of the operators, or their module. Line breaks of a ``remark`` become ``\\n``.
@@ -73,8 +73,8 @@ from mirrorc.printing.function_text import function_lines, signature
 from mirrorc.printing.graph_text import Line, graph_lines, rendered, statements
 from mirrorc.printing.spans import range_text, spans
 
-_LISTED = 4  # the most numbers of devices that are told one by one
-_WIDTH = 40  # of the ranks of workers that have equal numbers of devices; more are counted
+_LISTED = 4  # the most numbers of devices whose workers are listed
+_WIDTH = 40  # the longest list of ranks, in characters; the workers of a longer one are counted
 
 
 def worker_title(program: Program) -> str:
@@ -111,7 +111,7 @@ def _whose(ranks: list[int]) -> str:
 
 
 class ProgramPrinter:
-    """Prints a program in several forms; the lines of its graphs are computed once for all of them."""
+    """Prints a program in several forms; computes the lines of each graph once."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -128,12 +128,12 @@ class ProgramPrinter:
         after: str = "",
         milliseconds: float | None = None,
     ) -> str:
-        """The program in the form above; for the arguments see `Program.to_text`.
+        """Prints the program; for other arguments see `Program.to_text`.
 
         Args:
             remarks: print the remarks that the program stores.
             after: the pass named in the heading.
-            milliseconds: the time in the heading.
+            milliseconds: the pass's time, in the heading.
         """
         program, is_folded = self._program, not slots if fold is None else fold
         lines = [
@@ -164,7 +164,7 @@ def program_to_text(
     after: str = "",
     milliseconds: float | None = None,
 ) -> str:
-    """The program in the form above; for the arguments see `ProgramPrinter.text`."""
+    """Prints a program; for the arguments see `ProgramPrinter.text`."""
     printer = ProgramPrinter(program)
     return printer.text(
         regions=regions, slots=slots, sources=sources, fold=fold, after=after, milliseconds=milliseconds
@@ -182,7 +182,7 @@ def _region_lines(region: Region, sources: bool, names: Mapping[str, str]) -> li
 
 
 def _argument_names(program: Program, region: Region) -> dict[str, str]:
-    """Undoes fx's renames of the step's arguments, such as ``input_1`` for ``input``."""
+    """Maps a region's arguments that fx has renamed to the step's names, such as ``input_1`` to ``input``."""
     calls = (n for graph in program.graphs() for n in region_calls(graph) if region_of(n) == region.name)
     call = next(calls, None)
     if call is None:

@@ -131,7 +131,7 @@ _ANEW = "print it anew with program.to_text()"
 
 
 class TextCursor:
-    """The lines of a text, unfolded, taken one after the other."""
+    """Reads the lines of a text, unfolded, one after the other."""
 
     def __init__(self, text: str) -> None:
         self._lines = unfolded(text.removesuffix("\n").split("\n"))
@@ -139,7 +139,7 @@ class TextCursor:
 
     @property
     def number(self) -> int:
-        """The number of the line taken last, from 1; 0 at the beginning."""
+        """The number of the line read last, from 1; 0 at the beginning."""
         return self._lines[self._taken - 1][0] if self._taken else 0
 
     @property
@@ -148,11 +148,11 @@ class TextCursor:
 
     @property
     def next(self) -> str:
-        """The next line, not taken yet; empty at the end."""
+        """The next line, without reading it; empty at the end."""
         return "" if self.is_at_end else self._lines[self._taken][1]
 
     def take(self) -> str:
-        """Takes the next line; raises ``ValueError`` at the end."""
+        """Reads the next line; raises ``ValueError`` at the end."""
         if self.is_at_end:
             raise ValueError(
                 f"the printed program is cut off: line {self.number}, {self._lines[-1][1][:_SHOWN]!r}, is its last, where a "
@@ -162,14 +162,14 @@ class TextCursor:
         return self._lines[self._taken - 1][1]
 
     def fail(self, expected: str) -> NoReturn:
-        """Refuses the line taken last: raises ``ValueError`` with its number, its text and the expected form."""
+        """Refuses the line read last: raises ``ValueError`` with its number, its text and the expected form."""
         raise ValueError(
             f"this is no printed program: line {self.number} is {self._lines[self._taken - 1][1][:_SHOWN]!r}, where this was "
             f"expected: {expected}; the whole form is in the docstring of mirrorc.printing.program_text, {_ANEW}"
         )
 
     def expect(self, holds: bool, expected: str) -> None:
-        """Refuses the line taken last unless ``holds``."""
+        """Refuses the line read last unless ``holds``."""
         if not holds:
             self.fail(expected)
 
@@ -190,7 +190,7 @@ _OPENING = re.compile(r"(?P<kind>def|region) (?P<name>[\w.]+)\((?P<arguments>.*)
 _WHO = re.compile(r"# (?P<devices>\S.*) \(replicas? (?P<replicas>[\d, …]+)\) runs? this(?: on (?P<examples>.*))?")
 _COLUMN = re.compile(r"(?P<devices>\S.*?) +\| (?P<rest>.*)")
 _LINE = re.compile(r"(?:(?P<outcome>.*?) = )?(?P<call>(?P<operation>[A-Za-z_][\w.]*)\((?P<inside>.*)\)) *")
-_SIZES = r"(?:\d+(?:, \d+)*)?|(?=[^\]]*s\d)[^\[\]]+"  # numbers, or what has symbols: s0, 2*s0 + 1
+_SIZES = r"(?:\d+(?:, \d+)*)?|(?=[^\]]*s\d)[^\[\]]+"  # numbers, or expressions with symbols: s0, 2*s0 + 1
 _TYPE = re.compile(rf"(?:pending |share of )*(?:\w+\[(?:{_SIZES})\]|\(.*\)|\w+)")
 _AS_OTHER = re.compile(r"as (?P<name>\w+), but for these lines(; .*)?")
 _AS_BEFORE = "the program is as before"

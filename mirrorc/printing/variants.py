@@ -18,7 +18,7 @@ def device_names(program: Program, replicas: Iterable[int]) -> list[str]:
 
 
 def groups(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Replicas with equal keys, in the order of each group's first."""
+    """Groups the replicas, of which ``keys`` has one each, by equal keys, in the order of each group's first replica."""
     replicas_of: dict[Hashable, list[int]] = {}
     for replica, key in enumerate(keys):
         replicas_of.setdefault(key, []).append(replica)
@@ -26,7 +26,7 @@ def groups(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def variants_of_mirrored(program: Program) -> list[list[int]]:
-    """The replicas, grouped by the types of their arguments."""
+    """The replicas of the mirrored graph, grouped by types of arguments and numbers of examples."""
     types: list[list[tuple[str, str]]] = [[] for _ in program.devices]
     for node in calls_to(program.mirrored_graph, ops.argument):
         replica = replica_of(node)
@@ -43,7 +43,7 @@ def num_examples(program: Program, replica: int) -> int | None:
 
 
 def heading(program: Program, replicas: Sequence[int]) -> list[str]:
-    """The lines above a function. Facts about all replicas stand above the first function of replicas with examples."""
+    """The lines above the function of ``replicas``. Only the first function with examples explains facts about all replicas."""
     is_first = program.first_present in replicas
     several = len(replicas) > 1
     numbers = spans(program.local_replicas[replica] for replica in replicas)

@@ -1,4 +1,4 @@
-"""Symbolic sizes, and the symbols of their environments, as data for JSON."""
+"""Converts symbolic sizes, and the symbols of their shape environments, to data for JSON and back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mirrorc.torch_internals import SavedSizes, SizeSymbol, symbols_of_environme
 
 
 class EnvironmentWriter:
-    """Numbers the environments of one program's values, and turns sizes into data."""
+    """Numbers the shape environments of one program's values, and converts sizes to data."""
 
     def __init__(self) -> None:
         self._symbols: list[tuple[SizeSymbol, ...]] = []
-        self._sizes: list[SavedSizes] = []  # of these symbols
-        self._places: dict[int, int | None] = {}  # by the environment's id
+        self._sizes: list[SavedSizes] = []  # for each environment, the writer of its sizes
+        self._places: dict[int, int | None] = {}  # id of an environment -> its number, or None without symbols
 
     def of(self, environment: Any) -> tuple[int | None, SavedSizes | None]:
-        """The number of an environment and the writer of its sizes; (None, None) for None or without symbols."""
+        """The number of an environment and the writer of its sizes; (None, None) if it is None or has no symbols."""
         if id(environment) not in self._places:
             symbols = symbols_of_environment(environment)
             self._places[id(environment)] = len(self._symbols) if symbols else None
@@ -54,7 +54,7 @@ def decode_symbols(data: list[Any], where: str) -> SavedSizes:
 
 
 def decode_size(text: Any, saved: SavedSizes) -> Any:
-    """Reads the text of a size in an environment; raises `DataError` for other texts."""
+    """Parses a size's text with the symbols of ``saved``; raises `DataError` for other texts."""
     try:
         return saved.size(expect(text, str, "a size"))
     except ValueError as error:

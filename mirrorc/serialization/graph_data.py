@@ -54,7 +54,7 @@ _NO_LINE = "(none of the user's lines)"
 
 
 class GraphWriter:
-    """Turns the graphs of one program into data."""
+    """Converts the graphs of one program to data."""
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[Any, int]] = {name: {} for name in _TABLES}
@@ -63,7 +63,7 @@ class GraphWriter:
         self._known: dict[Any, int] = {}  # the index in its table of each target, tensor (by its id) and stack trace
 
     def encode(self, graph: fx.Graph, where: str, regions: Collection[str] = ()) -> list[Any]:
-        """Raises `DataError` with the name of a node that cannot be saved; ``regions``: modules that the graph may call."""
+        """Converts a graph, which may call the modules ``regions``; raises `DataError` if a node cannot be saved."""
         index_of: dict[fx.Node, int] = {}
 
         def refer(value: Any) -> list[int]:
@@ -85,7 +85,7 @@ class GraphWriter:
         return rows
 
     def tables(self) -> dict[str, Any]:
-        """The tables of all graphs so far."""
+        """The tables that all converted graphs share."""
         types = [encode_record(kind, TensorType, "a type") for kind in self._tables["types"]]
         tables: dict[str, Any] = {name: list(table) for name, table in self._tables.items()}
         return tables | {
@@ -151,7 +151,7 @@ def _trace_of(line: str) -> str:
 
 
 class GraphReader:
-    """Makes the graphs of one program from data; their fake tensors share one fake mode."""
+    """Converts data to the graphs of one program. Fake tensors without symbols share one fake mode."""
 
     def __init__(self, tables: Any) -> None:
         check_keys(tables, _TABLES, "tables")

@@ -31,7 +31,7 @@ class UnknownOperatorError(DataError):
 
 
 def operator_name(target: Any) -> str:
-    """Such as ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default``; raises `DataError` without a name."""
+    """An operator's name: ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default``; raises `DataError` if it has none."""
     if target is operator.getitem:
         return "operator.getitem"
     if target in OPAQUE:

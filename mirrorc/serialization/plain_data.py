@@ -1,9 +1,9 @@
-"""Arguments of nodes as data for JSON; values without a form in it are refused.
+"""Converts arguments of nodes to data for JSON and back; refuses other values.
 
 The form of an argument::
 
     argument = null | true | false | INTEGER | NUMBER | STRING
-             | [INDEX]                                        what the reader knows by number: a node, or a tensor
+             | [INDEX]                                        a node or a tensor, by its number
              | ["list", argument ...] | ["tuple", argument ...] | ["dict", [key, argument] ...]
              | ["slice", start, stop, step] | ["float", "nan"] | ["complex", real, imaginary]
              | ["dtype", NAME] | ["device", NAME] | ["layout", NAME] | ["memory_format", NAME]
@@ -25,14 +25,14 @@ class DataError(Exception):
 
 
 def expect(data: Any, kind: type, title: str) -> Any:
-    """The data, if its type is exactly ``kind``; else raises `DataError`."""
+    """Returns the data if its type is exactly ``kind``; else raises `DataError`."""
     if type(data) is not kind:
         raise DataError(f"{title} is {data!r:.60}, not of type {kind.__name__}")
     return data
 
 
 def expect_identifier(data: Any, title: str) -> str:
-    """Refuses data other than an identifier: torch.fx writes some strings of a graph into code unchanged."""
+    """Returns an identifier, and raises `DataError` for other data: torch.fx writes some strings of a graph into code."""
     if type(data) is not str or not data.isidentifier() or keyword.iskeyword(data):
         raise DataError(f"{title} is {data!r:.60}, not an identifier")
     return data
@@ -85,7 +85,7 @@ def encode_name(value: torch.dtype | torch.layout | torch.memory_format | torch.
 
 
 def decode_name(name: Any, kind: type, title: str) -> Any:
-    """The constant or device of this name; raises `DataError` if torch has none."""
+    """The device, or torch's constant of type ``kind``, of this name; raises `DataError` if there is none."""
     if kind is not torch.device:
         return entry(_BY_NAME[kind], name, title)
     try:

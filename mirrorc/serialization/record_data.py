@@ -1,4 +1,4 @@
-"""Dataclasses as data for JSON, by the declared types of their fields."""
+"""Converts dataclasses to data for JSON and back, by the declared types of their fields."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def field_types(record: Any) -> dict[str, Any]:
 
 
 def encode_record(value: Any, kind: Any, title: str) -> Any:
-    """Converts a dataclass, an enumeration member, or a value of a dataclass's field, by its declared type ``kind``.
+    """Converts a value by its declared type ``kind``: a dataclass, or the type of a dataclass's field.
 
     Raises:
-        DataError: the value is not of that type; has ``title``.
+        DataError: the value is of another type; the message begins with ``title``.
     """
     origin, inner = _parts(kind)
     if origin is types.UnionType:
@@ -77,7 +77,7 @@ def decode_record(data: Any, kind: Any, title: str) -> Any:
 
 
 def check_keys(data: Any, wanted: Mapping[str, Any], title: str) -> None:
-    """Refuses data other than an object with exactly these keys: raises `DataError`."""
+    """Raises `DataError` unless the data is a dict with exactly these keys."""
     expect(data, dict, title)
     for key in wanted:
         if key not in data:
@@ -93,7 +93,7 @@ def _is_record(kind: Any) -> bool:
 
 @functools.cache
 def _parts(kind: Any) -> tuple[Any, Any]:
-    """A generic type and its one parameter: ``X`` in ``X | None``, ``tuple[X, ...]`` and ``Mapping[str, X]``."""
+    """The origin and the ``X`` of ``X | None``, ``tuple[X, ...]`` or ``Mapping[str, X]``; (None, None) for other types."""
     origin, parameters = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType and len(parameters) == 2 and parameters[1] is type(None):
         return origin, parameters[0]

@@ -1,4 +1,4 @@
-"""Fake tensors, the values of nodes, as data."""
+"""Converts fake tensors, the values of nodes, to records and back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class TensorType:
     """The saved properties of a fake tensor.
 
     Attributes:
-        offset: of its first element in its memory, in elements.
-        is_conjugated, is_negated: lazily, ``tensor.is_conj()`` and ``tensor.is_neg()``.
+        offset: the storage offset, in elements.
+        is_conjugated, is_negated: ``tensor.is_conj()`` and ``tensor.is_neg()``, which are lazy.
         symbols: the index of its environment's symbols; None without symbols.
-        sizes: its shape, strides and offset as texts, if they have symbols. The numbers above are then those at capture.
+        sizes: the symbolic shape, strides and offset as texts; empty without symbols. The numbers above are those at capture.
     """
 
     dtype: torch.dtype
@@ -33,7 +33,11 @@ class TensorType:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, symbols: int | None = None, saved: SavedSizes | None = None) -> TensorType:
-        """The type of a fake tensor; ``saved`` writes the sizes of its environment with these symbols."""
+        """The type of a fake tensor, whose environment has the index ``symbols`` and the writer of sizes ``saved``.
+
+        Raises:
+            DataError: the tensor cannot be saved.
+        """
         if tensor.layout is not torch.strided:
             raise DataError(f"its value has the layout {tensor.layout}, and only strided tensors can be saved")
         extents = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
@@ -51,7 +55,10 @@ class TensorType:
         return cls(tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg(), symbols, texts)
 
     def make(self, fake_mode: FakeTensorMode, saved: SavedSizes | None = None) -> torch.Tensor:
-        """A fake tensor with separate memory, made without the mode's dispatcher, which is five times as slow."""
+        """A fake tensor of this type, with memory of its own.
+
+        Without symbols, it bypasses the mode's dispatcher, which is five times as slow.
+        """
         if self.sizes:
             return self._made_of_symbols(saved)
         if self.offset:

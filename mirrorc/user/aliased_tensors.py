@@ -1,4 +1,4 @@
-"""Aliased tensors, refused or warned of: a step moves variables to memory of its own."""
+"""Refuses aliased tensors, or warns of them: a step moves variables to memory of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
 
 
 def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses to move tensors out of memory that processes share: the others would keep the old values."""
+    """Refuses to move tensors out of memory that processes share: other processes would keep the old values."""
     shared = [name for name in moving if tensors[name].device.type == "cpu" and tensors[name].is_shared()]
     if shared:
         raise ValueError(
@@ -39,7 +39,7 @@ def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Coll
 
 
 def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torch.Tensor]) -> None:
-    """Warns of references to the memory of moving tensors, other than those of ``tensors``."""
+    """Warns if anything other than ``tensors`` refers to the memory of ``moving`` tensors."""
     memory = {name: tensor.untyped_storage() for name, tensor in moving.items()}
     bases = (tensor if tensor._base is None else tensor._base for tensor in tensors)
     known = {id(tensor): tensor for tensor in (*tensors, *bases) if _has_memory(tensor)}  # a view refers to its base
@@ -74,7 +74,7 @@ def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 
 def _have_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Overlapping spans may have no common elements, as columns of one matrix."""
+    """Tests that two tensors with overlapping spans have common elements; columns of one matrix have none."""
     if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
         return True
     return bool(torch.isin(_addresses(a), _addresses(b)).any())

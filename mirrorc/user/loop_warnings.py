@@ -1,4 +1,4 @@
-"""Warnings of calls without effect beside a compiled step: clipping, the optimizer's own step, the user's gradients."""
+"""Warns of habits without effect beside a compiled step: clipping, the optimizer's own step, the user's own backward."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class PendingGradients(Protocol):
     def has_any(self) -> bool: ...
 
     def first_of(self, ids: Collection[int]) -> str | None:
-        """The name of the first of these parameters (by id) with a gradient; or None."""
+        """The name of the first parameter, among those with these ids, that has a gradient; None if none has."""
         ...
 
     def drop(self, ids: Collection[int]) -> None: ...
 
 
 class GradientHabits:
-    """Warns once of each habit of a training loop without effect after a compiled step.
+    """Warns of habits of a training loop that have no effect beside a compiled step, once of each.
 
     Attributes:
-        has_trained: the step has run; before, nothing is warned of.
+        has_trained: whether the step has run; there are no warnings before.
         pending: the gradients of `Step.accumulate` since the last update.
     """
 
@@ -50,7 +50,7 @@ class GradientHabits:
         observe_zero_grad(_tell_of_zeroed)
 
     def refuse_gradients_of_others(self) -> None:
-        """An update would leave out accumulated gradients of another step."""
+        """Refuses an update that would leave out gradients accumulated by another step."""
         ids = {id(p) for group in self._groups.hyperparameters for p in group["params"]}
         if self._first_of_others(ids) is not None:
             gc.collect()  # gradients of unreachable steps do not count
@@ -67,7 +67,7 @@ class GradientHabits:
         return next((name for name in names if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
-        """Called before a step, which drops gradients of the user's backward, unless they ``are_used`` by an optimizer's step."""
+        """Called before a step. Warns that it drops gradients of the user's backward, unless an optimizer's step uses them."""
         groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._with_gradients and not are_used:
@@ -79,14 +79,14 @@ class GradientHabits:
             )
 
     def note_step(self) -> None:
-        """Clears the gradients of the optimizer's parameters after a step."""
+        """Called after a step; clears the gradients that `look_for_gradients` has found."""
         for parameter in self._with_gradients:
             parameter.grad = None
         self._with_gradients = []
         self.has_trained = True
 
     def warn_of_idle_step(self) -> bool:
-        """Called after the user's ``optimizer.step()`` without gradients; returns whether a step has run."""
+        """Called after the user's ``optimizer.step()`` without gradients; returns whether a compiled step has run."""
         if self.pending.has_any:
             self._warn(
                 "kept",

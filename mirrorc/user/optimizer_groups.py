@@ -40,7 +40,7 @@ class OptimizerGroups:
         return len(self._numbered)
 
     def fused(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of the groups whose float32 parameters torch's fused kernels update on such devices."""
+        """The numbers of the groups whose float32 parameters torch's fused kernels update on devices of this type."""
         held = [(number, *self[number]) for number in range(len(self))]
         return tuple(
             n
@@ -53,7 +53,7 @@ class OptimizerGroups:
         return are_same and len(self) == len(other) and self._numbered == other._numbered
 
     def parameters(self) -> set[int]:
-        """The ids of their parameters."""
+        """The ids of all optimizers' parameters."""
         return {id(parameter) for group in self.hyperparameters for parameter in group["params"]}
 
     def __getitem__(self, number: int) -> tuple[torch.optim.Optimizer, int]:
@@ -68,18 +68,18 @@ class OptimizerGroups:
         return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def are_elementwise(self) -> tuple[bool, ...]:
-        """For each optimizer, tests that it may run on whole buckets.
+        """For each optimizer, whether it may run on whole buckets.
 
-        Hooks of one of several optimizers may read the parameters of all: then each runs by itself, in order.
+        If one of several has hooks or a replaced step, none may: these may read the parameters of all.
         """
         if len(self.optimizers) > 1 and any(has_step_hooks(o) or not has_torchs_step(o) for o in self.optimizers):
             return (False,) * len(self.optimizers)
         return tuple(is_elementwise(optimizer) for optimizer in self.optimizers)
 
     def write_rows(self) -> tuple[bool, ...]:
-        """For each group, tests that a step writes only the rows of tables that their sparse gradients have.
+        """For each group, whether a step writes only those rows of a table that its sparse gradient has.
 
-        Hooks of one of several optimizers may write the tables of all.
+        If an optimizer has hooks or a replaced step, no group does: these may write the tables of all.
         """
         are_torchs = all(has_torchs_step(o) and not has_step_hooks(o) for o in self.optimizers)
         return tuple(are_torchs and writes_rows(*self[number]) for number in range(len(self)))
@@ -89,7 +89,7 @@ class OptimizerGroups:
         return (*each, self.are_elementwise())
 
     def check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Refuses optimizers over another model, or over one parameter twice."""
+        """Refuses parameters of another model, and parameters that two optimizers have."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         held_by: dict[int, int] = {}
         for which, optimizer in enumerate(self.optimizers):
@@ -111,11 +111,12 @@ class OptimizerGroups:
 
 
 def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) -> OptimizerGroups:
-    """The optimizer or optimizers of the option, if they can train these parameters.
+    """The checked optimizer or optimizers of the option ``optimizer``.
 
     Raises:
-        TypeError: no optimizer, or one whose step needs a closure.
-        ValueError: there is none, one is there twice, or they update other parameters, or one parameter twice.
+        TypeError: a value is no optimizer, or its step needs a closure.
+        ValueError: there is no optimizer, one is given twice, or shards parameters over processes itself; or a parameter is
+            none of the model's, or belongs to two optimizers.
     """
     if option is None:
         raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")
@@ -166,19 +167,20 @@ def update_rules(
     *,
     may_be_unused: bool = False,
 ) -> dict[str, UpdateRule]:
-    """The rule of each parameter among ``updated``, those with a gradient.
+    """The update rule of each parameter in ``updated``, by name.
 
     Args:
-        sparse: names of those with sparse gradients.
-        may_be_unused: some may have no gradient in a step.
+        updated: the parameters with gradients.
+        sparse: the parameters with sparse gradients.
+        may_be_unused: parameters may have no gradient in a step.
 
     Raises:
-        ValueError: an optimizer of torch's refuses a sparse gradient, or a dense one.
+        ValueError: an optimizer of torch cannot use a parameter's sparse, or dense, gradient.
     """
     elementwise = dict(zip(map(id, groups.optimizers), groups.are_elementwise(), strict=True))
     number_of = {id(p): number for number in range(len(groups)) for p in _group(groups, number)["params"]}
     write_rows = groups.write_rows() if sparse else ()
-    classes: dict[int, dict[Any, int]] = {}  # of each group, so that a group's do not follow from the state of others
+    classes: dict[int, dict[Any, int]] = {}  # group -> state -> class, so that a group's do not depend on other groups
     rules = {}
     for name in updated:
         parameter = parameters[name]
@@ -207,7 +209,7 @@ def _label(groups: OptimizerGroups, number: int) -> str:
 def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
     """The current hyperparameters of each group as text: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
 
-    None and False are left out. Larger tensors are printed by shape and checksum, other objects by class.
+    None and False are left out. Tensors of several elements are printed by shape and checksum, other objects by class.
     """
     return {
         _label(groups, number): ", ".join(
@@ -220,7 +222,7 @@ def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
 
 
 def _text_of(value: Any) -> str:
-    """The same text in every run; another text for another number or tensor."""
+    """A value as text: the same in every run, and different for different numbers or tensors."""
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else _text_of_tensor(value)
     if type(value) in (tuple, list):

@@ -10,8 +10,8 @@ import torch
 
 from mirrorc.torch_internals import adagrad_is_fused_on_gpus, bare_step, has_step_hooks, has_torchs_step
 
-_REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # entries of their state
-    torch.optim.SGD: (),  # it makes its momentum when there is none
+_REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # class -> required entries of a parameter's state
+    torch.optim.SGD: (),  # creates its momentum if it is missing
     torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"),
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
     torch.optim.RMSprop: ("step", "square_avg"),
@@ -21,14 +21,14 @@ _REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # entries of 
     torch.optim.RAdam: ("step", "exp_avg", "exp_avg_sq"),
 }
 ELEMENTWISE = tuple(_REQUIRED)
-"""Optimizers with independent updates of elements, which may run on whole buckets."""
+"""Optimizers that update each element independently of others, and so may run on whole buckets."""
 
 _WRITE_ROWS = (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD)
 _FUSED_ON_CPUS = (torch.float32, torch.float64)
 _FUSED_ON_GPUS = (*_FUSED_ON_CPUS, torch.float16, torch.bfloat16)
 
 SCALAR_STATE = ("step", "mu_product")
-"""Entries of these optimizers' state with a single number per parameter."""
+"""Entries of these optimizers' state that are one number for each parameter."""
 
 
 _SWITCHES = (("amsgrad", "max_exp_avg_sq"), ("centered", "grad_avg"), ("momentum", "momentum_buffer"))
@@ -36,13 +36,13 @@ _KNOWN = {*(entry for entries in _REQUIRED.values() for entry in entries), *(ent
 
 
 def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Required unless the state is empty."""
+    """The entries that a parameter's state must have unless it is empty."""
     switched = [entry for switch, entry in _SWITCHES if kind is not torch.optim.SGD and group.get(switch)]
     return (*_REQUIRED[kind], *switched)
 
 
 def state_switches(groups: Iterable[Mapping[str, Any]]) -> list[tuple[bool, bool, bool]]:
-    """For each group, the hyperparameters that require more state and are off."""
+    """For each group, whether amsgrad, centered and momentum, which require more state, are off."""
     return [(not g.get("amsgrad"), not g.get("centered"), not g.get("momentum")) for g in groups]
 
 
@@ -78,12 +78,16 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
 
 
 def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a parameter's state known to element-wise optimizers; others are the user's."""
+    """The entries of a parameter's state that element-wise optimizers use; other entries are the user's."""
     return {key: value for key, value in state.items() if key in _KNOWN and value is not None}
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """It may run on whole buckets: exactly a known class, with an unhooked, original step."""
+    """Tests that an optimizer may run on whole buckets.
+
+    It is of a class in `ELEMENTWISE`, not a subclass, has torch's own step without hooks, and is neither differentiable nor
+    capturable.
+    """
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
@@ -103,9 +107,9 @@ def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
 def check_gradient_of(
     optimizer: torch.optim.Optimizer, index: int, name: str, parameter: torch.Tensor, *, is_sparse: bool
 ) -> None:
-    """Refuses sparse or dense gradients that torch's own optimizers refuse.
+    """Refuses a gradient, sparse or dense, that an optimizer of torch cannot use.
 
-    This depends on hyperparameters, so an optimizer of the same class makes a trial step with a tiny parameter.
+    This depends on hyperparameters, so an optimizer of the same class tries a step on a tiny parameter.
     """
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or not has_torchs_step(optimizer):
@@ -133,7 +137,7 @@ def check_gradient_of(
 
 
 def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A table's gradient as a coalesced sparse tensor of its rows, [k * width] or [k, width]."""
+    """A table's gradient as a coalesced sparse tensor, from the indices of its k rows and their values, flat or not."""
     values = rows.view(len(indices), *shape[1:])
     return torch.sparse_coo_tensor(indices[None], values, tuple(shape), is_coalesced=True, check_invariants=False)
 
@@ -141,8 +145,8 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
     """Tests that torch's fused kernels update a group's parameters of a dtype on devices of a type.
 
-    If the group leaves the choice open, they do for dtypes of every fused kernel: on CPUs those of 32 and 64 bits (not
-    16 by SGD, seen in 2.13), on GPUs 16-bit ones, too, but not by Adagrad with a torch without that kernel.
+    With ``fused=None``, and not ``foreach``, they do for the dtypes that all fused kernels support: on CPUs those of 32 and
+    64 bits (SGD lacks 16, seen in 2.13), on GPUs also those of 16. Some versions of torch lack Adagrad's kernel on GPUs.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):
@@ -153,7 +157,7 @@ def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype:
 
 
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | torch.dtype | None], ...]:
-    """A key of compatible states, to store in one flat tensor per entry."""
+    """A key that is equal for states which can share one flat tensor per entry."""
     entries = flat_entries(state)
     kinds = {
         key: float(value) if key in SCALAR_STATE else getattr(value, "dtype", None) for key, value in entries.items()

@@ -1,4 +1,4 @@
-"""Restoration of models and the objects that they hold after a block."""
+"""Restores models, and the objects that they hold, after a block."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from torch import nn
 from mirrorc.user.slots import slots_of
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
-"""The kinds of collections among the attributes of modules whose contents are restored."""
+"""Types of collections whose contents are restored where they are attributes of modules."""
 
-_BASES = (OrderedDict, dict, list, set, deque)  # a kind before those that it is made of
+_BASES = (OrderedDict, dict, list, set, deque)  # a subclass before its base
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collections"}
-"""Libraries excluded from the search, except for modules."""
+"""Libraries whose objects are not searched, except for those of `torch.nn.Module`."""
 
 
 @contextlib.contextmanager
 def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
     """Undoes the changes of a block to a module and its submodules, also if the block fails.
 
-    This covers attributes and tables of modules, the contents of collections among these, memory, shape, ``requires_grad``
-    and ``grad`` of parameters and buffers, and the values of buffers.
+    Restored are the attributes and tables of modules, and contents of collections among these; memory, shape,
+    ``requires_grad`` and ``grad`` of parameters and buffers; and values of buffers.
 
     Args:
-        deep: restore all objects in reach of the modules: dicts and slots, collections, closures, tensors, numpy's arrays,
-            random generators. Globals, classes, iterators, Python generators, and other objects of libraries are left out.
+        deep: restore all objects that the modules refer to, also indirectly: dicts and slots, collections, closures, tensors,
+            numpy's arrays, random generators. Globals, classes, iterators, Python generators, and other objects of libraries
+            are left out.
     """
     objects = _HeldObjects(root).actions if deep else _attributes(root)
     with put_back_after([*objects, *_variables(root)]):
@@ -58,7 +59,7 @@ def _variables(root: nn.Module) -> list[Callable[[], object]]:
 def put_back_after(actions: Iterable[Callable[[], object]]) -> Iterator[None]:
     """Runs all actions after a block, also if the block or some of the actions fail.
 
-    An error of the block gets a note of the first failed action; without one, that action's error is raised.
+    If the block fails, its error gets a note of the first failed action; if not, that action's error is raised.
     """
     try:
         yield
@@ -77,13 +78,13 @@ def _first_failure(actions: Iterable[Callable[[], object]]) -> Exception | None:
     for action in actions:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - the other actions run, then it is raised or told
+        except Exception as error:  # noqa: BLE001 - the other actions run, then it is raised or noted
             first = first or error
     return first
 
 
 class _SavedMemory:
-    """Memory, shape, strides and dtype; also undoes a resize."""
+    """The memory, shape, strides and dtype of a tensor; also undoes a resize."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._original = tensor, tensor.data
@@ -102,7 +103,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _SavedValue:
-    """Value and place in memory are each restored only if changed."""
+    """The value and memory of a tensor, each restored only if it has changed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._memory, self._value = tensor, _SavedMemory(tensor), tensor.detach().clone()
@@ -118,14 +119,14 @@ class _SavedValue:
 
 
 def can_keep_value(tensor: torch.Tensor) -> bool:
-    """A tensor of numbers in memory can be copied, compared and written."""
+    """Tests that a tensor's value can be copied, compared and written."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_inference())
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes: nan equals itself, and 0.0 differs from -0.0."""
+    """A tensor's bytes, to compare: nan equals itself, and 0.0 differs from -0.0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -135,7 +136,7 @@ def content_of(container: Any) -> Any:
 
 
 def is_same(container: Any, content: Any) -> bool:
-    """Compares by identity."""
+    """Tests that a container holds the objects of ``content``, by identity."""
     if isinstance(container, dict):
         return is_same(list(container), list(content)) and is_same(list(container.values()), list(content.values()))
     return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
@@ -167,11 +168,11 @@ class _SavedTensor:
 
 
 class _HeldObjects:
-    """Objects that a root holds, directly or through one another, each visited once."""
+    """Finds all objects that a root refers to, also indirectly; ``actions`` restore them."""
 
     def __init__(self, root: object) -> None:
         self.actions: list[Callable[[], object]] = []
-        self._seen: dict[int, object] = {}  # they live, so that no other object has their id
+        self._seen: dict[int, object] = {}  # kept alive, so that no other object gets their id
         waiting = [root]
         while waiting:
             value = waiting.pop()
@@ -180,7 +181,7 @@ class _HeldObjects:
                 waiting.extend(self._held_by(value))
 
     def _held_by(self, value: Any) -> list[Any]:
-        """Also notes the actions to restore an object."""
+        """The objects that an object refers to; also adds the actions that restore it."""
         kind = type(value)
         if issubclass(kind, torch.Tensor):
             if can_keep_value(value):

@@ -1,4 +1,4 @@
-"""Warnings of modes of the caller's thread that devices' threads do not have."""
+"""Warns of modes of the caller's thread that the devices' threads do not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CallersModes:
         self._warned: set[str] = set()
 
     def look(self, *, trains: bool) -> None:
-        """Called in the caller's thread; ``trains`` if anything is saved for backward."""
+        """Warns of the modes of the calling thread; ``trains`` tells that the step saves values for backward."""
         for kind in dispatch_modes():
             self._warn(
                 kind,

@@ -27,12 +27,13 @@ def verify(
     """Checks every rule of a program's stage.
 
     Args:
-        after: name of the pass that made the program, for the message.
-        before: the input of the pass, to check that the computation has stayed the same.
-        checked: graphs and a program to skip. This program is added.
+        after: the pass that returned the program, for the message.
+        before: the pass's input, which must have the same computation; None if there is no pass.
+        checked: what is already verified and skipped; this program replaces it. None skips nothing.
+        keeps_dataflow: if False, the rules about dataflow are skipped.
 
     Raises:
-        VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.
+        VerifyError: a rule is broken; names the rule, the node, its source line and the pass, and shows the lines around it.
     """
     if checked is not None:
         checked.refresh()
