@@ -1,4 +1,4 @@
-"""Calls to torch's stores in bounded time, which Ctrl-C can interrupt."""
+"""Calls to torch's stores with a timeout, which Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Calls a function in a thread, as torch waits without a bound, and deaf to signals, for a store that does not answer.
+    """Runs a function in a thread, and returns its result or raises its error.
+
+    torch's own waits for a store have no bound, and ignore signals.
 
     Args:
-        is_over: polled to end a vain wait early; None to wait in any case.
+        is_over: polled while waiting; True ends the wait early. None never ends it early.
 
     Raises:
-        TimeoutError: its thread stays.
+        TimeoutError: there is no result in time, or ``is_over`` returned True. The thread goes on.
     """
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             results.put((function(), None))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the function was called for
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             results.put((None, error))
 
     threading.Thread(target=run, name="mirrorc store", daemon=True).start()

@@ -15,40 +15,40 @@ from mirrorc.errors import CommunicationError
 from mirrorc.messages.wording import listed
 
 _SECONDS_BETWEEN_LOOKS = 0.02
-_LONGEST_READING_SECONDS = 5.0  # for which worker 0, whose store it may be, stays until all have read what they need
+_LONGEST_READING_SECONDS = 5.0  # worker 0, which may host the store, stays this long until all have read
 _DIGEST_BITS = 63
 
 Facts = Sequence[tuple[str, str]]
 
 
 def digest(text: str) -> int:
-    """A hash of a text, the same in every process; fits an int64."""
+    """A hash of a text that fits an int64; equal in all processes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> (64 - _DIGEST_BITS)
 
 
 class Transport(Protocol):
-    """Exchanges facts between workers. All workers call it alike."""
+    """An exchange of facts between workers, which all call its methods in the same order."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...
 
     def digests(self, topic: str, text: str) -> Sequence[int]:
-        """By rank."""
+        """The digests of all workers' texts, by rank."""
         ...
 
     def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
-        """The texts of some workers, if digests differ."""
+        """The texts of the workers ``ranks``; called only if digests differ."""
         ...
 
 
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
-    """Raises the same error in all workers unless all give equal facts in one order.
+    """Compares facts of all workers, and raises the same error in all of them if the facts or their order differ.
 
     Args:
         topic: the subject of the facts, in the plural.
 
     Raises:
-        CommunicationError: the workers differ, or some did not come to compare.
+        CommunicationError: the workers differ, or some did not come in time.
     """
     text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
     digests = over.digests(topic, text)
@@ -63,11 +63,11 @@ def _nothing() -> None:
 
 
 class StoreTransport:
-    """Exchanges facts in the workers' store, under new keys for each comparison.
+    """Exchanges facts through a store; each comparison needs a prefix of the store for itself.
 
     Args:
         deadline: by ``time.monotonic()``.
-        look: called while waiting, to raise an error that ends the wait.
+        look: polled while waiting; an error that it raises ends the wait.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def all_say(
     deadline: float,
     look: Callable[[], object] = _nothing,
 ) -> list[str]:
-    """The texts of all workers, by rank.
+    """Exchanges a text with all workers, and returns all texts by rank.
 
     Raises:
         CommunicationError: some texts did not come in time.
@@ -130,7 +130,7 @@ def all_say(
 
 
 def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts) -> str:
-    """Empty if there is none. The first fact of each worker is its topic."""
+    """Describes the first difference between two workers' facts; empty if there is none. The first fact of each is the topic."""
     topic = facts[0][1]
     for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
         if fact != other_fact:

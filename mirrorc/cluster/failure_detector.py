@@ -29,8 +29,9 @@ class Pace:
     """Time constants of a detector, in seconds.
 
     Attributes:
-        silence: without a new heartbeat, after which a worker counts as lost.
-        longest_gap: counted between two reads, as the reader itself may have been stopped.
+        interval: between two heartbeats.
+        silence: time without a new heartbeat after which a worker counts as lost.
+        longest_gap: the most silence counted between two reads, as the reader itself may have been stopped.
         sampling: between two reads by the detector's thread; infinite if only the waiting thread reads.
     """
 
@@ -41,10 +42,10 @@ class Pace:
 
 
 class Messages:
-    """Messages of the workers, read by all in one order. Nothing else uses the keys of the store.
+    """The workers' messages in a store, which all workers read in the same order.
 
     Attributes:
-        gone: ranks of workers that may read nothing more.
+        gone: ranks of workers that need not read further messages.
     """
 
     def __init__(self, store: Any, num_workers: int, rank: int) -> None:
@@ -54,13 +55,13 @@ class Messages:
         self.gone: set[int] = set()
 
     def publish(self, text: str, *, is_awaited: bool, tries_every: float = _SECONDS_BETWEEN_TRIES) -> None:
-        """Publishes a message; if it ``is_awaited``, waits some seconds at most until all others have read it.
+        """Publishes a message; with ``is_awaited``, waits a few seconds at most until all other workers have read it.
 
         Raises:
             RuntimeError: the store was lost.
         """
         key = f"message {self._store.add(_NUM_MESSAGES, 1) - 1}"
-        self._published.add(key)  # it is read when it is there
+        self._published.add(key)  # before set(), as read() skips this worker's own messages
         self._store.set(key, text)
         until = time.monotonic() + _LONGEST_READING_SECONDS
         while is_awaited and time.monotonic() < until:
@@ -70,7 +71,7 @@ class Messages:
             time.sleep(tries_every)
 
     def read(self) -> Iterator[str]:
-        """Each message counts as read when the next one is asked for."""
+        """Iterates over new messages of the other workers. A message counts as read when the next one is requested."""
         count = self._store.add(_NUM_MESSAGES, 0)
         while self._num_read < count:
             key = f"message {self._num_read}"
@@ -85,13 +86,13 @@ class Messages:
 
 
 class Beats:
-    """Reads the heartbeats of the other workers, and finds silent ones. Threads may share it."""
+    """Reads the heartbeats of the other workers, and finds silent workers. Threads may share it."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._store, self._pace = store, pace
         self._others = [other for other in range(num_workers) if other != rank]
         self._beats: dict[int, bytes] = {}
-        self._silence: dict[int, float] = {}  # seconds between reads of the same beat
+        self._silence: dict[int, float] = {}  # seconds without a new heartbeat
         self._read_at = float("-inf")
         self._counting = threading.Lock()
 
@@ -111,7 +112,7 @@ class Beats:
         return beats
 
     def silent(self) -> list[int]:
-        """Workers without a new heartbeat for long enough, at the last read."""
+        """The ranks without a new heartbeat for `Pace.silence` seconds, as of the last read."""
         with self._counting:
             return [rank for rank, seconds in self._silence.items() if seconds >= self._pace.silence]
 
@@ -127,10 +128,9 @@ class Listener(Protocol):
 
 
 class FailureDetector:
-    """Sends this worker's heartbeats from a thread, and passes on messages of the other workers.
+    """Sends this worker's heartbeats from a thread, and passes the other workers' messages to a listener.
 
-    A process has a detector for its rounds, which bears long silence, as Python may hold threads up; and one for each step,
-    which waits for workers that make their step later.
+    A process has one detector for its rounds, which tolerates long silence, as Python may block threads; and one for each step.
 
     Raises:
         RuntimeError, TimeoutError: the store was lost, or does not answer.
@@ -142,18 +142,18 @@ class FailureDetector:
         self._rank, self._pace, self._listener = rank, pace, listener
         self.messages = Messages(self._store, num_workers, rank)
         self.beats = Beats(self._store, num_workers, rank, pace)
-        self._asked_at: float | None = None  # when the thread began to ask what the store has not answered yet
+        self._asked_at: float | None = None  # start of the thread's request that the store has not answered yet
         self._does_not_answer = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirrorc heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. The listener hears earlier messages, too."""
+        """Starts the thread. The listener also receives messages published before."""
         self._thread.start()
 
     def _run(self) -> None:
         number = num_errors = 0
-        while not self._connection.is_lost:  # its host has ended, because all is done, perhaps
+        while not self._connection.is_lost:  # the store's host has ended, perhaps as training is over
             number += 1
             self._asked_at = time.monotonic()
             try:
@@ -171,14 +171,14 @@ class FailureDetector:
     def _beat(self, number: int) -> None:
         progress = self._listener.progress() if self._listener is not None else ""
         self._store.set(_beat(self._rank), f"{number} {progress}")
-        for message in self.messages.read():  # which awaits an answer, as setting does not
+        for message in self.messages.read():  # unlike set(), this waits for the store's answer
             if self._listener is not None:
                 self._listener.hear(message)
         if self.beats.age > self._pace.sampling:
             self.beats.read()
 
     def publish(self, message: str) -> None:
-        """Publishes a message, and waits a bounded time until all but ``messages.gone`` have read it. Raises nothing."""
+        """Publishes a message, and waits a bounded time until all workers but ``messages.gone`` have read it. Raises nothing."""
         self._publish(message, _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS, is_awaited=True)
 
     def _publish(self, message: str, seconds: float, *, is_awaited: bool) -> None:
@@ -189,9 +189,10 @@ class FailureDetector:
             logger.debug("the workers' store is lost: %s", first_line(error))
 
     def find_silent(self, is_known: Callable[[], bool], slack_seconds: float) -> list[int] | None:
-        """The ranks without heartbeats; None if the store does not answer. Empty at once if ``is_known`` tells of a failure.
+        """Returns the ranks that send no heartbeats; None if the store does not answer.
 
-        Takes some seconds, or ``slack_seconds`` if the thread has waited as long for the store.
+        Returns an empty list as soon as ``is_known`` is True, since the failure is then known. Takes some seconds; only
+        ``slack_seconds`` if the thread has already waited long for the store.
         """
         seconds = self._pace.silence + slack_seconds
         try:
@@ -202,7 +203,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """The store hangs, or this worker was stopped and gets the answer now."""
+        """Waits for an overdue answer of the store: it hangs, or this worker was stopped and gets the answer now."""
         asked_at, until = self._asked_at, time.monotonic() + slack_seconds
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return
@@ -212,7 +213,7 @@ class FailureDetector:
             time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def _await_beats(self, seconds: float, is_known: Callable[[], bool]) -> list[int]:
-        """``seconds`` bound each answer of the store, not the wait."""
+        """Returns the ranks without a new heartbeat, once all of them are silent. ``seconds`` bounds each answer of the store."""
         earlier = in_bounded_time(self.beats.read, seconds)  # a beat since the last sample may precede the failure
         while True:
             beats = in_bounded_time(self.beats.read, seconds)
@@ -227,7 +228,7 @@ class FailureDetector:
         self._ending.set()
 
     def leave(self, message: str) -> None:
-        """Publishes the reason, too. Raises nothing."""
+        """Stops the heartbeats, and publishes the reason if the store still answers. Raises nothing."""
         is_closed = self._ending.is_set()
         self.close()
         if is_closed or self._does_not_answer or self._connection.is_lost:

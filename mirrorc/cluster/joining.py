@@ -25,7 +25,7 @@ from mirrorc.errors import CommunicationError
 
 _BY_GROUP = "the process group"
 _LIFE = "life"  # the part of the store for signs of life
-_LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to tell all what was found
+_LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to send all the verdict
 
 _joining = threading.Lock()
 _joined: dict[Any, Cluster] = {}  # by process, group and place
@@ -37,9 +37,9 @@ class Cluster:
     """The joined workers, seen from one of them; a process on its own is a cluster of one worker.
 
     Attributes:
-        local_rank: the number of this worker among those of its machine; the GPU to use where each worker has one.
+        local_rank: this worker's number among the workers of its machine; also its GPU, if each worker has one.
         workers: all workers, by rank.
-        store: their rendezvous; None for a process on its own. It lives as long as worker 0, or torchrun's agent.
+        store: the workers' rendezvous store; None for a process on its own. It lives as long as worker 0, or torchrun's agent.
     """
 
     rank: int = 0
@@ -61,31 +61,31 @@ class Cluster:
         return self.is_chief
 
     def check_same(self, what: str, facts: Mapping[str, object], *, timeout_seconds: float = 1800.0) -> None:
-        """Raises the same error in all workers unless all give the same facts, such as properties of the data or a script's
-        options.
+        """Compares facts between all workers, such as a script's options, and raises the same error in all if they differ.
 
-        All workers call it, as often and in the same order.
+        All workers call it equally often and in the same order.
 
         Args:
             what: the subject of the facts, in the plural, such as ``"the files"``.
-            facts: any values, by name; they are the same if they have the same text, in the same order.
-            timeout_seconds: the longest time to wait for the others.
+            facts: any values, by name; their texts and their order are compared.
+            timeout_seconds: the longest time to wait for the other workers.
 
         Raises:
-            CommunicationError: names the first worker whose facts differ from the chief's, and the first different fact; or the
-                workers that did not come to compare.
+            CommunicationError: facts differ; names the first worker that differs from the chief, and its first different fact.
+                Or some workers did not come to compare; names them.
         """
         if self.num_workers > 1:
             self._comparison(what).check_same(what, facts, timeout_seconds=timeout_seconds)
 
     def all_say(self, text: str, *, timeout_seconds: float = 1800.0) -> list[str]:
-        """The texts of all workers, by rank. All workers call it, as often and in the same order.
+        """Exchanges a text with all workers, and returns all texts by rank. All workers call it equally often, in the same
+        order.
 
         Args:
-            timeout_seconds: the longest time to wait for the others.
+            timeout_seconds: the longest time to wait for the other workers.
 
         Raises:
-            CommunicationError: names the workers without a text in time.
+            CommunicationError: some workers sent no text in time; names them.
         """
         if self.num_workers == 1:
             return [text]
@@ -95,7 +95,7 @@ class Cluster:
         return self._round(f"same/{next(self._num_comparisons)}", f"a comparison of {topic}")
 
     def begin(self, doing: str) -> Round:
-        """Begins a common task such as "mirrorc.compile"; all workers call it in the same order."""
+        """Begins a common task, such as "mirrorc.compile", and returns its round; all workers call it in the same order."""
         return self._round(f"round/{next(self._num_rounds)}", doing)
 
     def _round(self, name: str, doing: str) -> Round:
@@ -110,16 +110,17 @@ class Cluster:
 
 
 def find_place(process_group: Any = None, variables: Mapping[str, str] | None = None) -> Place:
-    """The place of this process, by its first description: a process group, torchrun's variables, or ``TF_CONFIG``.
+    """The place of this process in the first description there is: a process group, torchrun's variables, or ``TF_CONFIG``.
 
-    Asks no other process. Without a description, this is a process on its own.
+    Contacts no other process. Without a description, this is a process on its own.
 
     Args:
         process_group: a group of `torch.distributed` with all workers; None for the default group, if that is initialised.
         variables: the environment; None for that of this process.
 
     Raises:
-        TypeError, ValueError: the group is none, or lacks this process; or a variable or a field is wrong, and is named.
+        TypeError, ValueError: ``process_group`` is no group, or lacks this process; or a variable or a field is wrong, and is
+            named.
     """
     if process_group is not None or _is_initialised():
         return _place_in(process_group)
@@ -130,7 +131,7 @@ def find_place(process_group: Any = None, variables: Mapping[str, str] | None = 
 def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Cluster:
     """Joins the workers described by `find_place`, and returns when all have come.
 
-    Call it in every worker. A second call returns the same. Nothing of `torch.distributed` is initialised or changed.
+    Call it in every worker. A second call returns the same cluster. It neither initialises nor changes `torch.distributed`.
 
     Args:
         process_group: as for `find_place`.
@@ -138,8 +139,8 @@ def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Clust
 
     Raises:
         TypeError, ValueError: as `find_place`; or the time is not positive.
-        CommunicationError: a worker does not come in time, a port is in use, or workers do not fit together: they have
-            different numbers of workers, one rank, or different versions. All present workers raise it.
+        CommunicationError: a worker does not come in time, a port is in use, or workers do not match: their numbers of workers
+            or their versions differ, or two have the same rank. All present workers raise it.
     """
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
@@ -167,7 +168,7 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
 
 
 def _roll_call(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
-    """``number`` counts attempts to join; workers with a common store have made equally many."""
+    """``number`` counts attempts to join; workers with a common store have made equally many attempts."""
     seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
     try:
         return in_bounded_time(lambda: _roll_call_in_start(opened, place, deadline, number), seconds)

@@ -1,4 +1,4 @@
-"""Lost workers in rounds: each process announces its end to those that wait for it."""
+"""Detection of lost workers while others wait for them: each process announces its own end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _FEWEST_SECONDS_BETWEEN_BEATS = 1.0
 _MOST_BEATS_PER_SECOND = 100.0  # of all workers together, at one store
 _SILENT_BEATS = 30  # after which a worker is not waited for: Python may hold its threads up for long
 _SECONDS_BETWEEN_LOOKS = 0.2
-_LONGEST_TEXT = 600  # of an error that is told to the others
+_LONGEST_TEXT = 600  # of an error in a message to the others
 
 
 def pace_of_rounds(num_workers: int) -> Pace:
-    """Bears long compilations."""
+    """A pace that tolerates long compilations."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(interval, silence=_SILENT_BEATS * interval, longest_gap=interval)
 
 
 class Presence:
-    """Sends this process's heartbeats until it ends, and then the reason, if it still can.
+    """Sends heartbeats until this process ends, and then, if possible, the reason for its end.
 
     Raises:
         RuntimeError, TimeoutError: the store was lost, or does not answer.
@@ -39,7 +39,7 @@ class Presence:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Called at exit, also in a forked child, which is no worker."""
+        """Publishes the end of this process. Runs at exit; does nothing in a forked child, which is no worker."""
         if os.getpid() == self._pid:
             self.detector.leave(f"{self._rank} its process has ended{cause_of_exit()}")
 
@@ -56,7 +56,7 @@ class Lookout:
         self._ends: dict[int, str] = {}
 
     def gone(self) -> dict[int, str]:
-        """The fates of lost workers, as clauses, by rank. Asks at intervals, and returns nothing in between.
+        """The reasons why workers were lost, as clauses, by rank. Reads the store at intervals, and is empty in between.
 
         Raises:
             RuntimeError: the store was lost.
@@ -80,13 +80,13 @@ class Lookout:
 
 
 def cause_of_exit() -> str:
-    """The error that ended the script, as the end of a clause; empty without one, or if it was caught."""
+    """The uncaught error that ended the script, as the end of a clause; empty if there was none."""
     raised = getattr(sys, "last_value", None)
     return f", after {in_short(raised)}" if isinstance(raised, BaseException) else ""
 
 
 def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
-    """An error on one line, with the end of a long text: there, DataLoader's tracebacks have the cause."""
+    """An error on one line. A long text is cut in its middle: DataLoader's tracebacks have the cause at the end."""
     text = f"{error}".strip()
     if longest is not None and len(text) > longest:
         text = f"{text[: longest // 2]} … {text[-(longest // 2) :]}"
@@ -100,5 +100,5 @@ def _has_ended(pid: int) -> bool:
             return status.read().rpartition(")")[2].split()[0] in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # it is not ours to look at
+    except OSError:  # no permission
         return False

@@ -1,4 +1,4 @@
-"""The roll call, a rendezvous in a store: all workers get the same verdict on their members."""
+"""The roll call, a rendezvous in a store: all workers get the same verdict on the members."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mirrorc.messages.wording import numbered
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LOOKS = 0.02
-_PATIENCE_SECONDS = 30.0  # a roll call that takes longer says whom it waits for
-_LONGEST_READING_SECONDS = 5.0  # for which the host of the store stays, so that others can read what was found
+_PATIENCE_SECONDS = 30.0  # a longer roll call logs which workers are missing
+_LONGEST_READING_SECONDS = 5.0  # the store's host stays this long, so that others can read the verdict
 _VERDICT, _NUM_COME, _NUM_READ, _NUM_JUDGES = "verdict", "come", "read", "judges"
 
 
@@ -35,7 +35,7 @@ def _versions() -> dict[str, str]:
 
 
 def local_system() -> str:
-    """The system in which this process's pids are valid; empty if unknown."""
+    """A text for the boot and the pid namespace in which this process's pid is valid; empty if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -47,8 +47,8 @@ class Worker:
     """A worker's description of itself.
 
     Attributes:
-        versions: of its compiler; workers of one program must have the same.
-        system: the system of its pid, see `local_system`.
+        versions: of torch, mirrorc and Python; all workers must have the same.
+        system: see `local_system`.
     """
 
     rank: int
@@ -69,12 +69,12 @@ def call_roll(
     worker: Worker | None = None,
     while_waiting: Callable[[], object] = lambda: None,
 ) -> list[Worker]:
-    """Returns all workers, by rank, when all have come and fit together.
+    """Waits for all workers, and returns them by rank.
 
-    The first one to see a misfit, or all workers, writes the verdict. A worker after it is refused.
+    The first worker to see that all have come, or that some do not match, writes the verdict. Later workers are refused.
 
     Raises:
-        CommunicationError: in all present workers: a worker is late or does not fit, or the store was lost.
+        CommunicationError: in all present workers: a worker is late or does not match, or the store was lost.
     """
     try:
         return _call_roll(store, place, deadline, worker or Worker(place.rank, place.num_workers), while_waiting)
@@ -122,7 +122,9 @@ def _call_roll(
 
 
 def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
-    """None while more are awaited. ``num_readers`` bounds the readers to wait for: none after a timeout."""
+    """The verdict to write; None while workers are missing. The host waits for ``num_readers`` readers: for none after a
+    timeout.
+    """
     missing, members = _missing(came, place), sorted(came)
     wrong = disagreement(list(came.values()))
     if wrong or not missing:
@@ -172,7 +174,7 @@ def _look(store: Any, came: dict[int, Worker]) -> None:
 
 
 def _await_readers(store: Any, num_readers: int) -> None:
-    """Waits until all arrivals, and at least ``num_readers``, have read the verdict, but not long for one that has ended."""
+    """Waits a few seconds at most until all arrivals, and at least ``num_readers`` workers, have read the verdict."""
     until = time.monotonic() + _LONGEST_READING_SECONDS
     while store.add(_NUM_READ, 0) < max(num_readers, store.add(_NUM_COME, 0)) and time.monotonic() < until:
         time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place, before any contact with the others.
+    """A worker's place, known before any contact with the others.
 
     Attributes:
         source: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
-        host, port: of the workers' store; an empty host if a process group has a store.
+        host, port: address of the workers' store; the host is empty if the process group has a store.
         hosts_store: True if this worker opens the store.
-        local_rank: among the workers of its machine; None if unknown.
-        num_restarts: caused by this machine's workers, as torchrun's agent counts.
+        local_rank: number among the workers of this machine; None if unknown.
+        num_restarts: number of restarts counted by this machine's torchrun agent.
         store_persists: True if the store may have keys of an earlier start.
     """
 

@@ -13,10 +13,10 @@ _NUM_STARTS, _NUM_KNOCKS = "starts", "knocks"
 
 
 class Start:
-    """A start of the workers, opened by the chief with the next number.
+    """A numbered start of the workers, opened by the chief.
 
-    torchrun's agents restart failed workers, but their store stays, and each agent counts only the restarts of its workers.
-    So another worker knocks, and joins the start whose chief answers.
+    torchrun's agents restart failed workers but keep the store, and each agent counts only the restarts of its own workers. So
+    every other worker knocks, and joins the start whose chief answers.
     """
 
     def __init__(self, store: Any) -> None:
@@ -24,7 +24,7 @@ class Start:
         self.number: int = store.add(_NUM_STARTS, 1)
 
     def answer(self) -> None:
-        """Answers the knocks of workers; called again and again while the chief waits."""
+        """Answers the knocks of other workers; the chief calls it repeatedly while it waits."""
         knocks = self._store.add(_NUM_KNOCKS, 0)
         if knocks != self._num_heard:
             self._store.set(_heard(self.number), str(knocks))
@@ -32,7 +32,7 @@ class Start:
 
 
 def await_start(store: Any, place: Place, deadline: float) -> int:
-    """The number of the present chief's start.
+    """Waits for the present chief, and returns the number of its start.
 
     Raises:
         CommunicationError: the chief did not answer in time.

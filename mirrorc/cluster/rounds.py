@@ -20,19 +20,19 @@ from mirrorc.errors import CommunicationError
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to tell all what was found
-_LONGEST_READING_SECONDS = 5.0  # for which worker 0, whose store it may be, stays until all have read why it failed
+_LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to send all the result
+_LONGEST_READING_SECONDS = 5.0  # worker 0, which may host the store, stays this long until all have read the failure
 _SECONDS_BETWEEN_LOOKS = 0.02
 _FAILURE, _NUM_AWARE = "failure", "aware"
 _T = TypeVar("_T")
 
 
 class Round:
-    """A common task, seen from one worker. Comparisons have separate numbers: a failed round leaves no trace in the next one.
+    """A task that all workers do together, such as a compilation, seen from one of them.
 
     Args:
-        name: the same on all workers, and of no other round.
-        doing: the task, such as "mirrorc.compile".
+        name: prefix of the round's keys in the store; the same on all workers, and used by no other round.
+        doing: the task in messages, such as "mirrorc.compile".
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Round:
         self.workers, self.rank, self.name, self._doing, self._lookout = workers, rank, name, doing, lookout
         self._store: Any = distributed.PrefixStore(name, store)
         self._num_comparisons = itertools.count()
-        self._is_aware = False  # of a failure of this round, and counted among those that are
+        self._is_aware = False  # this worker knows of the round's failure, and is counted in the store
 
     def check_same(self, topic: str, facts: Mapping[str, object], *, timeout_seconds: float) -> None:
-        """See `Cluster.check_same`; raises also if a worker has failed in this round."""
+        """See `Cluster.check_same`; also raises if a worker has failed in this round."""
         self._meet(
             lambda store, deadline: compare(
                 topic, facts, over=StoreTransport(store, self.workers, self.rank, deadline, self._look)
@@ -54,7 +54,7 @@ class Round:
         )
 
     def all_say(self, text: str, *, timeout_seconds: float) -> list[str]:
-        """See `Cluster.all_say`; raises also if a worker has failed in this round."""
+        """See `Cluster.all_say`; also raises if a worker has failed in this round."""
         return self._meet(
             lambda store, deadline: all_say(store, self.workers, self.rank, text, deadline, self._look),
             "spoke with the others",
@@ -62,7 +62,7 @@ class Round:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Sends the others an error, unless theirs came first. Raises nothing, and takes a bounded time."""
+        """Ends the other workers' round with this error, unless another came first. Raises nothing, and takes a bounded time."""
         text = (
             f"{self.workers[self.rank]} failed in {self._doing}, which all workers call together: {in_short(error, None)}. "
             f"Mend that, and call {self._doing} again on all workers"
@@ -75,11 +75,11 @@ class Round:
 
     def _tell(self, text: str) -> None:
         if not self._is_aware:
-            self._store.compare_set(_FAILURE, "", text)  # all are told of the first one
+            self._store.compare_set(_FAILURE, "", text)  # the first failure counts
             self._store.add(_NUM_AWARE, 1)
         if self.rank == 0:
             until = time.monotonic() + _LONGEST_READING_SECONDS
-            num_gone = 0  # who read nothing any more
+            num_gone = 0  # ended workers, which do not read the failure
             while self._store.add(_NUM_AWARE, 0) < len(self.workers) - num_gone and time.monotonic() < until:
                 num_gone = max(num_gone, len(self._lookout.gone()))
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -91,7 +91,7 @@ class Round:
                 return
             rank, fate = min(gone.items())
             text = f"{self.workers[rank]} does not come to {self._doing}: {fate}. End all workers, and start them again"
-            self._store.compare_set(_FAILURE, "", text)  # all are told of the first one
+            self._store.compare_set(_FAILURE, "", text)  # the first failure counts
         text = self._store.get(_FAILURE).decode()
         self._store.add(_NUM_AWARE, 1)
         self._is_aware = True

@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_TRIES = 0.1
 
 
 def open_store(place: Place, deadline: float) -> Any:
-    """The store of the workers: opened by its host, awaited by all others until ``deadline``, by ``time.monotonic()``.
+    """Opens the workers' store on its host; the other workers connect to it before ``deadline``, by ``time.monotonic()``.
 
     Raises:
         CommunicationError: the port is in use, nobody listens in time, or the listener is no store.
@@ -70,7 +70,7 @@ def _await_listener(place: Place, deadline: float) -> None:
 
 
 class OwnConnection:
-    """A separate connection to a store, so that no request waits for another's answer.
+    """A second connection to a store, whose requests do not wait for answers to those of other threads.
 
     Raises:
         RuntimeError, TimeoutError: the store is lost, or does not answer in time.
@@ -78,7 +78,7 @@ class OwnConnection:
 
     def __init__(self, store: Any, seconds: float) -> None:
         def connected() -> Any:
-            store.add("asked", 0)  # if the store is lost, this fails at once; a new connection would be tried for long
+            store.add("asked", 0)  # fails at once if the store is lost, where clone() would retry for long
             return store.clone()
 
         before = open_sockets()
@@ -87,17 +87,17 @@ class OwnConnection:
 
     @property
     def is_lost(self) -> bool:
-        """True if the store's host has closed it. torch warns at later requests."""
+        """True if the store's host has closed the connection. Later requests would make torch warn."""
         return is_any_closed(self._sockets)
 
 
 def _port(store: Any) -> int:
-    """0 if the store has no connections."""
+    """The port of a TCP store; 0 for a store without connections."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return int(getattr(store, "port", 0))
 
 
 def first_line(error: Exception) -> str:
-    """torch's texts go on with addresses in its code."""
+    """The first line of an error; torch's texts go on with addresses in its code."""
     return (str(error).splitlines() or [type(error).__name__])[0]

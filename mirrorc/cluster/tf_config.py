@@ -21,9 +21,10 @@ _OTHERS = {
 
 
 def place_by_tf_config(variables: Mapping[str, str]) -> Place | None:
-    """The place in ``TF_CONFIG``: the chief, or else worker 0, has rank 0 and opens the store at its address.
+    """The place described by ``TF_CONFIG``; None if the variable is not set.
 
-    A cluster without any task, as platforms write it for a single machine, is a process on its own; without the variable, None.
+    The chief, or else worker 0, has rank 0 and opens the store at its address. An empty description, as platforms write it for
+    a single machine, or one with a single address means a process on its own.
     """
     text = variables.get("TF_CONFIG")
     if text is None:
@@ -99,7 +100,7 @@ def _checked_cluster(cluster: dict[str, Any]) -> dict[str, list[tuple[str, int]]
 
 
 def _checked_address(field: str, address: Any) -> tuple[str, int]:
-    """An IPv6 address stands in brackets."""
+    """The host and port of an address; an IPv6 host stands in brackets."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     is_bracketed = host.startswith("[") and host.endswith("]")
     bare = host[1:-1] if is_bracketed else host

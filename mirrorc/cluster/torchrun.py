@@ -12,7 +12,7 @@ _REMEDY = f"start the script with torchrun, which sets {_ALL}, or unset them all
 
 
 def place_by_torchrun(variables: Mapping[str, str]) -> Place | None:
-    """The place in torchrun's variables, also from other launchers; None if neither ``RANK`` nor ``WORLD_SIZE`` is set."""
+    """The place in torchrun's variables, which other launchers set, too; None if neither ``RANK`` nor ``WORLD_SIZE`` is set."""
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return None
     num_workers = _number(variables, "WORLD_SIZE", 1)
@@ -48,7 +48,7 @@ def _number(
     *,
     default: int | None = None,
 ) -> int:
-    """``of`` names the variable that bounds this one."""
+    """The number in a variable, checked to be from ``least`` to ``most``; ``of`` names the variable that sets ``most``."""
     text = variables.get(name)
     if text is None and default is not None:
         return default

@@ -1,4 +1,4 @@
-"""Headers of calls, and the details behind their digests."""
+"""Headers that workers compare before a call, and the facts behind their digests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Announcements:
     def written(self, program: Program, *, is_stale: bool) -> int:
         """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for none.
 
-        An evaluation on one worker may have written the buffers of the step; so these are left out.
+        Leaves out buffers that the program writes: an evaluation on one worker may have written them.
         """
         is_behind = self._state.are_variables_written or self._state.optimizers.user_steps.have_written
         if not (is_stale or is_behind):
@@ -59,11 +59,11 @@ class Announcements:
     def of_step(
         self, executor: Executor, num_examples: Sequence[int], *, written: int, num_steps: int, has_left: bool
     ) -> tuple[Header, dict[str, Details]]:
-        """The header of a training call, and its details.
+        """The header of a training call, and the facts behind its digests.
 
         Args:
-            executor: of a worker that has left, that of its last call.
-            num_examples: for each replica; empty for a worker that has left.
+            executor: on a worker that has left its loop, the executor of its last call.
+            num_examples: for each replica; empty on a worker that has left its loop.
         """
         program, tensors = executor.program, self._state.store.tensors
         if tensors.keys() != self._variables.texts.keys():
@@ -103,10 +103,10 @@ class Announcements:
         }
 
     def besides(self, name: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
-        """The header of a call without training, the same on all workers.
+        """The header of a call that does not train, and the facts behind its digests.
 
         Args:
-            has_changed: if so on any worker, all take over values.
+            has_changed: if it differs between workers, their agreement says that values are taken over.
         """
         facts = Facts({"the call": name})
         header = Header(
@@ -125,7 +125,7 @@ class Announcements:
         return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """``number`` of a step of a block; a worker that has left has none."""
+        """The header before a call of step ``number`` of a block, and its facts. A worker that has left its loop calls no step."""
         num_examples = 0 if has_left else 1  # a call without any would be refused
         header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
         return header, {
@@ -142,7 +142,7 @@ class Announcements:
 
 
 def _next_seed() -> int:
-    """The generator stays as it is."""
+    """Draws a seed without advancing torch's default generator."""
     state = torch.get_rng_state()
     seed = int(torch.randint(2**62, (), dtype=torch.int64))
     torch.set_rng_state(state)

@@ -16,12 +16,12 @@ _DOING = "mirrorc.compile"
 
 
 class JointCompilation(AbstractContextManager["JointCompilation"]):
-    """A block around one call; an error in it reaches the others.
+    """A context around one call of `mirrorc.compile`; an error in it reaches the other workers.
 
-    Arguments are checked within the block, but those that name the workers: without them a worker can reach nobody.
+    All arguments are checked within it, except for those that name the workers, since they are needed to reach the others.
 
     Raises:
-        TypeError, ValueError: on entering, the description of the workers is wrong; or a process that trains alone has a group.
+        TypeError, ValueError: on entering, the description of the workers is wrong, or ``workers=None`` comes with a group.
         CommunicationError: on entering, see `mirrorc.cluster.join`.
     """
 
@@ -61,7 +61,7 @@ def _joined_workers(arguments: Mapping[str, Any]) -> Cluster | None:
 
 
 def _longest_wait(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """A wrong value is left to the checks within the block."""
+    """The timeout as an argument of `join`; none if it is invalid, as the checks within the context report that."""
     options = arguments["communication_options"]
     timeout = options.timeout_seconds if isinstance(options, CommunicationOptions) else None
     seconds: Any = arguments["timeout_seconds"] if timeout is None else timeout

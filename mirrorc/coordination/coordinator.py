@@ -1,4 +1,4 @@
-"""Coordination of a step's training calls."""
+"""Coordination of a step's training calls between workers."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ class Coordinator(Protocol):
 
     @property
     def team(self) -> Team | None:
-        """None for a process alone."""
+        """The team of workers; None for a process on its own."""
         ...
 
     @property
     def link(self) -> LinkSpeed | None:
-        """None if nothing was measured."""
+        """The measured speed of the link between workers; None if it was not measured."""
         ...
 
     @property
     def step_seconds(self) -> float:
-        """The longest time of a step on the devices."""
+        """The timeout of a step on the devices."""
         ...
 
     def begin_call(self) -> None:
-        """Other calls of the step may still run."""
+        """Runs before a call of the user's loop, while other calls of the step may still run."""
         ...
 
     def call(self) -> AbstractContextManager[None]:
-        """A block around one training call: an exception on any worker ends it on all."""
+        """A context around one training call: an exception on any worker ends the call on all."""
         ...
 
     def note_call(self, call: Call) -> None:
-        """For calls without examples."""
+        """Notes the structure of a call, for later calls without examples."""
         ...
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
         """Waits for the headers of all workers, and may broadcast the parameters of the chief.
 
         Returns:
-            None if the call goes on with this program.
+            The program to look up before the next try; None if the call goes on with this program.
         """
         ...
 
@@ -64,21 +64,21 @@ class Coordinator(Protocol):
         ...
 
     def examples(self, local: int) -> Examples:
-        """``local``: of this process."""
+        """The numbers of examples over all workers; ``local`` is that of this process."""
         ...
 
     def seed(self, local: int | None) -> int | None:
-        """``local``: drawn in this process, None if the program draws no random numbers."""
+        """The seed for this call; ``local`` was drawn in this process, None if the program draws no random numbers."""
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
-        """A block in which optimizers draw random numbers."""
+        """A context in which optimizers draw the same random numbers on all workers."""
         ...
 
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Returns the loss of all examples."""
+        """Returns the loss over the examples of all workers."""
         ...
 
     def joined_steps(
@@ -87,24 +87,24 @@ class Coordinator(Protocol):
         exclusively: Callable[[Callable[[], Any]], Any],
         is_closed: Callable[[], bool],
     ) -> list[JoinedStep]:
-        """Empty for a process alone."""
+        """A list with this step for `mirrorc.join`; empty for a process on its own."""
         ...
 
     def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
-        """Makes sharded state whole."""
+        """Gathers sharded optimizer state on all workers."""
         ...
 
     def note_failure(self, error: BaseException) -> None:
-        """For the other workers, when this one leaves."""
+        """Notes the error to send to the other workers when this one leaves."""
         ...
 
     def close(self) -> None:
-        """May be repeated."""
+        """May be called again."""
         ...
 
 
 class LocalCoordinator:
-    """Also for evaluations, which every worker makes alone."""
+    """The coordinator of a process on its own, and of evaluations, which each worker runs alone."""
 
     team: Team | None = None
     link: LinkSpeed | None = None
@@ -160,7 +160,7 @@ class LocalCoordinator:
 
 
 def coordinator_of(options: StepOptions, model: ModelState, state: StepState) -> Coordinator:
-    """Compares the step with those of the other workers."""
+    """The coordinator of a step. With several workers, they first compare the arguments of `mirrorc.compile`."""
     if options.cluster is None:
         return LocalCoordinator(options.timeout_seconds)
     return TeamCoordinator(options, model, state)

@@ -29,9 +29,9 @@ class Facts:
     """Facts of one worker and their digest.
 
     Args:
-        row_counts: empty if the program sends none.
-        gathered_rows: rows that all replicas gather.
-        meets: whether the program's replicas meet those of other workers.
+        row_counts: numbers of rows in the factors that the program sends; empty if it sends none.
+        gathered_rows: numbers of rows that all replicas gather.
+        meets: True if the program's replicas exchange values with those of other workers within the model.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ def hyperparameters_of(options: StepOptions) -> dict[str, str]:
 
 
 def written_buffers(program: Program) -> list[Variable]:
-    """In the order of their names."""
+    """The buffers that forward writes, sorted by name."""
     written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
     return sorted(written, key=lambda variable: variable.name)
 
 
 def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
-    """Facts in which all workers must agree; values come from the chief later."""
+    """Facts on model and options in which all workers must agree. Values of tensors may differ: the chief's are broadcast."""
     frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
     variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
     names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -92,13 +92,13 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         "scaler": "none" if options.scaler is None else "one",
         "shard_optimizer": str(options.program_workers.shards_optimizer),
         "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
-        # last, as options that differ are told by their own names
+        # last, so that an option that differs is reported under its own name
         **{f"pass {number}": _text_of_pass(stage) for number, stage in enumerate(options.pipeline)},
     }
 
 
 def _text_of_pass(stage: Any) -> str:
-    """Without addresses, which differ between workers. So functions are compared by name, and later by their programs."""
+    """The text of a pass without addresses, which differ between workers. So functions in it are compared by name only."""
     return _ADDRESS.sub("", repr(stage))
 
 

@@ -19,10 +19,10 @@ def unsent_of_worker(
         states: results of `mirrorc.Step.unsent_state` on all workers of the earlier run, in any order.
 
     Returns:
-        Unsent gradients by variable, and the state of payloads by variable, the same on all workers.
+        This worker's unsent gradients, by variable; and the state of payloads by variable, the same on all workers.
 
     Raises:
-        TypeError, ValueError: not the states of all workers, or those of another model.
+        TypeError, ValueError: ``states`` lack some workers of one run, or belong to another model.
     """
     of_ranks, first = _checked(states, parameters)
     unsent: dict[str, torch.Tensor] = {}

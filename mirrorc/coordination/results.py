@@ -24,7 +24,7 @@ def total_loss(control: ControlCollectives, local: torch.Tensor | None) -> torch
 def show_buffers(
     control: ControlCollectives, program: Program, state: StepState, agreed: Agreement, num_present: int
 ) -> None:
-    """Makes buffers alike on all replicas of all workers."""
+    """Gives the buffers that forward writes the same values on all workers: their mean, or those of the first with examples."""
     kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
     for variable in written_buffers(program):
         kinds.setdefault((variable.aggregation, variable.dtype), []).append(variable)

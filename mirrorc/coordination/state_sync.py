@@ -1,4 +1,4 @@
-"""Broadcasts of one worker's values, before a step for which they would differ otherwise."""
+"""Broadcasts of one worker's values before a step, where workers would differ otherwise."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class TakenValues:
-    """The variables that have the same values on all workers."""
+    """Tracks the variables that all workers have taken over from one of them, and broadcasts values anew."""
 
     def __init__(self, options: StepOptions, state: StepState, team: Team) -> None:
         self._options, self._state, self._team = options, state, team
         self._ids: dict[str, int] | None = None  # of the variables, by name; None before the first call
 
     def lack_any(self) -> bool:
-        """True with new variables since the last broadcast, or if workers may have parted."""
+        """True if there are new variables since the last broadcast, or if workers may have different values."""
         return self._ids is None or not self._ids_now().items() <= self._ids.items() or self._team.have_parted
 
     def _ids_now(self) -> dict[str, int]:
         return {name: id(tensor) for name, tensor in self._state.store.tensors.items()}
 
     def note(self) -> None:
-        """Notes the present variables as broadcast; one that is gone counts as new when it comes back."""
+        """Marks the present variables as broadcast. A variable that is dropped and comes back counts as new."""
         self._ids = self._ids_now()
 
     def broadcast_from_source(self, agreed: Agreement, written: int) -> None:
@@ -40,7 +40,7 @@ class TakenValues:
             written: digest of the user's writes since the last step; 0 for none.
 
         Raises:
-            CommunicationError: the workers' parts of the optimizer's state may be of two steps; all raise it.
+            CommunicationError: the workers' shards of the optimizer's state may belong to different steps; all raise it.
         """
         if written not in (0, agreed.written) and self._ids is not None:
             source = f"worker {agreed.source}"
@@ -61,7 +61,7 @@ class TakenValues:
         self._team.come_together()
 
     def _make_state_whole_for(self, source: int) -> None:
-        """The source may have a shard of the optimizer's state alone."""
+        """Gathers the optimizer's state if the source has only a shard of it."""
         if not self._options.program_workers.shards_optimizer:
             return
         control = self._team.control

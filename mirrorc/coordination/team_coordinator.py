@@ -43,10 +43,10 @@ _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 @dataclass(frozen=True)
 class Retry:
-    """The program to look up after a meeting at which the workers' programs did not go together.
+    """The program to look up for the next meeting of a call, after values were broadcast or programs did not match.
 
     Attributes:
-        rows_elsewhere: rows that the other workers gather; None if unknown.
+        rows_elsewhere: numbers of rows that the other workers gather; None if unknown.
     """
 
     accumulation: Accumulation
@@ -54,17 +54,18 @@ class Retry:
 
 
 class TeamCoordinator:
-    """Coordinates the training calls of one step on several workers, all of which make the same calls at the same time.
+    """Coordinates the training calls of one step on several workers, which all make the same calls.
 
-    Workers meet when each has its program, before anything changes, and again after the chief's values are taken over, or after
-    a meeting with programs that do not go together.
+    Workers meet once each has its program, before anything changes. They meet again after a broadcast of values, or if their
+    programs did not match.
 
-    Optimizers that are not element-wise run on every worker: a chief with the only state might leave a loop first. They get sums
-    of the same bits and one stream of random numbers. Before each call workers compare the parameters that they have written.
+    Optimizers that are not element-wise run on every worker, since a chief with the only state might leave its loop first. They
+    get the same bits of sums and the same random numbers. Before each call, workers compare the parameters that these
+    optimizers have updated.
 
     Attributes:
-        call_without_examples: the structure of the last call; None before the first one.
-        rows_elsewhere: rows that the other workers gather in this call; None without gathers, or before programs go together.
+        call_without_examples: the last call, stripped of its examples; None before the first one.
+        rows_elsewhere: numbers of rows that the other workers gather in this call; None if unknown or without gathers.
     """
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
@@ -72,8 +73,8 @@ class TeamCoordinator:
         self._options, self._state = options, state
         home = options.devices[0].torch_device
         self.team = Team(options.cluster, options.compilation.name, options.timeout_seconds, home)
-        self._before_call: Callable[[], object] | None = None  # of the block around the calls
-        self._has_left = False  # the loop inside of that block
+        self._before_call: Callable[[], object] | None = None  # set inside of a block of join()
+        self._has_left = False  # this worker's loop in the block has ended
         self.rows_elsewhere: RowsElsewhere | None = None
         self.call_without_examples: Call | None = None
         self._num_row_meetings = 0
@@ -99,7 +100,7 @@ class TeamCoordinator:
         exclusively: Callable[[Callable[[], Any]], Any],
         is_closed: Callable[[], bool],
     ) -> list[JoinedStep]:
-        """``take_part`` runs one call without examples."""
+        """A list with this step for `mirrorc.join`; ``take_part`` runs one call without examples."""
         taking_part = functools.partial(exclusively, functools.partial(take_part, self))
         return [JoinedStep(self, taking_part, exclusively, is_closed)]
 
@@ -136,11 +137,11 @@ class TeamCoordinator:
     # A call, from its beginning to its end
 
     def begin_call(self) -> None:
-        """Begins a call of the user's loop.
+        """Begins a call of the user's loop: in a block of several steps, workers first agree on the step.
 
         Raises:
             ExecutionError: this thread is in the block of other steps.
-            CommunicationError: the workers call different steps of their block; or one of them has failed.
+            CommunicationError: the workers call different steps of their block, or one of them has failed.
         """
         refuse_within_others(self, "a step was called")
         if self._before_call is not None:
@@ -148,7 +149,7 @@ class TeamCoordinator:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Guards parameters left between two steps at its end."""
+        """A context around one training call; at its end, guards parameters that a failure has left between two steps."""
         torn_before, had_parted = self._state.torn, self.team.have_parted
         self._num_meetings = self._num_row_meetings = 0
         try:
@@ -169,7 +170,7 @@ class TeamCoordinator:
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """Empty if no failed step has left parameters between two steps."""
+        """Describes parameters that a failed step has left between two steps; empty if there are none."""
         torn = self._state.torn
         return torn.clause if torn is not None and not torn.is_restored else ""
 
@@ -177,14 +178,15 @@ class TeamCoordinator:
         self.call_without_examples = without_examples(call)
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
-        """Waits for the headers of all workers. Returns None if all programs go together.
+        """Exchanges headers with all workers. Returns None if all programs match, and the call goes on.
 
-        May broadcast the parameters of the chief, or of the worker whose user has written; a retry follows. When the call goes
-        on, workers may also wait for the connection for values, hyperparameters, and a gather of optimizer state.
+        It may broadcast the values of the chief, or of the worker whose user has written some, and then returns a retry. When
+        the call goes on, workers may first open the connection for values, take over hyperparameters, and gather optimizer
+        state.
 
         Args:
-            executor: of a worker that has left, that of its last call.
-            num_examples: for each replica; empty for a worker that has left.
+            executor: on a worker that has left its loop, the executor of its last call.
+            num_examples: for each replica; empty on a worker that has left its loop.
             is_stale: whether the user has changed the optimizer's state since the last step.
         """
         self._num_meetings += 1
@@ -209,10 +211,12 @@ class TeamCoordinator:
         return Retry(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """Programs are compiled for numbers of gathered rows, which follow from the batches of all workers.
+        """Tests whether all programs were compiled for the numbers of rows that workers gather in this call.
+
+        These numbers follow from the batches of all workers.
 
         Raises:
-            CommunicationError: they still differ after the last meeting; all workers raise it.
+            CommunicationError: the numbers still differ after the last meeting; all workers raise it.
         """
         rows = self.team.gathered_rows
         if not rows[0]:
@@ -243,10 +247,10 @@ class TeamCoordinator:
     def compare_replicas(self, program: Program) -> None:
         """Compares the workers' copies of variables and optimizer state, if this step is due.
 
-        Leaves out buffers that the program writes: an evaluation between two steps may write one worker's.
+        Leaves out buffers that the program writes: an evaluation may have written them on one worker.
 
         Raises:
-            CommunicationError: two workers have different copies; all raise it, again until copies are written anew.
+            CommunicationError: copies differ; all workers raise it, at each step until copies are written anew.
         """
         every = self._options.check_replicas_every
         if not every or self._num_steps % every:
@@ -254,7 +258,7 @@ class TeamCoordinator:
         buffers = {variable.name for variable in written_buffers(program)}
         tensors = {name: tensor for name, tensor in self._state.store.tensors.items() if name not in buffers}
         facts = checksums_of(tensors)
-        if not self._state.optimizers.is_dealt:  # of state that is dealt out there are no copies
+        if not self._state.optimizers.is_dealt:  # sharded state has no copies
             facts |= checksums_of_state(self.optimizers.optimizers, tensors.items())
         remedy = (
             "Memory has gone bad, or something has written to one copy alone, as step.evaluate() on one worker writes buffers: "
@@ -273,10 +277,10 @@ class TeamCoordinator:
         return stream_of_chief(self.team) if runs_by_itself else nullcontext()
 
     def take_part(self, executor: Executor, last: Executor) -> None:
-        """Begins the run of a program on no examples, in place of the last call's program.
+        """Prepares a run without examples of ``executor``, in place of the program ``last`` of the last call.
 
         Raises:
-            ExecutionError: it exchanges something else, so that the others would wait in vain.
+            ExecutionError: ``executor`` exchanges something else than ``last``, so the other workers would wait in vain.
         """
         self.team.stop_on_failure(executor.interrupt)
         if self._announcements.facts_of(executor).texts != self._announcements.facts_of(last).texts:
@@ -287,7 +291,7 @@ class TeamCoordinator:
 
     @property
     def step_seconds(self) -> float:
-        """That of a process alone, and as long again for the other workers."""
+        """The timeout of a process on its own, and as long again for the other workers, plus a slack."""
         return 2 * self._options.timeout_seconds + _SLACK_SECONDS
 
     @property
@@ -306,10 +310,10 @@ class TeamCoordinator:
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Sums the losses of all workers, and makes buffers alike on all.
+        """Sums the losses of all workers, and gives buffers the same values on all.
 
         Args:
-            loss: the weighted sum of this worker's; None without examples.
+            loss: the weighted sum over this worker's replicas; None without examples.
         """
         assert dtype is not None, "a training step has a loss"
         self.team.end_updates()
@@ -322,10 +326,10 @@ class TeamCoordinator:
     # Besides training calls
 
     def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
-        """Makes sharded optimizer state whole on all workers, in a call of its own.
+        """Gathers sharded optimizer state on all workers, in a call of its own.
 
         Raises:
-            ExecutionError: inside of `mirrorc.step.Step.join`, where others may have left.
+            ExecutionError: called inside of `mirrorc.step.Step.join`, where other workers may have left their loops.
         """
         if self._options.program_workers.shards_optimizer:
             refuse_within_others(self, "step.gather_optimizer_state() was called")

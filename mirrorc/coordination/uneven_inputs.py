@@ -1,4 +1,4 @@
-"""The block around loops of different lengths."""
+"""The context of `mirrorc.join`, for loops that end earlier on some workers than on others."""
 
 from __future__ import annotations
 
@@ -18,21 +18,17 @@ _current_block: ContextVar[Block | None] = ContextVar("the block around the code
 
 
 class BlockCalls(Protocol):
-    """The calls of a step over several workers, as a block uses them."""
+    """A step over several workers, as its block calls it."""
 
     @property
-    def cluster(self) -> Cluster:
-        """The workers."""
-        ...
+    def cluster(self) -> Cluster: ...
 
     @property
-    def optimizers(self) -> OptimizerGroups:
-        """The step's optimizers."""
-        ...
+    def optimizers(self) -> OptimizerGroups: ...
 
     @property
     def is_in_block(self) -> bool:
-        """Tests for a worker in a block around the step."""
+        """True inside of a block around the step."""
         ...
 
     def enter_block(self, before_call: Callable[[], object]) -> None:
@@ -40,15 +36,13 @@ class BlockCalls(Protocol):
         ...
 
     def leave_loop(self) -> None:
-        """This worker then takes part in the calls of the others."""
+        """Marks this worker's loop as ended; it then takes part in the calls of the others."""
         ...
 
-    def exit_block(self) -> None:
-        """Ends the block."""
-        ...
+    def exit_block(self) -> None: ...
 
     def meet_turn(self, number: int) -> Agreement:
-        """Before a call of step ``number`` of the block."""
+        """Meets all workers before a call of the block's step ``number``, and returns their agreement."""
         ...
 
     def abandon(self, error: BaseException) -> None:
@@ -61,7 +55,7 @@ class JoinedStep:
     """A step over several workers in a block.
 
     Attributes:
-        take_part: in one call of the other workers; False at the end of the last one.
+        take_part: takes part in one call of the other workers; returns False if there was none.
         exclusively: runs a function while no call of the step runs.
     """
 
@@ -72,10 +66,10 @@ class JoinedStep:
 
 
 class Block:
-    """A loop over calls of some steps, and after it the calls of the workers whose loops still run.
+    """One worker's loop over some steps, and then the calls of the workers whose loops still run.
 
-    With several steps, a worker that has left cannot know the next step of the others. So before each call all workers meet over
-    the connections of the first step, and those in their loops announce the step's number.
+    With several steps, a worker that has left its loop cannot know which step comes next. So before each call all workers meet
+    over the connections of the first step, and those in their loops announce the number of the step.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:
@@ -106,7 +100,7 @@ class Block:
                 return
 
     def _take_turn(self, number: int) -> int | None:
-        """The number of the step that all call next; None if all have left. A worker that has left announces nothing."""
+        """Meets all workers, and returns the number of the step that they call next; None if all have left their loops."""
         first = self._steps[0]
         agreed: Agreement = first.exclusively(lambda: first.calls.meet_turn(number))
         return None if agreed.is_over else agreed.turn
@@ -117,7 +111,7 @@ class Block:
 
 
 def refuse_within_others(calls: BlockCalls, action: str) -> None:
-    """Refuses a joint action inside the block of other steps, where some workers may have left; ``action`` is a clause."""
+    """Raises an error inside of a block of other steps, where some workers may have left; ``action`` is a clause for it."""
     block = _current_block.get()
     if block is not None and calls not in block.calls:
         raise ExecutionError(
@@ -129,12 +123,12 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
 
 @contextmanager
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
-    """A block at whose end a worker takes part in the calls of the others, until all have come to the end of theirs.
+    """A context for a loop. At its end, a worker takes part in the other workers' calls until all loops have ended.
 
-    An exception in it ends the next call of the others. Without ``steps``, it waits for nobody.
+    An exception in it ends the next call of the others. Without ``steps``, it does nothing.
 
     Raises:
-        ExecutionError: the block is inside another one.
+        ExecutionError: it is entered inside of another such context.
     """
     if not steps:
         yield
@@ -165,7 +159,7 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
 
 @contextmanager
 def _restored_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
-    """As the same objects."""
+    """Restores the hyperparameters at its end, as the same objects."""
     groups = optimizers.hyperparameters
     before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     try:
