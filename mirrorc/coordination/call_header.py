@@ -125,7 +125,7 @@ class Announcements:
         return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """The header before a call of step ``number`` of a block, and its facts. A worker that has left its loop calls no step."""
+        """The header, with its facts, before a call of step ``number`` of a block. A worker that has left its loop calls none."""
         num_examples = 0 if has_left else 1  # a call without any would be refused
         header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
         return header, {
