@@ -108,7 +108,7 @@ def compile(
     dynamic: bool | None = False,
     **declared: Any,
 ) -> Step:
-    """Makes a training step that runs on several devices and means what it would mean on one.
+    """Compiles a training step that runs on several devices and computes what it would compute on one.
 
     Args:
         model: a model written for one device. It stays the user's: its parameters are replica 0's.
@@ -133,7 +133,7 @@ def compile(
             ``first_bucket_mb`` are short for `mirrorc.packing.ByBytes`; a number of packs of equal length
             (`EqualPacks`), 0 for one all-reduce per gradient; or a function from a list of `mirrorc.packing.Gradient`
             (name, elements, dtype, ready) to groups of their names.
-        gradient_order: the order of gradients in packs: "ready" as backward makes them, "reversed" against the model's
+        gradient_order: the order of gradients in packs: "ready" as backward computes them, "reversed" against the model's
             order of parameters, or a key function of a `mirrorc.packing.Gradient`. Buckets are always reduced as they
             become ready.
         all_reduce: the algorithm for sums over devices: "native" is the link's own; "reduce-to-one",
@@ -142,9 +142,9 @@ def compile(
             an object of `mirrorc.all_reduce_algorithms`.
         communication_options: `mirrorc.CommunicationOptions`, in place of the options that it stands for.
         exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as
-            ``factor-gradients``. Each replica makes its gradients as the model's backward does, and they are added in
+            ``factor-gradients``. Each replica computes its gradients as the model's backward does, and they are added in
             the order of replicas. A remark names the passes.
-        capture: the front end that traces the model. "dynamo" makes graphs for compiled regions. "autograd" runs
+        capture: the front end that traces the model. "dynamo" traces graphs for compiled regions. "autograd" runs
             forward and backward as plain PyTorch, for untraceable Python and control flow that depends on data. "auto"
             tries them in this order; a warning and a remark give the reason if "dynamo" fails.
         timeout_seconds: the longest wait of a device for another one; math.inf for no bound.
@@ -157,11 +157,11 @@ def compile(
             those of the whole batch, in its order. A scalar is the mean over examples; marked by `mirrorc.summed`, the
             sum over the replicas. Anything else, such as other scalars of integers, is a `mirrorc.PerReplica` with the
             value of each replica.
-        microbatches: run each device's part of the batch in this many parts in turn, with one reduction and one update,
-            so that memory holds activations of one part. The gradient is that of the whole batch. Parts differ by at
+        microbatches: split each device's shard of the batch into this many parts, run in turn, with one reduction and
+            one update, so that memory holds activations of one part. The gradient is that of the whole batch. Parts differ by at
             most one example; a part has at least one, so a small batch has fewer parts. Evaluations run in one part.
         activation_memory: the bound of each device's peak of activations, as `Step.memory` counts them: bytes as an
-            int, or as a float a part of the peak without a bound (of the worst device, in the largest batch so far);
+            int, or as a float a fraction of the peak without a bound (of the worst device, in the largest batch so far);
             1.0 and None for no bound. Backward recomputes the values of forward that take least time. Numbers are the
             same (with Inductor but for the last bits). The step is compiled several times until it keeps the bound.
         progress: report a compilation of more than 2 s: in a line on standard error if that is a terminal, else in the
@@ -194,12 +194,12 @@ def compile(
         rank: the worker of ``world`` whose program is compiled; None for worker 0.
         exchange: the form of gradients between workers, or between devices that do not share parameters. "dense" sends
             each bucket whole. "factors" sends the factors of all gradients that have some (the two matrices of a linear
-            layer's product, rows and indices of a table); each receiver makes the sum from them, or its part of it.
+            layer's product, rows and indices of a table); each receiver computes the sum, or its share, from them.
             "auto" chooses for each gradient: least time at the first call, or fewer bytes between devices. Where
             nothing is sent, a remark says that it has no effect.
-        early_update: over several workers, update each bucket as soon as its own sum is there, while others are in
+        early_update: over several workers, update each bucket as soon as its own sum has arrived, while others are in
             flight. If a connection is lost meanwhile, parameters are between two steps, and nothing uses them until
-            model and optimizer are restored. False commits when all sums are there, so a failure leaves the parameters
+            model and optimizer are restored. False commits when all sums have arrived, so a failure leaves the parameters
             before or after the step.
         compression: over several workers, send sums of gradients as "bfloat16" or "float16", half the bytes of float32;
             this changes numbers. A worker's devices add up in the gradients' dtype first, and norms, bounds and updates
@@ -207,13 +207,13 @@ def compile(
             `mirrorc.TopK`, each worker sends the largest elements of its sum; with a `mirrorc.compression.Payload` of
             your own, its message. The rest is added in the next step (error feedback); `Step.unsent_state` has it for
             checkpoints.
-        shard_optimizer: over several workers, each updates a part of every bucket and keeps the optimizer's state of
-            that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
+        shard_optimizer: over several workers, each updates a shard of every bucket and has the optimizer's state of
+            that shard alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
             workers call `Step.gather_optimizer_state`.
         placement: the home of parameters, and the devices that update them. "shared": one copy in memory that all
             devices share, each updating a share. "mirrored": a copy on each device, which it updates whole. "auto":
             "shared" where possible, else "mirrored". "central": the first device has all sums, updates and the
-            optimizer's state. "least-loaded": parameters are dealt to devices by bytes, the largest first; the owner
+            optimizer's state. "least-loaded": parameters are distributed over devices by bytes, the largest first; the owner
             sums up and updates each, and all others write a copy once a step. "cached": the same for large parameters,
             and the first device owns small ones. A dict names owners, ``{"embedding.weight": "cpu:0"}``, as a device's
             name or a `torch.device`, with ``"*"`` for all others: a device, "central", "least-loaded" or "cached".

@@ -143,7 +143,7 @@ def diff(
     new: Annotated[Path, typer.Argument(help="another")],
     imports: Imports = None,
 ) -> None:
-    """Says in words what differs between two programs, then shows the lines; exits with 1 if anything does."""
+    """Describes the differences between two programs, then prints the differing lines; exits with 1 if there are any."""
     try:
         differences = diff_files(old, new)
     except (ValueError, OSError) as error:

@@ -15,18 +15,18 @@ _OPS = ("sum", "mean")
 def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """Sums or averages a value over all replicas that have examples; for use in a model or a loss.
 
-    Gradients flow through it: that of a replica's value is the sum of the gradients that all replicas' losses have for the
-    result. In plain PyTorch there is one replica, and the result is a copy of the value.
+    Gradients flow through it: the gradient of a replica's value is the sum of the gradients of all replicas' losses with
+    respect to the result. In plain PyTorch there is one replica, and the result is a copy of the value.
 
     Args:
-        value: of numbers; of one shape on all replicas, so one that does not follow the number of examples.
+        value: a tensor of numbers, of the same shape on all replicas: its shape must not depend on the number of examples.
         op: "sum", or "mean": the sum divided by `num_replicas`, whatever numbers of examples the replicas have.
 
     Returns:
         A contiguous tensor of the value's shape and dtype, in memory of its own; the same bits on all replicas.
 
     Raises:
-        TypeError: the value is no tensor, or has truth values; or the mean of integers is asked for.
+        TypeError: the value is no tensor, or is boolean; or the mean of integers is requested.
         ValueError: ``op`` is something else.
     """
     if op not in _OPS:
@@ -45,20 +45,20 @@ def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
 def all_gather(value: torch.Tensor) -> torch.Tensor:
     """Concatenates the values of all replicas that have examples along dim 0; for use in a model or a loss.
 
-    Rows are in the order of replicas, so rows of examples are in the order of the batch. Gradients flow through it: that of
-    a replica's value is the sum of the gradients that all replicas' losses have for its rows. In plain PyTorch there is one
-    replica, and the result is a copy of the value.
+    Rows are in the order of replicas, so rows of examples are in the order of the batch. Gradients flow through it: the
+    gradient of a replica's value is the sum of the gradients of all replicas' losses with respect to its rows. In plain PyTorch
+    there is one replica, and the result is a copy of the value.
 
     Args:
-        value: with one dimension or more. Replicas may have different numbers of rows, as where shards are uneven; the rest
-            of its shape, and its dtype, is the same on all.
+        value: a tensor with at least one dimension. Replicas may have different numbers of rows, as with uneven shards; other
+            dimensions and the dtype are the same on all.
 
     Returns:
         A contiguous tensor of the value's dtype, in memory of its own; the same bits on all replicas.
 
     Raises:
         TypeError: the value is no tensor.
-        ValueError: it is a scalar, which has no rows.
+        ValueError: the value is a scalar, which has no rows.
     """
     _check_tensor(value, "all_gather")
     if value.dim() == 0:
@@ -67,7 +67,7 @@ def all_gather(value: torch.Tensor) -> torch.Tensor:
 
 
 def replica_id() -> torch.Tensor:
-    """The place of the running replica among those that have examples, a scalar of int64; 0 in plain PyTorch.
+    """The number of the running replica among the replicas that have examples, a scalar of int64; 0 in plain PyTorch.
 
     It is a tensor, because replicas share one graph: compute with it, or compare it (``torch.where``); Python cannot read it.
     """

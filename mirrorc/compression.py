@@ -16,11 +16,11 @@ Gradients = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TopK:
-    """Top-k compression with error feedback: each worker sends the largest elements of its sum of each bucket, and adds
-    the rest to its sum in the next step.
+    """Top-k compression with error feedback: each worker sends the largest elements of its sum of each bucket, and adds the
+    rest to its sum in the next step.
 
     Attributes:
-        ratio: the sent part of a bucket's elements: more than 0, at most 1. A bucket sends at least one element.
+        ratio: the fraction of a bucket's elements that is sent, more than 0, at most 1. A bucket sends at least one element.
     """
 
     ratio: float = 0.01
@@ -54,7 +54,7 @@ class Collectives:
         self._run(tensor, lambda: self._group.all_reduce(tensor))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The contiguous tensors of all workers, in the order of ranks, all of one shape and dtype; raises as `all_reduce`."""
+        """Gathers contiguous tensors of all workers, of one shape and dtype, by rank; raises as `all_reduce`."""
         gathered = [torch.empty_like(tensor) for _ in range(self._num_workers)]
         self._run(tensor, lambda: self._group.all_gather(tensor, gathered))
         return gathered
@@ -69,13 +69,13 @@ class Collectives:
 
 
 class Payload:
-    """The base class of user-defined payloads: the workers' messages, and the sums that they make of them.
+    """The base class of user-defined payloads, which encode a worker's gradients in messages and sum them over all workers.
 
-    A subclass is a frozen dataclass. Workers compare the text of their instances, so its fields include everything that
-    must be alike. The base class sends all gradients whole. ``examples/power_sgd.py`` is an example.
+    A subclass is a frozen dataclass. Workers compare the text of their instances, so its fields include everything that must be
+    the same on all. The base class sends all gradients whole. ``examples/power_sgd.py`` is an example.
 
-    Gradients come by the names of their parameters, those of one message together. Each has the shape and the strides
-    of its parameter; a gradient that is cut between two messages comes as a 1-D piece.
+    The gradients of one message are a dict by parameter name. Each has the shape and strides of its parameter; a gradient that
+    is split between two messages comes as a 1-D range.
     """
 
     def num_bytes(self, gradients: Gradients, num_workers: int) -> int:
@@ -86,30 +86,30 @@ class Payload:
             num_workers: the number of senders.
 
         Returns:
-            The bytes that a worker hands to `Collectives.all_reduce`, and ``num_workers / 2`` times those that it hands
-            to `Collectives.all_gather`. Gradients are sent whole if it is 0, or no less than their bytes.
+            The bytes that a worker passes to `Collectives.all_reduce`, plus ``num_workers / 2`` times the bytes that it passes
+            to `Collectives.all_gather`. If this is 0, or no less than the gradients' bytes, they are sent whole.
         """
         return 0
 
     def exchange(
         self, gradients: Gradients, sums: Gradients, state: Gradients, collectives: Collectives
     ) -> Gradients | None:
-        """Sends the gradients of a message, and makes their sums.
+        """Sends the gradients of a message, and computes their sums.
 
-        It runs in a thread of its own during backward; messages take turns, in one order on all workers. All workers
-        must call the same collectives, and make the same bits of the sums: matrix products, and sums over a dimension,
-        differ between processors.
+        It runs in a thread of its own during backward; messages take turns, in one order on all workers. All workers must call
+        the same collectives, and compute the same bits of the sums: matrix products, and sums over a dimension, differ between
+        processors.
 
         Args:
-            gradients: the worker's sums, with the unsent part of earlier steps. The values left in them at return are
-                added to the gradients of the next step.
-            sums: zeros of the same shapes, for the sums over all workers.
-            state: the last step's result for these gradients; empty in the first one. It is not written.
+            gradients: this worker's sums, with the unsent part of earlier steps. The values left in them at return are added to
+                the gradients of the next step.
+            sums: zeros of the same shapes: write the sums over all workers into them.
+            state: this method's last result for these gradients; empty in the first step. Do not write it.
 
         Returns:
-            New tensors by the names of gradients, for the next step, the same on all workers; None for none. A step
-            that fails, or skips its update, keeps neither these nor the rest in ``gradients``.
-            `mirrorc.Step.unsent_state` has both.
+            The ``state`` for the next step: new tensors by the names of gradients, the same on all workers; None for none. If
+                the step fails or skips its update, this state and the values left in ``gradients`` are discarded.
+                `mirrorc.Step.unsent_state` has both.
         """
         raise NotImplementedError
 
@@ -145,5 +145,5 @@ def register_payload(payload: Payload) -> str:
 
 
 def payload_named(text: str) -> Payload | None:
-    """The payload of this text; None if no program of this process was made with it."""
+    """The payload registered under this text; None if there is none in this process."""
     return _payloads.get(text)

@@ -17,7 +17,7 @@ class Gradient(NamedTuple):
     Attributes:
         name: of the variable, as in ``step.variables``.
         elements: the number of elements.
-        ready: its place in the order in which backward makes gradients, from 0.
+        ready: its place in the order in which backward computes gradients, from 0.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ByBytes:
 
     Attributes:
         cap_mb: the cap, in MiB; `math.inf` for one pack, whatever ``first_mb`` is. A larger gradient has its own pack.
-        first_mb: the cap of the first pack, in MiB, smaller to begin communication early; at most ``cap_mb`` counts.
+        first_mb: the cap of the first pack, in MiB, smaller to begin communication early; limited by ``cap_mb``.
 
     Raises:
         ValueError: a cap is not positive, or no number.
@@ -72,16 +72,16 @@ class ByBytes:
 
 @dataclass(frozen=True)
 class EqualPacks:
-    """Gradients side by side, cut into packs of equal length; a pack may end within a gradient.
+    """Concatenated gradients, cut into packs of equal length; a pack may end within a gradient.
 
-    Each dtype and update rule has as many packs of its own. Padding to cache lines counts. The last pack has the
-    remainder.
+    Gradients of each dtype and update rule have this many packs for themselves. The length includes padding to cache lines. The
+    last pack has the remainder.
 
     Attributes:
-        num_packs: an int is short for this plan. 0 for no packing: one all-reduce per gradient.
+        num_packs: ``packing=n`` is short for ``EqualPacks(n)``. 0 for no packing: one all-reduce per gradient.
 
     Raises:
-        TypeError, ValueError: it is no such number.
+        TypeError, ValueError: ``num_packs`` is no whole number of at least 0.
     """
 
     num_packs: int
@@ -98,15 +98,14 @@ LEAST_ELEMENTS = 1024
 class EqualSplits:
     """As `EqualPacks`, if worthwhile; else one all-reduce per gradient, with a remark on the reason.
 
-    It declines all gradients if these have several dtypes, and those of one update rule if a pack would have fewer than
-    1024 elements (`LEAST_ELEMENTS`). The original's third reason, unknown shapes, cannot occur: shapes of parameters
-    are known.
+    It declines all gradients if these have several dtypes, and those of one update rule if a pack would have fewer than 1024
+    elements (`LEAST_ELEMENTS`).
 
     Attributes:
         num_splits: the number of packs, at least 1.
 
     Raises:
-        TypeError, ValueError: it is no such number.
+        TypeError, ValueError: ``num_splits`` is no whole number of at least 1.
     """
 
     num_splits: int
@@ -138,7 +137,7 @@ def check_caps(cap_mb: Any, first_mb: Any, names: tuple[str, str]) -> None:
 
 
 def plan_of(packing: Any) -> Plan:
-    """The plan itself, or the plan for a number.
+    """The plan for the user's ``packing``; a number n stands for ``EqualPacks(n)``.
 
     Raises:
         TypeError: it is no plan.
@@ -157,7 +156,7 @@ def plan_of(packing: Any) -> Plan:
 
 
 def may_cut(packing: Any) -> bool:
-    """Tests for a plan that may cut gradients, so that one lies in two packs."""
+    """True if a plan may cut a gradient, so that it lies in two packs."""
     plan = plan_of(packing)
     if isinstance(plan, EqualSplits):
         return plan.num_splits > 1
@@ -177,7 +176,7 @@ def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, regis
     """The gradients in the user's order.
 
     Args:
-        gradients: as backward makes them.
+        gradients: in the order of backward.
         registered: the names of the parameters, in the model's order.
 
     Raises:
@@ -205,7 +204,7 @@ def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, regis
 
 
 def _why_no_key(key: Any) -> str:
-    """The description of a key without an order among numbers; empty if it may have one."""
+    """Describes a key that has no order; empty for other keys."""
     if isinstance(key, torch.Tensor):
         return f"a tensor ({list(key.shape)}, {key.dtype})"
     if isinstance(key, float) and math.isnan(key):
@@ -217,9 +216,8 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
     """The groups of a user-defined plan.
 
     Raises:
-        TypeError: it returns no groups of names.
-        ValueError: it fails; a name is missing, is there twice, or is no gradient's; a group is empty or has two
-            dtypes.
+        TypeError: the plan returns no groups of names.
+        ValueError: the plan fails; a name is missing, occurs twice, or is no gradient's; a group is empty or has two dtypes.
     """
     plan = f"packing={getattr(groups, '__name__', type(groups).__name__)}"
     try:

@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 
 
 class Step(StepReports):
-    """A compiled training step; made by `compile`. Call it with a batch; it returns the batch's loss.
+    """A compiled training step, the result of `compile`. Call it with a batch; it returns the batch's loss.
 
     The first call compiles it. A batch of other shapes adds a specialization over the same variables. Use it as a context
     manager, or `close` it, to end its threads; the model keeps its weights.
@@ -128,12 +128,12 @@ class Step(StepReports):
         return self._train(args, kwargs, self._purpose_of_step)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward and backward on one batch, and keeps its gradients for the next training call.
+        """Runs forward and backward on one batch, and accumulates its gradients for the next training call.
 
-        The training call updates with the gradient of the mean loss over the examples of all these calls and its own; with
+        That call updates with the gradient of the mean loss over the examples of all accumulated batches and its own; with
         ``loss_reduction="sum"``, of the sum. Buffers are written as in training. Accumulated gradients survive a failed call,
-        evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops them. All workers make the
-        call, and each keeps the gradients of its own examples.
+        evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops them. All workers call it, and
+        each accumulates the gradients of its own examples.
 
         Args:
             *args, **kwargs: as for a training call.
@@ -152,59 +152,59 @@ class Step(StepReports):
         return self._train(args, kwargs, lambda: Purpose.ACCUMULATION)
 
     def join(self) -> AbstractContextManager[None]:
-        """A block for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
+        """A context for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
 
-        A worker at the end of its block takes part in the training calls of the others, without examples and without a forward,
-        until all have come there. It makes the same updates, with hyperparameters from a worker in its loop. Its own schedulers
-        stand still, and its optimizer's groups end with the hyperparameters from the end of its loop. It waits for the others
-        as long as their heartbeats come. An exception in the block ends the next call of the other workers. In a process on its
-        own, the block does nothing.
+        A worker whose loop has ended takes part in the training calls of the others, without examples and without a forward,
+        until all loops have ended. It makes the same updates, with hyperparameters from a worker in its loop. Its own
+        schedulers stand still, and at the end its optimizer's groups get back the hyperparameters from the end of its loop. It
+        waits for the others as long as their heartbeats come. An exception in the context ends the next call of the other
+        workers. In a process on its own, the context does nothing.
 
         Raises:
-            ExecutionError: at the beginning, inside of another such block; by calls of other steps over workers inside of it,
+            ExecutionError: at the beginning, inside of another such context; by calls of other steps over workers inside of it,
                 see `mirrorc.join`; at the end, if this worker has never called the step.
             CommunicationError: at the end, if another worker fails; the update under way was not made.
         """
         return until_all_have_left(self.joined())
 
     def joined(self) -> list[JoinedStep]:
-        """The step as `mirrorc.join` needs it; empty in a process on its own."""
+        """A list with this step for `mirrorc.join`; empty in a process on its own."""
         refuse_to_run(self._options.program_workers, self._options.cluster)
         return self._coordinator.joined_steps(self._training.take_part, self._exclusively, lambda: self._lock.is_closed)
 
     def gather_optimizer_state(self) -> None:
-        """Makes the optimizer's state whole in the user's optimizers, on all workers, until the next training call.
+        """Gathers the whole optimizer state into the user's optimizers, on all workers, until the next training call.
 
-        With ``shard_optimizer=True`` each worker has a shard of it, and ``optimizer.state_dict()`` raises an error until all
-        workers have called this. Without the option this does nothing. Call it before `close`, which drops the shards of the
-        other workers.
+        With ``shard_optimizer=True`` each worker has a shard of the state, and ``optimizer.state_dict()`` raises an error until
+        all workers have called this method. Without the option it does nothing. Call it before `close`, which drops the shards
+        of the other workers.
 
         Raises:
-            ExecutionError: it is called inside of `join`, also of another step's, or the step is closed.
+            ExecutionError: called inside of `join`, of this step or of another, or the step is closed.
             CommunicationError: another worker fails, or makes another call.
         """
         refuse_to_run(self._options.program_workers, self._options.cluster)
         self._coordinator.gather_optimizer_state(self._exclusively)
 
     def zero_grad(self) -> None:
-        """Drops the gradients accumulated by `accumulate`; the next update uses those of its own batch alone."""
+        """Drops the gradients accumulated by `accumulate`; the next update uses the gradients of its own batch alone."""
         self._exclusively(self._state.accumulated.clear)
 
     def state_dict(self) -> dict[str, Any]:
-        """The part of the training state that model and optimizer do not have; alike on all workers.
+        """The part of the training state that model and optimizer do not hold; the same on all workers.
 
-        Save it beside their states, and a restart on as many workers and devices has the same bits. It has the chosen exchange
-        of each gradient, its sum or its factors, since another start may measure other times; and under ``replica_buffers`` each
-        replica's value of the buffers that forward writes, since the model has their mean. Load it with
-        ``torch.load(path, weights_only=True)``.
+        Save it beside their states: then a restart on as many workers and devices computes the same bits. It says of each
+        gradient whether its sum or its factors are exchanged, since another run may measure other times. Under
+        ``replica_buffers`` it also has each replica's buffers that forward writes, since the model has only their mean. Load it
+        with ``torch.load(path, weights_only=True)``.
         """
         return self._exclusively(self._saved_state.state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the choices of an earlier run, in place of measurements in the first call, and each replica's buffers.
+        """Loads an earlier run's choices, which replace measurements in the first call, and each replica's buffers.
 
-        The next training call takes the buffers over, where the model's are those of the same checkpoint; otherwise it warns,
-        and all replicas begin with the model's. Worker 0's choices count; load them on all workers all the same. A state of
+        The next training call uses these buffers if the model's buffers come from the same checkpoint. Otherwise it warns, and
+        all replicas begin with the model's. Load the state on all workers, although only worker 0's choices count. A state of
         other numbers of workers or devices is ignored.
 
         Args:
@@ -217,26 +217,26 @@ class Step(StepReports):
         self._exclusively(lambda: self._saved_state.load_state_dict(state))
 
     def unsent_state(self) -> dict[str, Any]:
-        """The unsent rest of this worker's gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your own.
+        """The unsent part of this worker's gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your own.
 
-        Each worker saves its own beside the common checkpoint; `load_unsent_states` takes those of all workers. A restart
-        without them loses the rest.
+        Each worker saves its own result beside the common checkpoint; `load_unsent_states` takes the results of all workers. A
+        restart without them loses these gradients.
 
         Returns:
-            ``rank`` and ``num_workers`` of this worker; ``unsent``: for each compressed parameter a copy of the rest, of its
-            shape and dtype, empty before the first step; ``state``: the result of `mirrorc.compression.Payload.exchange` in the
-            last step, alike on all workers.
+            ``rank`` and ``num_workers`` of this worker; ``unsent``: a copy of the unsent gradient of each compressed parameter,
+            of its shape and dtype, empty before the first step; ``state``: the result of `mirrorc.compression.Payload.exchange`
+            in the last step, the same on all workers.
         """
         unsent = self._state.unsent
         values, payload_state = self._exclusively(lambda: (unsent.values(), unsent.state_values()))
         return {"rank": self.rank, "num_workers": self.num_workers, "unsent": values, "state": payload_state}
 
     def load_unsent_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Loads the unsent rest of gradients of an earlier run, in place of this worker's.
+        """Replaces this worker's unsent gradients by those of an earlier run.
 
-        With as many workers each gets its own. Otherwise worker r of W gets the sum over the ranks r, r + W, and so on, or
-        nothing, so that the sum over all workers stays the same. The state of a payload is that of rank 0. All workers load
-        before the same step.
+        With as many workers as before, each loads its own. Otherwise worker r of W loads the sum over the earlier ranks r, r +
+        W, and so on, or nothing: the sum over all workers stays the same. The state of a payload comes from rank 0. All workers
+        load before the same step.
 
         Args:
             states: the results of `unsent_state` on all workers of the earlier run, in any order.
@@ -314,7 +314,7 @@ class Step(StepReports):
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
-        """The purpose is asked for when no other call runs."""
+        """``purpose`` is called once no other call runs."""
         refuse_to_run(self._options.program_workers, self._options.cluster)
         self._coordinator.begin_call()
         return self._exclusively(lambda: self._training.run(args, kwargs, purpose()))
@@ -370,18 +370,18 @@ class Step(StepReports):
 
 
 def join(*steps: Step) -> AbstractContextManager[None]:
-    """A block for a loop that calls several steps, and that may end earlier on some workers than on others.
+    """A context for a loop over several steps that may end earlier on some workers than on others.
 
-    ``with mirrorc.join(d_step, g_step):``, on every worker, is `Step.join` for several steps. A worker at the end of its block
-    takes part in the training calls of the others, of any of the steps. So all workers meet once more before each call, over
-    the connections of the first step.
+    ``with mirrorc.join(d_step, g_step):``, on every worker, is `Step.join` for several steps. A worker whose loop has ended
+    takes part in the other workers' training calls of all these steps. So all workers meet once more before each call, over the
+    connections of the first step.
 
     Args:
-        *steps: the steps called in the block, in one order on all workers. Those of a process on its own do nothing here.
+        *steps: the steps called in the context, in the same order on all workers. Steps of a process on its own are ignored.
 
     Raises:
         TypeError, ValueError: no steps, an object of another type, a step twice, or steps of different workers.
-        ExecutionError, CommunicationError: as `Step.join`; and by a call in the block, on all workers, if they call different
+        ExecutionError, CommunicationError: as `Step.join`; and by a call in the context, on all workers, if they call different
             steps.
     """
     others = [step for step in steps if not isinstance(step, Step)]

@@ -25,15 +25,15 @@ _Compiled = TypeVar("_Compiled")
 
 
 class BoundedPrograms(Generic[_Compiled]):
-    """Search for a program of a call that keeps its activations within a bound on each device.
+    """Searches for a program of a call whose activations stay within a bound on each device.
 
-    `ChooseCheckpoints` predicts memory from the captured graph; `report_memory` counts it once the regions are compiled.
-    The program that keeps everything comes first. Each count calibrates the prediction for the next program. A choice
-    that is predicted to take no less than the last one is not compiled.
+    `ChooseCheckpoints` predicts memory from the captured graph; `report_memory` counts it once the regions are compiled. The
+    first program keeps all activations. Each count calibrates the prediction for the next program. A choice with no lower
+    prediction than the last one is not compiled.
 
     Args:
-        bound: bytes as an int, or a part of the peak of the program that keeps everything.
-        most_before: the largest such peak of earlier calls, as a short last batch has too few activations for a bound.
+        bound: bytes as an int; or as a float, a fraction of the peak of the program that keeps everything.
+        most_before: the largest such peak of earlier calls; it counts if it is larger, as in a short last batch.
         lowered: runs passes on the captured program.
 
     Attributes:
@@ -56,7 +56,7 @@ class BoundedPrograms(Generic[_Compiled]):
         """Finds the program and its compiled form.
 
         Raises:
-            CaptureError: no pass sees the values that forward keeps.
+            CaptureError: the model runs as plain PyTorch, so no graph has the values that forward keeps.
             PassError: no program keeps within the bound.
         """
         self._refuse_opaque()
@@ -103,7 +103,7 @@ class BoundedPrograms(Generic[_Compiled]):
 
 
 class _Choice(Instrument):
-    """The captured program with its checkpoints."""
+    """Records the program after `ChooseCheckpoints`."""
 
     def __init__(self) -> None:
         self._program: Program | None = None

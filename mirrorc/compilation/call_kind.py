@@ -17,7 +17,7 @@ class Purpose(enum.Enum):
     """The purpose of a call; its value is its name in messages."""
 
     STEP = "step"  # to update with the gradients of its batch
-    ACCUMULATION = "accumulation"  # to add these to the accumulated ones
+    ACCUMULATION = "accumulation"  # to add the batch's gradients to the accumulated ones
     END_OF_ACCUMULATION = "step after accumulation"  # to update with the sum of both
     EVALUATION = "evaluation"  # of forward alone
 

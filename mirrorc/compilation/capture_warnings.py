@@ -17,7 +17,7 @@ class CaptureWarnings:
         self._has_warned_of_ladder = False
 
     def warn_of_differences(self, differences: Sequence[str]) -> None:
-        """Warns of a difference from a step on one device: the loss is no mean over examples."""
+        """Warns that the step differs from a step on one device, as the loss is no mean over examples."""
         if differences and not self._has_warned_of_differences:
             self._has_warned_of_differences = True
             warnings.warn(

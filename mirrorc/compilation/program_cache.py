@@ -86,9 +86,9 @@ class Specialization:
     """A compiled program with the guards on the Python values that its capture read.
 
     Attributes:
-        guards: test that a trace would read the same, with the plain values of `training_call`.
-        plain: the plain values at capture.
-        shard_of_replica: the captured graph of each replica.
+        guards: test that a new trace would read the same values, given the plain values in `training_call`.
+        plain: the call's plain values at capture.
+        shard_of_replica: the number of each replica's captured graph; None for a replica without examples.
         loss_dtype: None for an evaluation.
         sizes: the symbolic sizes of each graph, if any.
     """
@@ -148,7 +148,7 @@ class Specialization:
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
-        """Names of changed plain values, and other reasons in words."""
+        """Why guards fail for these plain values: the names of changed values, and other reasons in words."""
         self.training_call.plain = self.plain
         if not self.guards.hold():
             return [], self.guards.broken()
@@ -165,7 +165,7 @@ class Specializations:
 
     Args:
         subject: the word for the compiled thing in messages.
-        has_numbers_as_sizes: each size has its own program, for lack of a request for symbols.
+        has_numbers_as_sizes: each size has its own program, since the user has not requested symbols.
     """
 
     def __init__(self, subject: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
@@ -180,7 +180,7 @@ class Specializations:
     def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
         """The specialization for a key and these plain values, if any; marks it as used.
 
-        A program with symbolic sizes serves all fitting sizes. The cache then remembers their keys.
+        A program with symbolic sizes serves all fitting sizes; the cache remembers the keys that it serves.
         """
         home = self._homes.get(key, key)
         cached = self._usable(home, plain)
@@ -238,7 +238,7 @@ class Specializations:
         inputs.
         """
         called = key
-        if new.sizes is not None:  # the found key may belong to other sizes
+        if new.sizes is not None:  # the cached key may belong to other sizes
             key = (key[0], ("symbolic", next(self._numbers)), *key[2:])
             self._remember_home(called, key)
         else:
@@ -265,7 +265,7 @@ class Specializations:
         return dropped
 
     def new_parts(self, key: Key) -> str:
-        """The parts of a key that differ from the nearest key, in words."""
+        """Describes how a key differs from the nearest cached key."""
         if not self._by_key:
             return "the first call"
         parts = ("structure of the arguments", "shape", *_OTHER_PARTS)

@@ -41,8 +41,7 @@ class Specializer:
 
     Args:
         num_threads: of each device.
-        interrupts: holds back Ctrl-C during the check of Dynamo's guards, as Dynamo takes an error in a guard for a
-            change.
+        interrupts: holds back Ctrl-C while Dynamo's guards run: Dynamo takes an error in a guard for a failed guard.
         team: None for a process on its own.
     """
 
@@ -73,10 +72,10 @@ class Specializer:
     def specialization_for(
         self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP
     ) -> tuple[Specialization, Shards]:
-        """The specialization of a call and the shards to run it on; compiles on a miss.
+        """Returns the specialization for a call, and the shards to run it on; compiles on a miss.
 
-        If torch refuses a shard of one example, the batch is split among fewer replicas.
-        ``is_stale``: the user changed the optimizer's state, and the buckets must hold it.
+        If torch refuses a shard of one example, the batch is split among fewer replicas. ``is_stale``: whether the user has
+        changed the optimizer's state since the last step.
         """
         with self._autocast():
             return self._cached_or_compiled(call, shards, is_stale, purpose)
@@ -137,7 +136,7 @@ class Specializer:
         return new, shards
 
     def _compiled(self, call: Call, shards: Shards, new_parts: str, purpose: Purpose) -> Specialization:
-        with without_dispatch_modes():  # a mode would take traced values for computed ones
+        with without_dispatch_modes():  # a dispatch mode would mistake traced values for computed ones
             return self._compiled_without_modes(call, shards, new_parts, purpose)
 
     def _compiled_without_modes(self, call: Call, shards: Shards, new_parts: str, purpose: Purpose) -> Specialization:
@@ -172,7 +171,7 @@ class Specializer:
         return self._compiler.compile(call, shards, new_parts, purpose, on_sizes=_remark_on_numbers(why))
 
     def _why_numbers(self, shards: Shards) -> str:
-        """The reason for numbers as sizes, whatever the model; empty if there is none."""
+        """The reason why no model could have symbolic sizes in this call; empty if there is none."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
         if self._numbers.inputs:
@@ -182,13 +181,13 @@ class Specializer:
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose
     ) -> Key:
-        """Returns the key without the changed numbers."""
+        """Makes inputs of Python numbers that have changed since a capture; returns the call's key without them."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *cache.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
-        """Notes the other workers' rows for calls of this kind: they are shapes of the programs."""
+        """Notes the numbers of rows that other workers gather in calls of this kind, since programs have them in their shapes."""
         with self._autocast():
             self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
         if len(self._rows_elsewhere) > _MOST_KINDS:
@@ -205,7 +204,7 @@ class Specializer:
         return sum(map(len, self._caches.values()))
 
     def release(self) -> None:
-        """Frees the GPU memory kept for later steps."""
+        """Frees GPU memory held for later steps."""
         for cache in self._caches.values():
             for executor in cache:
                 executor.release()

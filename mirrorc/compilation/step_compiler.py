@@ -58,12 +58,12 @@ logger = logging.getLogger(__name__)
 
 
 class StepCompiler:
-    """The compiler from a call to an executor.
+    """Compiles a call to an executor.
 
     Args:
         state: shared by all programs of the step.
         num_threads: of each device.
-        numbers: the changed Python numbers.
+        numbers: the Python numbers that have changed between calls.
         team: None for a process on its own.
     """
 
@@ -97,12 +97,12 @@ class StepCompiler:
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
     ) -> Specialization:
-        """Compiles for a call. On failure the model's tensors return to their former devices.
+        """Compiles the program for a call. On failure, the model's tensors return to their former devices.
 
-        ``new_parts`` are the news of this call, for the progress line. ``on_sizes`` is a remark on changing sizes.
+        ``new_parts`` says in the progress line how this call differs from earlier ones. ``on_sizes`` is a remark on sizes.
 
         Raises:
-            SizesGivenUp: these cannot be symbolic.
+            SizesGivenUp: the sizes ``symbolic`` cannot be symbols.
             CaptureError: the model cannot be captured.
             PassError: a pass refuses the program, or the pipeline ends too early.
         """
@@ -127,7 +127,7 @@ class StepCompiler:
             progress.end()
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Makes the model's tensors dense on replica 0's device; returns those moved, with their old data."""
+        """Makes the model's tensors dense on replica 0's device; returns the changed tensors with their old data."""
         moved = []
         for tensor in self._model.tensors.values():
             data = tensor.data.to(self._home)
@@ -177,7 +177,7 @@ class StepCompiler:
     def _captured(
         self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims, on_sizes: str
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
-        """Adds the program's variables to the step's state."""
+        """Captures a call by the first front end that can, and adds the program's variables to the step's state."""
         progress.enter("capture")
         ladder = (
             self._options.ladder.first if symbolic else self._options.ladder
