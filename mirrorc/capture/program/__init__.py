@@ -1,1 +1,1 @@
-"""Graphs of all shards put together to one program."""
+"""Captures the graphs of all shards as one program."""

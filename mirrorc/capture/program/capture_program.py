@@ -58,10 +58,11 @@ class CapturedProgram:
     """A CAPTURED program, and its sources.
 
     Attributes:
-        constants: the tensors in it other than parameters and buffers.
-        outside: variables of modules outside of model and loss.
-        differences: sentences on the differences between a step on this batch and one device.
-        outputs, sizes: None without outputs beside the loss, or without symbols.
+        constants: the tensors in the program other than parameters and buffers.
+        outside: the variables of modules outside of model and loss.
+        differences: sentences on how a step on this batch differs from one device.
+        outputs: None if steps return only the loss.
+        sizes: None if all sizes are numbers.
     """
 
     program: Program
@@ -75,7 +76,7 @@ class CapturedProgram:
 
     @property
     def loss_dtype(self) -> torch.dtype | None:
-        """None for an evaluation."""
+        """The dtype of the loss; None for an evaluation."""
         output: Any = self.program.shard_graphs[0].output_node().args[0]
         return output["loss"].meta["val"].dtype if self.program.trains else None
 
@@ -98,12 +99,12 @@ def capture_program(
     symbolic: SymbolicDims = (),
     workers: Workers = ALONE,
 ) -> CapturedProgram:
-    """Captures a graph for each distinct shape of a shard or microbatch, or one for a worker without examples.
+    """Captures one graph for each distinct shape of a shard or microbatch; a worker without examples gets one graph.
 
     Raises:
         SizesGivenUp: ``symbolic`` dimensions cannot be symbolic.
         CaptureError: the model cannot be captured.
-        ValueError: it reads a parameter or a buffer added since the step was made.
+        ValueError: the model reads a parameter or buffer that was added after `mirrorc.compile`.
     """
     model_name = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)
@@ -232,9 +233,9 @@ def _capture_each(
 
 
 def _with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
-    """Renames different constants of one name, to names outside of ``taken``.
+    """Renames constants of several graphs that share a name but are different tensors, to names outside of ``taken``.
 
-    Two equal tensors of the user differ, too: one of them may be written later.
+    Equal values do not make tensors the same, as one of them may be written later.
     """
     known: dict[str, torch.Tensor] = {}
     named = []
@@ -291,7 +292,7 @@ def _gathered(
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
-    """Also notes in the graphs how each output is gathered, and the loss of an evaluation."""
+    """The outputs of the program. Sets the way of each gather in the graphs, the gather of an evaluation's loss included."""
     size_of: dict[int, int] = {}
     for indices, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
         for shard, size in zip(indices, of_graphs, strict=False):
@@ -322,7 +323,7 @@ def _unique(names: list[str]) -> list[str]:
 
 
 def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
-    """Memory and updates exist for the first variables alone."""
+    """Refuses to read variables added after compilation, which have no memory and no updates."""
     for node in calls_to(captured.graph, ops.read):
         if node.kwargs["variable"] in added:
             raise ValueError(
@@ -337,7 +338,7 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
-    """The constants that operators on GPUs read in the host's memory, as torch permits for scalars."""
+    """The names of constants in the host's memory that operators on GPUs read, as torch permits for scalars."""
     reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
     elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
     return {str(node.kwargs["variable"]) for node in elsewhere}

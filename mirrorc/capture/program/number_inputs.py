@@ -18,7 +18,7 @@ from mirrorc.torch_internals import NumbersGivenUp, is_drawn
 def captured_with_numbers(
     numbers: ChangingNumbers, capture_all: Callable[[], list[CapturedGraph]], model: str
 ) -> list[CapturedGraph]:
-    """Captures the graph of each kind of shard; a number that cannot be an input of one graph is a constant of all."""
+    """Captures the graph of each kind of shard. A number that cannot be an input of one graph becomes a constant of all."""
     while True:
         inputs = numbers.inputs
         try:
@@ -50,9 +50,9 @@ def _no_constant(error: NumbersGivenUp, model: str) -> CaptureError:
 
 
 def with_numbers_of_each(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
-    """Gives the graphs of one replica's microbatches arguments for numbers that Python computes otherwise for each size.
+    """Adds arguments for numbers that Python computes differently for microbatches of different sizes.
 
-    All graphs have the arguments of all, one graph after the other, and each uses its own.
+    Each graph gets the arguments of all graphs, in the order of the graphs, and uses its own.
     """
     expressions = zip(*([number.expression for number in graph.numbers] for graph in captured), strict=True)
     apart = {index for index, of_graphs in enumerate(expressions) if len(set(of_graphs)) > 1}

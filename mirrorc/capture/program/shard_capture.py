@@ -33,7 +33,7 @@ def capture(
     """Captures one step on one shard.
 
     Args:
-        variable_names: the variable for each name of a parameter or buffer; several names for tied weights.
+        variable_names: the variable for each name of a parameter or buffer; tied weights have several names.
         trained: the variables that the optimizer updates.
     """
     with tracing(call) as stack:

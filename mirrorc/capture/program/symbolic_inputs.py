@@ -17,10 +17,10 @@ from mirrorc.torch_internals import SizesGivenUp, SizesOfArguments
 
 
 def with_equal_sizes(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
-    """Gives all graphs the same arguments for sizes; an unneeded one has no value.
+    """Gives all graphs the same arguments for sizes; an argument that a graph does not use has the key None.
 
     Raises:
-        SizesGivenUp: replicas gather rows, of which each graph has the total.
+        SizesGivenUp: a graph has symbols, and replicas exchange values.
     """
     names = list(dict.fromkeys(argument.name for graph in captured for argument in _sizes_of(graph)))
     names.sort(key=lambda name: name.startswith("size"))  # symbols come first
@@ -58,9 +58,9 @@ class SymbolicSizes:
     """The sizes of a program whose graphs have symbols.
 
     Attributes:
-        graphs: the symbols of each graph, and the keys of its numbers.
-        shard_of_replica: the graph of each replica; None without examples.
-        microbatches: the sizes of each replica's, all with one graph; empty for whole shards.
+        graphs: the symbols of each graph, and the keys of its SIZE arguments.
+        shard_of_replica: the index of each replica's graph; None for a replica without examples.
+        microbatches: the sizes of each replica's microbatches, which share one graph; empty for whole shards.
     """
 
     graphs: tuple[tuple[SizesOfArguments | None, tuple[Any, ...]], ...]

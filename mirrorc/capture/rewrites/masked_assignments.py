@@ -1,4 +1,4 @@
-"""Turns ``x[mask] = value`` into a ``where``, for a gradient of the value with a fixed shape."""
+"""Turns ``x[mask] = value`` into a ``where``, whose gradient has a fixed shape."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import fx
 
 
 def choose_where_masked(graph: fx.Graph) -> None:
-    """Rewrites ``x[mask] = value``, of a value with a gradient, to ``x.copy_(torch.where(mask, value, x))``.
+    """Rewrites ``x[mask] = value`` to ``x.copy_(torch.where(mask, value, x))`` if the value requires a gradient.
 
-    PyTorch's backward of the former gathers the gradient at the masked places, and their number depends on the mask.
+    Backward of the former gathers the gradient at the masked places, whose number depends on the mask.
     """
     for node in list(graph.find_nodes(op="call_function", target=operator.setitem)):
         place, mask, value = node.args
@@ -32,7 +32,7 @@ def choose_where_masked(graph: fx.Graph) -> None:
 
 
 def _is_masked(place: Any, mask: Any, value: Any) -> bool:
-    """Tests for a value that has a gradient, alike for all masked places."""
+    """Tests for a mask and a value that requires a gradient and is broadcast to all masked places."""
     if not all(isinstance(arg, fx.Node) for arg in (place, mask, value)):
         return False
     values = [arg.meta.get("example_value") for arg in (place, mask, value)]

@@ -1,4 +1,4 @@
-"""Makes operators that address memory by position independent of the memory around their arguments."""
+"""Confines operators that address memory by position to the elements of their arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def confine_strided_reads(graph: fx.Graph) -> None:
-    """Lets ``as_strided`` and its like address only elements of their argument, counted from its first element.
+    """Rewrites ``as_strided`` and similar operators to address only elements of their argument, from its first one on.
 
     The memory around a shard or the result of a region differs from that of the trace. A view is replaced by its base, which
     must be contiguous, unless it is the user's memory.

@@ -17,10 +17,10 @@ from mirrorc.torch_internals import bare_name, is_operator
 
 
 def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Graph:
-    """A copy whose values are named after module and operator: ``encoder_fc1_addmm``, and ``d_encoder_fc1_mm`` in backward.
+    """A copy of a graph with values named after module and operator: ``encoder_fc1_addmm``, ``d_encoder_fc1_mm`` in backward.
 
-    A value computed outside of modules is named after the latest module among its sources. A change of one module does not
-    change the names in others.
+    A value computed outside of modules is named after the latest module among its sources. Names in one module do not depend
+    on other modules.
     """
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -72,7 +72,7 @@ class _Place:
 
 
 class _Places:
-    """Must be asked in the order of the graph."""
+    """Finds the place that names a value. Nodes must be passed in the order of the graph."""
 
     def __init__(self, graph: fx.Graph, arguments: Sequence[Argument]) -> None:
         self._tangents = placeholders_of(graph, arguments, ArgumentKind.LOSS_WEIGHT)

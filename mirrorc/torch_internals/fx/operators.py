@@ -13,7 +13,7 @@ import torch
 def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Replaces results of this thread's operators, below autograd, by ``replace(operator, args, kwargs)``.
 
-    For NotImplemented, the operator runs. Operators within ``replace`` run as they are.
+    If ``replace`` returns NotImplemented, the operator runs. Operators within ``replace`` are not replaced.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,12 +44,12 @@ def writes_argument(target: Any) -> bool:
 
 
 def bare_name(target: Any) -> str:
-    """Without namespace, overload and in-place suffix: ``add`` for ``aten.add_.Tensor``."""
+    """An operator's name without namespace, overload and in-place suffix: ``add`` for ``aten.add_.Tensor``."""
     return str(target._schema.name.split("::")[-1].strip("_"))
 
 
 def is_composite(target: Any) -> bool:
-    """An operator without a kernel, composed of others on every device."""
+    """Tests for an operator that has no kernel, as it is composed of others on every device."""
     return bool(target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
@@ -58,7 +58,7 @@ def lazily_negative(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies in one call: on GPUs one kernel, half the time for small tensors."""
+    """Copies each source to its target in one call, which on GPUs is one kernel and halves the time for small tensors."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
@@ -80,7 +80,7 @@ def norms_of_each(
 
 @contextlib.contextmanager
 def recorded_by_autograd() -> Iterator[None]:
-    """The dispatcher disables autograd within a kernel."""
+    """Enables autograd within a kernel, where the dispatcher disables it."""
     keys = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):

@@ -1,4 +1,4 @@
-"""Asserts about tensors, which a traced function keeps."""
+"""Asserts on tensors that traces record."""
 
 from __future__ import annotations
 

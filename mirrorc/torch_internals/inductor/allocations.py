@@ -13,18 +13,18 @@ import torch
 
 class _NoKernel:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """The CPU's call."""
+        """Stands for the call of a CPU kernel."""
 
     run = __call__  # the GPU's
 
 
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    """The Python function ``call(self, args)`` of `compile_with_inductor`'s result, and a namespace for fake tensors.
+    """The syntax tree of ``call(self, args)`` in a result of `compile_with_inductor`, and a namespace to run it on fake tensors.
 
-    Kernels of the namespace compute nothing; its functions for allocations and views are torch's. Nothing is compiled.
+    Kernels in the namespace compute nothing; functions for allocations and views are torch's.
 
     Raises:
-        ValueError: there is no such function, as with Inductor's C++ wrapper.
+        ValueError: the result has no such function, as with Inductor's C++ wrapper.
     """
     module = ast.parse(getattr(compiled, "source_code", None) or "")
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
@@ -59,19 +59,19 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """Counts tensors and storage objects, without the argument itself."""
+    """Counts the tensors and storage objects that use a storage, without the argument itself."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for live tensors, real or fake, with shared memory."""
+    """A key that live tensors, real or fake, have in common if they share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def peak_allocation(action: Callable[[], object], older: Sequence[torch.Tensor]) -> int:
-    """The most bytes of tensors that torch's operators allocate during an action, which is called once.
+    """Calls an action; returns the peak memory in bytes of the tensors that its operators allocate.
 
-    Memory within an operator, and that of the older tensors ``given``, does not count.
+    Temporary memory within an operator, and the memory of ``older`` tensors, does not count.
     """
     known = {storage_key(tensor) for tensor in older}
     holders: dict[int, int] = {}

@@ -62,7 +62,7 @@ def forget_instructions() -> None:
 
 @functools.cache
 def _let_waits_be_put_off() -> None:
-    """Each module of Inductor ends with a wait that replaces its futures by kernels."""
+    """Patches the wait at the end of each of Inductor's modules, which replaces futures by kernels."""
     from torch._inductor.async_compile import AsyncCompile
 
     wait_now = AsyncCompile.wait
@@ -78,10 +78,10 @@ def _let_waits_be_put_off() -> None:
 
 
 def prepare_cpp_compiler() -> None:
-    """Starts, in threads, Inductor's work before the first kernel of a process, while capture goes on.
+    """Starts Inductor's work before the first kernel of a process, in threads beside the capture.
 
-    The slow part tries vector instructions: each trial compiles a file (cached) and loads it in a new process.
-    Errors are ignored here, as compiling a kernel raises them again.
+    The slow part is the trial of vector instructions, each of which compiles a cached file and loads it in a new process.
+    Errors are ignored, as compiling a kernel raises them again.
     """
     _let_instructions_be_tried_together()
     _instructions_tried(os.getpid())
@@ -92,7 +92,7 @@ _MOST_SECONDS = 120.0  # a slower compiler hangs
 
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
-    """A trial changes flags of its instructions for a while, so two threads must not try the same ones."""
+    """Makes Inductor wait for trials in threads. Two threads must not try the same instructions, as a trial changes flags."""
     from torch._inductor import cpu_vec_isa
 
     try_serially = cpu_vec_isa.valid_vec_isa_list
@@ -106,7 +106,7 @@ def _let_instructions_be_tried_together() -> None:
 
 
 def _instructions_tried(process: int) -> threading.Event:
-    """A forked child needs a new event, as it lacks its parent's threads."""
+    """The event of a process's finished trials. A forked child needs a new one, as it lacks its parent's threads."""
     with _preparing:
         if process not in _prepared:
             _prepared.clear()

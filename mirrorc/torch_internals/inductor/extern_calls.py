@@ -8,13 +8,12 @@ from typing import Any
 
 @functools.cache
 def call_directly(operator: Any, call: str) -> None:
-    """Has Inductor write a call in place of an operator with a Python kernel.
-
-    This saves some microseconds of the dispatcher's way into Python and back.
+    """Makes Inductor generate a direct call for an operator with a Python kernel, to save the dispatcher's time.
 
     Args:
-        operator: takes tensors alone, writes the first, and returns nothing.
-        call: the code, with ``{0}`` for the first argument and names of Inductor's wrapper, such as ``extern_kernels``.
+        operator: an operator that takes only tensors, writes the first, and returns nothing.
+        call: the code of the call, with ``{0}`` for the first argument. It can use the names of Inductor's wrapper, such as
+            ``extern_kernels``.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V

@@ -15,10 +15,10 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, 
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Decompositions that Inductor expects before it compiles a graph.
+    """The decompositions that Inductor expects in a graph to compile.
 
-    Dropout stays whole, because it gets its own random stream.
-    So do operators that passes need; `compile_with_inductor` decomposes them later.
+    Dropout is not decomposed, because it gets its own random stream. Operators that passes need are decomposed later, by
+    `compile_with_inductor`.
     """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -39,12 +39,12 @@ _EXPANDED_LATE = (
 
 
 def pools_maxima(target: Any) -> bool:
-    """The pooling operator of Inductor's decompositions, which returns places in windows."""
+    """Tests for the pooling operator of Inductor's decompositions that returns maxima and their places in windows."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_with_offsets"
 
 
 def tells_places_of_maxima(target: Any) -> bool:
-    """The operator that maps 8-bit places of `pools_maxima` to 64-bit places in the input."""
+    """Tests for the operator that maps the 8-bit places of `pools_maxima` to 64-bit places in the input."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
 
 
@@ -70,9 +70,9 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiles a functional ATen graph, which it changes; outputs keep the graph's strides.
+    """Compiles a functional ATen graph, which is changed. Outputs have the graph's strides.
 
-    The result maps a list, which it empties, to a sequence of outputs.
+    The returned function takes a list of inputs, which it empties, and returns the outputs.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -107,7 +107,7 @@ def _strides_of_outputs(graph: fx.Graph) -> list[Any]:
 
 
 def _keep_strides(graph_module: fx.GraphModule, example_inputs: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """For GPUs, torch pads the operands of products and returns parts of the results, with other strides."""
+    """Restores the strides of outputs, which torch changes on GPUs by padding the operands of products."""
     from torch._inductor.compile_fx import fake_tensor_prop
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
@@ -132,9 +132,9 @@ _LARGER = 16
 
 
 def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
-    """Adds guards that keep sizes small where a loop is now too short for several threads.
+    """Adds guards that let CPU loops too short for several threads become at most 16 times as long as the shortest parallel one.
 
-    Inductor decides on parallel CPU loops by the sizes at compilation. Loops may become 16 times as long.
+    Inductor decides by the sizes at compilation which loops are parallel.
     """
     from torch._inductor import config
 
@@ -152,7 +152,7 @@ def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
 
 @contextlib.contextmanager
 def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
-    """Without an environment of symbolic sizes in the fake mode, Inductor does not use its cache."""
+    """Adds an environment of symbolic sizes to the fake mode if it has none, without which Inductor does not use its cache."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     if fake_mode is None or fake_mode.shape_env is not None:

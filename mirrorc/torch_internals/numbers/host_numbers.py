@@ -1,4 +1,4 @@
-"""Python numbers that a graph takes, read and computed on the host before each step."""
+"""Python numbers that are graph inputs, read and computed on the host before each step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _RELATIONS = {
 
 
 class NumbersGivenUp(Exception):
-    """Some numbers cannot be inputs of a graph.
+    """Raised if numbers cannot be inputs of a graph.
 
     Attributes:
         names: the expressions of the numbers.
-        words: the users' names, where known.
-        stack: where known, the frames of a number's random draw, outermost first.
+        words: the users' names of the numbers, if known.
+        stack: the frames of a number's random draw, outermost first, if known.
     """
 
     def __init__(self, names: Collection[str], why: str) -> None:
@@ -43,7 +43,7 @@ class NumbersGivenUp(Exception):
 
 
 def is_ordinary(value: Any) -> bool:
-    """A number that can be an input: not a bool, nan, infinite or very large."""
+    """Tests for a number that can be an input: neither a bool, nan or infinite, nor very large."""
     if type(value) is float:
         return -_LARGEST_FLOAT < value < _LARGEST_FLOAT
     return type(value) is int and -_LARGEST < value < _LARGEST
@@ -54,7 +54,7 @@ def attribute_source(path: Sequence[str], name: str) -> str:
 
 
 class Slot(NamedTuple):
-    """An argument of a computation: the place of a number."""
+    """An argument of a computation that stands for the number at an index."""
 
     place: int
 
@@ -63,9 +63,9 @@ class HostNumber(NamedTuple):
     """A number that Python reads, or computes from earlier ones.
 
     Attributes:
-        sources: the expressions of the reads.
-        function: its computation; None for a read.
-        args: the function's, with a `Slot` for each number; for a read, the code of the expression.
+        sources: the expressions from which the number is read or computed.
+        function: the function that computes the number; None for a read.
+        args: the arguments of the function, with a `Slot` for each number; for a read, the code of the expression.
     """
 
     kind: type
@@ -79,11 +79,11 @@ def computed(function: Callable[..., Any], args: Sequence[Any], numbers: Sequenc
 
 
 class HostNumbers:
-    """The numbers of a trace, in Python's order.
+    """The numbers of a trace, in the order in which Python reads and computes them.
 
     Attributes:
-        values: their latest values.
-        taken: the indices of the graph's inputs.
+        values: the latest value of each number.
+        taken: the indices of the numbers that are inputs of the graph.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class HostNumbers:
 
 
 def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
-    """Evaluates all of a guard, to find unsupported parts."""
+    """Evaluates a guard without short circuits, to find all unsupported parts."""
     if expr in (True, False):
         return bool(expr)
     if isinstance(expr, sympy.Not | sympy.And | sympy.Or):

@@ -1,8 +1,8 @@
 """Replacement of a Dynamo graph's Python numbers by buffers of its module, with PyTorch's type promotion of a number.
 
-The 64-bit tensor of a number is converted where it would change the result's dtype.
-torch's own pass (`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons.
-It computes ``t * 0.1 * 3.0`` in another order.
+A number's 64-bit tensor is converted where it would change the dtype of a result.
+torch's own pass (`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons,
+and computes ``t * 0.1 * 3.0`` in another order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FULL = frozenset(["full", "full_like", "new_full", "tensor", "scalar_tensor", "
 
 
 def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostNumbers | None:
-    """Replaces a graph's numbers by buffers; returns the numbers on the host, None without any.
+    """Replaces a graph's numbers by buffers; returns the numbers on the host, or None if the graph takes none.
 
     Raises:
         NumbersGivenUp: a use allows only a number.
@@ -83,11 +83,11 @@ def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.N
 
 
 class _Unsupported(Exception):
-    """A function takes a number but no tensor; the text names the function."""
+    """Raised if a function takes a number but no tensor; the text names the function."""
 
 
 class _Call:
-    """A call with numbers among its arguments; ``operands`` has each number's 64-bit scalar and value."""
+    """A call with numbers among its arguments. ``operands`` maps each number's node to its 64-bit scalar and its value."""
 
     def __init__(self, node: fx.Node, operands: Mapping[fx.Node, tuple[fx.Node, int | float]]) -> None:
         if node.op == "call_method" and node.target == "__rpow__":
@@ -124,7 +124,7 @@ class _Call:
             raise _Unsupported(f"{node.target} of another type")
 
     def _give_operand(self) -> None:
-        """``x * t``, ``x > t``, or ``torch.add(x, y, alpha=t)``."""
+        """Rewrites calls such as ``x * t``, ``x > t``, or ``torch.add(x, y, alpha=t)``."""
         first, second = self.node.args
         place = 0 if self._is_number(first) else 1 if self._is_number(second) else None
         other: Any = second if place == 0 else first
@@ -153,7 +153,7 @@ class _Call:
         return dtype.is_floating_point or dtype in (torch.int64, torch.bool)
 
     def _give_as_result(self, dtype: torch.dtype) -> None:
-        """``torch.where(c, x, t)``, ``x.fill_(t)``, ``torch.lerp(x, y, t)`` or ``x.masked_fill(mask, t)``."""
+        """Rewrites calls such as ``torch.where(c, x, t)``, ``x.fill_(t)`` or ``torch.lerp(x, y, t)``."""
         is_exact = dtype in _WIDE or (self.name == "masked_fill" and dtype.is_floating_point)
         if not is_exact and self.name not in ("where", "fill"):
             raise self._unsupported()
@@ -161,7 +161,7 @@ class _Call:
         self.node.kwargs = {key: self._converted(arg, dtype) for key, arg in self.node.kwargs.items()}
 
     def _give_bounds(self, dtype: torch.dtype) -> None:
-        """``x.clamp(min=t, max=1.0)``: one bound after the other."""
+        """Rewrites ``x.clamp(min=t, max=1.0)`` to one operation for each bound."""
         value, *places = self.node.args
         bounds = {**dict(zip(_CLAMPS[self.name], places, strict=False)), **self.node.kwargs}
         bounds = {key: bound for key in ("min", "max") if (bound := bounds.get(key)) is not None}
@@ -175,7 +175,7 @@ class _Call:
         self._replace(target, (value,), last)
 
     def _give_value(self, number: fx.Node, result: torch.Tensor) -> None:
-        """``torch.full(size, t)``."""
+        """Rewrites ``torch.full(size, t)``."""
         if (
             result.device.type != "cpu"
             or not result.is_contiguous()

@@ -1,4 +1,4 @@
-"""Symbolic sizes as texts, and environments of symbols for them, as in saved programs."""
+"""The texts of symbolic sizes in saved programs, and environments of symbols to read them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class SizeSymbol:
     """A symbol of an environment, such as ``s0``.
 
     Attributes:
-        value: its value at capture.
-        least: the smallest size of its range.
+        value: the size at capture.
+        least: the smallest size that the symbol may have.
     """
 
     name: str
@@ -29,7 +29,7 @@ class SizeSymbol:
 
 
 def symbols_of_environment(environment: Any) -> tuple[SizeSymbol, ...]:
-    """The symbols for sizes of at least 2, in order."""
+    """The symbols of an environment for sizes of at least 2, by number."""
     if environment is None:
         return ()
     values = getattr(environment, "backed_var_to_val", None)
@@ -50,10 +50,10 @@ def _number_in(name: str) -> int | None:
 
 
 class SavedSizes:
-    """An environment with these symbols, and sizes in it.
+    """A new environment with the given symbols, in which sizes are read from texts.
 
     Raises:
-        ValueError: torch cannot make these symbols.
+        ValueError: torch cannot create the symbols.
     """
 
     def __init__(self, symbols: tuple[SizeSymbol, ...]) -> None:
@@ -76,10 +76,10 @@ class SavedSizes:
         self.fake_mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
     def size(self, text: str) -> Size:
-        """The inverse of `text`.
+        """The size that a text describes, as written by `text`.
 
         Raises:
-            ValueError: the text is no expression of these symbols.
+            ValueError: the text is no expression of the symbols.
         """
         try:
             expression = self._expression(ast.parse(text, mode="eval").body)
@@ -91,7 +91,7 @@ class SavedSizes:
         """A size as a text: ``Add(FloorDiv(s0, 2), 1)``.
 
         Raises:
-            ValueError: the size's computation has no such text.
+            ValueError: the size has operations without a text.
         """
         key = size_key(size)
         if isinstance(key, int):

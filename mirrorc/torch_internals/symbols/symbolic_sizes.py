@@ -1,4 +1,4 @@
-"""Symbolic sizes: Dynamo's symbols for sizes of arguments, their names, computations with them, and guards on them."""
+"""Symbolic sizes: symbols for sizes of arguments, their names, and guards on them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PLAIN = (fx.Node, int, float, bool, str, type(None))  # most arguments of nodes
 
 
 class SizesGivenUp(Exception):
-    """The text gives the reason why sizes cannot be symbols."""
+    """Raised if sizes cannot be symbols; the text gives the reason."""
 
 
 def mark_symbolic(tensor: torch.Tensor, dims: Sequence[int]) -> None:
-    """The trace may need their numbers all the same."""
+    """Marks dimensions to become symbols in a trace, unless the trace needs their numbers."""
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
@@ -43,7 +43,7 @@ def dims_marked_by_user(tensor: torch.Tensor) -> frozenset[int]:
 
 @contextlib.contextmanager
 def raw_sizes_allowed() -> Iterator[None]:
-    """Silences torch's warning of raw sizes in nodes; they become inputs before any run."""
+    """Silences torch's warning of raw sizes in nodes. The sizes become inputs before any run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw SymInt value")
         yield
@@ -74,7 +74,7 @@ def environment_of(value: Any) -> int:
 
 
 def size_key(size: Size) -> Any:
-    """A hashable key, compared without a guard: a number, or an expression of symbols."""
+    """A hashable key for a size, which is compared without a guard: a number, or an expression of symbols."""
     if not is_symbolic(size):
         return size
     expression = size.node.expr
@@ -102,7 +102,7 @@ def text_of_size(size: Size) -> str:
 
 
 def size_now(size: Size) -> Any:
-    """The size at capture, likewise in the functions below; adds no guard."""
+    """The number that a size was at capture, found without a guard. Functions named ``..._now`` use such numbers."""
     return size.node.hint if is_symbolic(size) else size
 
 
@@ -126,7 +126,7 @@ def num_elements_now(tensor: torch.Tensor) -> int:
 
 
 def num_bytes_now(value: Any) -> int:
-    """0 for a non-tensor."""
+    """The bytes of a tensor's elements at capture; 0 for other values."""
     return num_elements_now(value) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
@@ -152,10 +152,10 @@ def raw_symbols(value: Any) -> list[Any]:
 
 
 class SizesOfArguments:
-    """The symbols of a graph: their places in arguments, computations with them, and guards on them.
+    """The symbols of a graph, with their places in its arguments, the numbers computed from them, and guards on them.
 
     Raises:
-        SizesGivenUp: torch has a guard on other values than sizes of these arguments.
+        SizesGivenUp: torch has a guard on a value other than a size of an argument.
     """
 
     def __init__(self, fake_mode: Any, leaves: Sequence[torch.Tensor | None]) -> None:
@@ -184,7 +184,7 @@ class SizesOfArguments:
         """Registers a number that the graph takes; returns its key, or the number itself if it is constant.
 
         Raises:
-            SizesGivenUp: it depends on other values than sizes of arguments.
+            SizesGivenUp: the number depends on values other than sizes of arguments.
         """
         key = size_key(value)
         if not hasattr(key, "free_symbols"):
@@ -211,7 +211,7 @@ class SizesOfArguments:
         return self._numbers[key] if key in self._numbers else size_of_key(key, self._fake_mode)
 
     def numbers_for(self, tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> tuple[int | float, ...] | None:
-        """The numbers of these keys for arguments, 0 for a None key; None if the arguments do not fit the graph.
+        """The number for each key, given the arguments; 0 for a key of None. Returns None if the arguments do not fit the graph.
 
         The graph must be final: torch adds guards while it compiles.
         """
@@ -265,13 +265,13 @@ def _tuple(sizes: Sequence[Size]) -> str:
 
 
 def knowledge_of(tensor: Any) -> tuple[Any, tuple[int, int]]:
-    """The environment of a fake tensor's symbols, and a version of its guards."""
+    """The environment of a fake tensor's symbols, and a version that changes with its guards."""
     environment = tensor.fake_mode.shape_env
     return environment, (len(environment.guards), len(environment.replacements))
 
 
 def assume_num_elements(tensors: Sequence[torch.Tensor], *, least: float = 0, most: float = math.inf) -> None:
-    """Guards the present outcome of each bound on the total number of elements."""
+    """Guards, for each bound, whether the total number of elements of tensors is within it."""
     symbolic = [tensor for tensor in tensors if has_symbols(tensor)]
     rest = sum(num_elements_now(tensor) for tensor in tensors if not has_symbols(tensor))
     if symbolic:
@@ -282,9 +282,9 @@ def assume_num_elements(tensors: Sequence[torch.Tensor], *, least: float = 0, mo
 
 @contextlib.contextmanager
 def symbols_by_number() -> Iterator[None]:
-    """In a trace, names symbols ``s0``, ``s1``, ... in the order of the arguments, with a symbol for each size.
+    """Names the symbols of a trace ``s0``, ``s1``, ... in the order of the arguments, with one symbol for each size.
 
-    Dynamo would name them by a hash, and share a symbol among equal sizes.
+    Dynamo would name symbols by a hash, and give equal sizes one symbol.
     """
     from torch.fx.experimental import _config
 
@@ -294,7 +294,7 @@ def symbols_by_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def numbered_by(number: Callable[[], int] | None) -> Iterator[None]:
-    """None counts the symbols."""
+    """Numbers new symbols by the results of ``number``; counts from 0 if it is None."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def next_id(self: Any, source_name: str) -> int:

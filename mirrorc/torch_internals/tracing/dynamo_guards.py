@@ -1,4 +1,4 @@
-"""Dynamo's guards, less those on state that mirrorc watches, plus those that Dynamo lacks."""
+"""Dynamo's guards, without guards on state that mirrorc watches, and with guards that Dynamo lacks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class DynamoGuards:
 
     Attributes:
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
-        inputs: the numbers that the graph takes as inputs; their values are not guarded.
-        drawn: the inputs that Python draws, if any; `hold` draws them for the next step.
+        inputs: the numbers that are inputs of the graph, whose values are not guarded; None without any.
+        drawn: the inputs that Python draws, or None; `hold` draws them for the next step.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class DynamoGuards:
         return self.drawn.calls if self.drawn is not None else ()
 
     def use_draws(self) -> Callable[[], None]:
-        """Sets the generators to their state after forward with the numbers of `hold`; returns the undo."""
+        """Advances the generators past the draws of `hold`; returns a function that restores them."""
         if self.drawn is None:
             return lambda: None
         before = Generators()
@@ -111,7 +111,7 @@ class DynamoGuards:
         return tuple(numbers)
 
     def changed_numbers(self) -> list[str]:
-        """Expressions whose number differs from the graph's constant."""
+        """The expressions of numbers that differ from the graph's constants."""
         changed = []
         for name, value in self._constants.items():
             now = next(iter(_evaluated(name, self._scope)), None)
@@ -137,7 +137,7 @@ class DynamoGuards:
 
 
 def scope_of_guards(module: nn.Module) -> dict[str, Any]:
-    """Locals ``L``, globals ``G`` and Dynamo's functions."""
+    """The names that guard expressions use: locals ``L``, globals ``G``, and Dynamo's functions."""
     from torch._dynamo.guards import _get_closure_vars
 
     return {**_get_closure_vars(), "L": {"self": module}, "G": traced_globals(module)}
@@ -156,7 +156,7 @@ def _has_zero(value: Any) -> bool:
 
 
 def traced_globals(module: nn.Module) -> dict[str, Any]:
-    """Dynamo adds names to them."""
+    """The globals of a module's traced function, to which Dynamo adds names."""
     from torch._dynamo.convert_frame import get_traced_fn
 
     names: dict[str, Any] = get_traced_fn(module)[0].__globals__
@@ -180,9 +180,9 @@ def captured_output() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def guarded_results() -> Iterator[None]:
-    """Has Dynamo guard returned Python values that forward never looks at, such as a string argument.
+    """Makes Dynamo guard Python values that forward returns without a look at them, such as a string argument.
 
-    mirrorc keeps the values; Dynamo's own code reads them anew in each call.
+    mirrorc saves such values, while Dynamo's own code reads them in each call.
     """
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -266,4 +266,4 @@ def _is_needed(name: str, kind: str) -> bool:
 
 
 class GuardsChange(Exception):
-    """A value changed before its trace was over; the text names it."""
+    """Raised if a value changes before its trace ends; the text names it."""

@@ -1,4 +1,4 @@
-"""Inputs of a traced graph; parameters and buffers come from the module, however forward reached them."""
+"""Inputs of a traced graph. It reads parameters and buffers from its module, however forward has reached them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ReadVariable(NamedTuple):
     Attributes:
         words: the user's name for it; empty if no expression reads it.
         root: the module through which it is reached; None for a lone parameter.
-        counter: for a statistic that forwards write without a new version, the buffer that counts these writes.
+        counter: for a statistic whose version forwards do not change, the buffer that counts the forwards; otherwise None.
     """
 
     tensor: torch.Tensor
@@ -39,9 +39,9 @@ class ReadVariable(NamedTuple):
 
 
 def read_variables_from_module(traced: fx.GraphModule) -> None:
-    """Has Dynamo's graph take parameters and buffers from its module.
+    """Makes Dynamo's graph read parameters and buffers from its module.
 
-    Forward's own expression may lead outside of the module, such as into a closure, and bypass joint export's stand-ins.
+    Forward may reach them from outside, such as through a closure, past the stand-ins of joint export.
     """
     codegen: Any = traced.graph._codegen
     read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
@@ -49,7 +49,7 @@ def read_variables_from_module(traced: fx.GraphModule) -> None:
 
 
 def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
-    """The graph's tensors that are neither ``leaves`` nor the module's."""
+    """The tensors that a graph reads besides ``leaves`` and the parameters and buffers of its module."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     known = {*map(id, leaves), *read.named}
@@ -109,7 +109,7 @@ def outside_variables(
 
 
 def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Registers detached views as buffers, which joint export can write."""
+    """Registers detached views of tensors as buffers, which joint export can write; returns their names."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     holder = nn.Module()
@@ -139,7 +139,7 @@ class _ModulesTensors:
 
 
 def _admit(values: Sequence[Any]) -> None:
-    """Torch 2.11 lacks the setting here."""
+    """Makes a fake mode accept real tensors as inputs, which torch 2.11 does not set here."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode()

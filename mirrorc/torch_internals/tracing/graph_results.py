@@ -1,4 +1,4 @@
-"""Results of a graph of Dynamo's export: the user's Python objects around the graph's values."""
+"""The results of a graph of Dynamo's export, as the user's Python objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 
 class StandIns:
-    """Tensors for the values of a graph's output; only weak references remain after `give`."""
+    """Tensors that stand for the values of a graph's output. After `give`, only weak references to them remain."""
 
     def __init__(self, values: Sequence[object]) -> None:
         self._tensors = [torch.empty(0, device="meta") for _ in values]
@@ -38,10 +38,10 @@ class StandIns:
 def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> tuple[Any, StandIns]:
     """The result of the traced forward, with a stand-in tensor for each value of the graph.
 
-    No code of the user runs: torch.compile's code assembles the objects, without forward's side effects.
+    torch.compile's code builds the objects, without side effects of forward.
 
     Raises:
-        RuntimeError, NotImplementedError, TypeError: the result has Python numbers or arrays made from values.
+        RuntimeError, NotImplementedError, TypeError: the result has Python numbers or arrays computed from tensors.
     """
     values = traced.graph.output_node().args[0]
     assert isinstance(values, tuple | list)

@@ -12,9 +12,9 @@ from mirrorc.torch_internals.hooks.settings import is_structured_trace_on
 
 @contextlib.contextmanager
 def metrics_if_heard() -> Iterator[None]:
-    """Has Dynamo report metrics only into a structured trace.
+    """Makes Dynamo report metrics only into a structured trace.
 
-    The reports take as long as making the guards. Torch 2.11 would log an error because functions are among the settings.
+    The reports take as long as building guards, and torch 2.11 logs an error about settings that are functions.
     """
     from torch._dynamo.utils import get_metrics_context
 

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 @contextlib.contextmanager
 def returned_out_arguments() -> Iterator[None]:
-    """In traces of this thread, torch functions return the very tensor of ``out=``.
+    """Makes torch functions return the tensor of ``out=`` itself in traces of this thread.
 
-    Dynamo returns another variable, so ``self.u = torch.mul(a, b, out=self.u)`` would seem to assign an attribute.
+    Dynamo returns another variable, with which ``self.u = torch.mul(a, b, out=self.u)`` would seem to assign an attribute.
     """
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable

@@ -1,4 +1,4 @@
-"""Side effects of a traced forward that no graph has: writes to Python objects, prints and logs."""
+"""Side effects of a traced forward that a graph lacks: writes to Python objects, prints and logs."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _WARNED: dict[Any, Any] = {}  # Python's filters show a warning of a line once
 
 @dataclass(frozen=True)
 class PythonWrite:
-    """A change by forward to an object older than the trace.
+    """The changes by forward to an object that is older than the trace.
 
     Attributes:
         source: the expression that reads the object, from ``L['self']`` or globals ``G``.
-        parts: suffixes of ``source`` that name the changes: ``.name``, ``['key']``, or ``[`` in a list or set.
-        stack: the frames of the change, outermost first.
-        values: assigned attributes by name, as far as known; tensors are stand-ins.
-        items: new items of a container, as in `items_of`; `MISSING` if unchanged or unknown.
-        is_constant: all changes are attributes that become constants.
-        words: the changed part in the user's words; the whole object for several parts.
+        parts: suffixes of ``source`` for what has changed: ``.name``, ``['key']``, or ``[`` for a list or set.
+        stack: the frames of the last change, outermost first.
+        values: the known values of assigned attributes, by name; new tensors are stand-ins.
+        items: the new items of a container, as `items_of` returns them; `MISSING` if unchanged or unknown.
+        is_constant: whether all changes assign constants to attributes.
+        words: the changed part in the user's words, or the whole object if several parts have changed.
     """
 
     source: str
@@ -65,7 +65,7 @@ class PythonWrite:
 
     @property
     def is_read_by_changing(self) -> bool:
-        """A generator or an iterator, whose read is a change."""
+        """Tests for a generator or an iterator, as reading it changes it."""
         return (
             self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
         )
@@ -97,7 +97,7 @@ class PythonWrite:
 
 
 def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[str]) -> None:
-    """In a class, whose ``__dict__`` is read-only, only ``changing`` is set."""
+    """Makes ``wanted`` an object's attributes. If it is a class, only those named in ``changing`` are set."""
     if not isinstance(owner, type):
         owner.__dict__.clear()
         owner.__dict__.update(wanted)
@@ -114,8 +114,8 @@ class PythonCall:
     """A call of ``print``, a warning or a log.
 
     Attributes:
-        has_run: it ran in the trace; unknown arguments prevent that.
-        repeats: plain PyTorch would repeat it in each step.
+        has_run: whether it ran in the trace; it cannot if arguments are unknown.
+        repeats: whether plain PyTorch would repeat it in each step.
     """
 
     name: str
@@ -126,11 +126,12 @@ class PythonCall:
 
 @dataclass
 class PythonEffects:
-    """Side effects of one trace; stacks are outermost first.
+    """Side effects of one trace. Stacks have their outermost frame first.
 
     Attributes:
-        cached_draws: calls of functions that cache their draws.
-        changed_arguments: changed containers of arguments, which were made anew for the trace.
+        draws: the stacks of draws that steps would not repeat.
+        cached_draws: the stacks of calls of functions that cache random numbers.
+        changed_arguments: the containers of arguments that forward has changed; the trace has built them itself.
     """
 
     writes: list[PythonWrite] = field(default_factory=list)
@@ -152,7 +153,7 @@ def observed_effects(
 
     Args:
         names: the globals of the traced function.
-        makes_arguments: the call's function that makes containers of its arguments; they are watched.
+        makes_arguments: the call's function that builds the containers of its arguments, which are watched; or None.
     """
     effects, scope = PythonEffects(), {"L": {"self": module}, "G": names}
     with contextlib.ExitStack() as stack:
@@ -222,7 +223,7 @@ def _call_observers(effects: PythonEffects) -> list[tuple[Any, str, Any]]:
 
 
 def _logger(args: Sequence[Any]) -> Any:
-    """None if the name is no constant."""
+    """The variable of a logger; None if the name of the logger is no constant."""
     from torch._dynamo.variables.misc import LoggingLoggerVariable
 
     if not all(arg.is_python_constant() for arg in args):
@@ -243,7 +244,7 @@ def _level(name: str) -> int:
 
 
 def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeats: bool) -> PythonCall:
-    """Unknown arguments prevent the call; tensors are fake."""
+    """Calls a function in the trace unless arguments are unknown; tensors are fake."""
     from torch._guards import TracingContext
 
     stack, has_run = list(TracingContext.extract_stack()), False
@@ -255,7 +256,7 @@ def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeat
 
 
 def _value_of(variable: Any) -> Any:
-    """Raises for a variable without a value in the trace."""
+    """The value of a variable in the trace; raises an exception if it has none."""
     if hasattr(variable, "realize"):
         variable = variable.realize()
     if hasattr(variable, "format_string"):
@@ -267,7 +268,7 @@ def _value_of(variable: Any) -> Any:
 
 
 def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
-    """Lasting changes: neither those of new objects, nor those that restore the old value."""
+    """The lasting changes: of objects older than the trace, to values other than the old ones."""
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     writes = []

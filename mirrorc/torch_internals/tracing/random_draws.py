@@ -1,4 +1,4 @@
-"""Random numbers of a traced forward that steps do not draw anew: Python's, and cached ones."""
+"""Detection of random numbers that steps would not draw anew: Python's, and cached ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 @contextlib.contextmanager
 def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Frames of draws in traces of this thread; the state of ``random`` is restored."""
+    """Collects the frames of random draws in traces of this thread; restores the state of ``random``."""
     from torch._dynamo.variables import misc, user_defined
     from torch._guards import TracingContext
 
@@ -38,7 +38,7 @@ def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
 
 @contextlib.contextmanager
 def observed_cached_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Frames of calls of cached random functions in traces of this thread, outermost first.
+    """Collects the frames, outermost first, of calls of cached random functions in traces of this thread.
 
     The tracer ignores ``functools.cache`` and ``lru_cache``.
     """

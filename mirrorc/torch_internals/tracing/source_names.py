@@ -39,7 +39,7 @@ class SourceWords(NamedTuple):
 
 
 def source_words(expression: str, scope: Mapping[str, Any]) -> SourceWords:
-    """The words for an expression that reads an object, or for a condition on objects.
+    """The user's words for an expression that reads an object, or for a condition on objects.
 
     Args:
         scope: the namespace of the expression; none of its functions is called.
@@ -82,7 +82,7 @@ class _Reader(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _name(self, node: ast.AST) -> str | None:
-        """Empty for parts that users do not name; None for any other expression."""
+        """The name of an expression; empty for expressions that users do not name, and None for unknown ones."""
         match node:
             case ast.Subscript(ast.Name("L"), ast.Constant("self")):
                 return ""
@@ -176,7 +176,7 @@ class _Reader(ast.NodeTransformer):
         return False
 
     def _note_place(self, function: ast.expr) -> None:
-        """The first call wins, as it has the innermost function."""
+        """Sets the place from a function, unless one is set: the first call has the innermost function."""
         self.place = self.place or self._place_of(function)
 
     def _place_of(self, function: ast.expr) -> str:
@@ -213,4 +213,4 @@ def _code_of(function: Any) -> Any:
 
 
 def _nothing() -> None:
-    """Source of a code object without variables."""
+    """A function without variables, for its code object."""

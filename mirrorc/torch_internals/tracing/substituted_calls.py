@@ -1,4 +1,4 @@
-"""Substitution of torch's functions under Dynamo, and isinstance() of mirrorc's objects."""
+"""Substitutes for torch's functions under Dynamo, and isinstance() on mirrorc's objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 @contextlib.contextmanager
 def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Traces of this thread enter these Python functions in place of torch's."""
+    """Makes traces of this thread enter Python functions in place of torch's."""
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -46,9 +46,9 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
 
 @contextlib.contextmanager
 def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[None]:
-    """Traces of this thread call these Python functions with constants, such as classes, and do not enter them.
+    """Makes traces of this thread call the given Python functions with constants, instead of entering them.
 
-    Each returns a constant, or a function to enter at its call.
+    A function must return a constant, or a function that the trace enters when it is called.
     """
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import UserFunctionVariable
@@ -68,7 +68,7 @@ def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[N
 
 @contextlib.contextmanager
 def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
-    """Lines at which traces of this thread call a function of torch."""
+    """Collects the lines at which traces of this thread call a function of torch."""
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     thread, lines, call = threading.get_ident(), list[int](), TorchInGraphFunctionVariable.call_function
@@ -84,9 +84,9 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def asked_for_class(kind: type) -> Iterator[None]:
-    """In traces of this thread, isinstance() uses the ``__class__`` of objects of ``kind``, and attributes come from ``kind``.
+    """Makes isinstance() in traces of this thread use the ``__class__`` of objects of ``kind``, and finds attributes in ``kind``.
 
-    Python does so; Dynamo uses ``__class__`` for a single class only, and searches it for attributes.
+    This is what Python does. Dynamo uses ``__class__`` for a single class only, and searches it for attributes.
     """
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -116,7 +116,7 @@ def asked_for_class(kind: type) -> Iterator[None]:
 
 
 def traced_file() -> str:
-    """The file of the code in the trace; empty outside of one."""
+    """The file of the code that is being traced; empty outside of a trace."""
     from torch._guards import TracingContext
 
     stack = TracingContext.extract_stack()

@@ -1,4 +1,4 @@
-"""Detection of changes, by the end of a trace, to containers made in the trace."""
+"""Detection of changes to containers that a trace has built itself."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mirrorc.torch_internals.tracing.tracked_values import content_of
 
 
 class MadeContainer(NamedTuple):
-    """The state of a container when the tracer made it.
+    """The state of a container right after the tracer has built it.
 
     Attributes:
-        output: the tracer's attempt.
-        items: for a dict, keys with their values in order; None for other kinds than dict and list.
+        output: the tracer's attempt to build a graph.
+        items: the items of a list, or the keys and values of a dict, in order; None for other kinds.
     """
 
     output: Any
@@ -24,11 +24,11 @@ class MadeContainer(NamedTuple):
 
 
 class ChangedContainer(NamedTuple):
-    """A container that was changed after it was made.
+    """A container that forward has changed after it was built.
 
     Attributes:
-        position: the number of containers made before it.
-        stack: outermost first; empty if unknown.
+        position: the number of containers built before it.
+        stack: the frames of the change, outermost first; empty if unknown.
     """
 
     position: int
@@ -56,7 +56,7 @@ def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[Chan
 
 
 def _without_defaults(variable: Any, before: Sequence[Any] | None, items: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Drops items that a read has added to a defaultdict and would add again."""
+    """Returns items without those that a read has added to a defaultdict and would add again."""
     factory = _realized(getattr(variable, "default_factory", None))
     if before is None or items is None:
         return items

@@ -1,4 +1,4 @@
-"""Watch on the methods that a trace has entered: each name must still find the same function."""
+"""Detection of changes to methods that a trace has entered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Method:
 
 
 class TracedMethods:
-    """Watch on methods by identity, on the code of traced functions, and on classes in their closures."""
+    """Checks that traced methods, the code of traced functions, and classes in their closures are unchanged."""
 
     def __init__(self, values: Iterable[Any], codes: Sequence[CodeType]) -> None:
         self._traced = set(codes)
@@ -55,7 +55,7 @@ class TracedMethods:
                 self._entries[owner, name] = _looked_up(owner, name)
 
     def _enter_functions(self, functions: Iterable[FunctionType]) -> bool:
-        """False if none was traced."""
+        """Adds the traced ones among functions; returns whether there are any."""
         traced = [function for function in functions if function.__code__ in self._traced]
         for function in traced:
             if id(function) not in self._functions:
@@ -80,7 +80,7 @@ class TracedMethods:
         return not self._others or all(method.is_same() for method in self._others)
 
     def broken(self) -> str:
-        """Empty if nothing has changed."""
+        """A description of the first change; empty if there is none."""
         for method in (*(_Method(*entry) for entry in self._plain), *self._others):
             if not method.is_same():
                 return f"{method.owner.__name__}.{method.name} was replaced"
@@ -92,7 +92,7 @@ class TracedMethods:
 
 
 def _owners(kind: type, name: str, traced_in: Sequence[type]) -> Sequence[type]:
-    """All classes of the MRO if ``super()`` may have found the name."""
+    """The classes in which to watch a method: the class itself, or its MRO if ``super()`` may have found the method."""
     first = next(base for base in kind.__mro__ if name in vars(base))
     if [first] == traced_in:
         return [kind]

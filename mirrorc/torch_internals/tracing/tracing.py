@@ -1,4 +1,4 @@
-"""Graph capture with Dynamo and AOTAutograd, and the user's line for a failure."""
+"""Graph capture with Dynamo and AOTAutograd, and the user's line of a failure."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def trace_full_graph(
 
     Args:
         leaves: the tensor arguments; dimensions marked by `mark_symbolic` get symbols.
-        makes_arguments: forward's function that makes containers of its arguments.
-        numbers: the expressions of Python numbers to take as graph inputs.
-        guards_results: guard returned Python values that forward never looks at.
-        takes_draws: take draws of Python's random generator as inputs, read from the module's list ``drawn``.
+        makes_arguments: forward's function that builds the containers of its arguments, or None.
+        numbers: the expressions of Python numbers that become graph inputs.
+        guards_results: whether to guard Python values that forward returns without a look at them.
+        takes_draws: whether Python's random draws become inputs, read from the module's list ``drawn``.
 
     Raises:
         GuardsChange: forward reads a value that changes with each read.
@@ -121,7 +121,7 @@ def trace_full_graph(
 
 @contextlib.contextmanager
 def _without_new_graphs(names: dict[str, Any]) -> Iterator[None]:
-    """Dynamo's graph among a function's globals would keep the model alive forever."""
+    """Removes new graphs of Dynamo from a function's globals, where they would keep the model alive."""
     before = set(names)
     try:
         yield
@@ -141,7 +141,7 @@ def _prepare_for_export(traced: fx.GraphModule) -> None:
 
 
 def _add_builtins(traced: fx.GraphModule) -> None:
-    """Torch 2.11 leaves builtins out of the names for Dynamo's code."""
+    """Adds builtins to the names for Dynamo's code, which torch 2.11 omits."""
     replays: tuple[Any, ...] = (traced._dynamo_bytecode_flatten, traced._dynamo_bytecode_unflatten)
     for replay in replays:
         replay.f_globals = {**vars(builtins), **replay.f_globals}
@@ -172,7 +172,7 @@ def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
 
 
 def leaf_of_placeholder(node: fx.Node) -> int | None:
-    """An index in ``*leaves``; None for a variable."""
+    """The index of a placeholder in ``*leaves``; None if it is a variable."""
     match = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
     return int(match[1]) if match else None
 
@@ -213,7 +213,7 @@ def _exported(
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[JointGraph, list[fx.Node]]:
-    """Without gradients, backward is left out."""
+    """Exports a joint graph, or a forward graph in a context without gradients; returns it and its plain outputs."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -265,7 +265,7 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient:
 
 
 def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
-    """Joint export with real tensors would drop the symbols of the trace's fake ones."""
+    """The trace's fake tensors by argument: joint export with real tensors would drop their symbols."""
     results: Any = traced.graph.output_node().args[0]
     if any(isinstance(node, fx.Node) and is_symbolic(node.meta.get("example_value")) for node in results):
         raise SizesGivenUp("forward returns a number that is computed of sizes")
@@ -274,7 +274,7 @@ def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
 
 
 def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Outermost first; none if it failed after tracing."""
+    """The frames of the traced code at an error, outermost first; empty if it failed after tracing."""
     frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
     cause = error.__cause__ or error.__context__
     return list(frames) if frames or cause is None else traced_frames(cause)
@@ -285,7 +285,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def failing_node(error: BaseException) -> fx.Node | None:
-    """The node that failed on fake tensors; None for a failure elsewhere."""
+    """The node that failed on fake tensors, or None."""
     failing, traced = None, error.__traceback__
     while traced is not None:
         nodes = [value for value in traced.tb_frame.f_locals.values() if isinstance(value, fx.Node)]
@@ -304,7 +304,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 @functools.cache
 def _mirrorcs_folders() -> tuple[str, ...]:
-    """In a checkout, passes and runtime lie beside mirrorc."""
+    """The folders of the library. In a checkout, passes and runtime lie beside mirrorc."""
     specs = (importlib.util.find_spec(name) for name in ("mirrorc", "mirrorc.passes", "mirrorc.runtime"))
     return tuple(
         f"{folder}{os.sep}" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()

@@ -35,7 +35,7 @@ def changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[st
 
 
 def _items_of(variable: Any) -> dict[Any, Any] | None:
-    """None if the trace does not know a key."""
+    """The items of a dict's variable; None if the trace does not know a key."""
     keys = {key: key.vt.realize() if hasattr(key.vt, "realize") else key.vt for key in variable.items}
     if not all(key.is_python_constant() for key in keys.values()):
         return None
@@ -43,7 +43,7 @@ def _items_of(variable: Any) -> dict[Any, Any] | None:
 
 
 def attribute_of(real: Any, key: str) -> Any:
-    """`MISSING` if there is none."""
+    """An attribute of an object; `MISSING` if there is none."""
     attributes = getattr(real, "__dict__", {})
     return attributes[key] if key in attributes else getattr(real, key, MISSING)
 
@@ -71,7 +71,7 @@ def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
 
 
 def _written_in_place(variable: Any) -> str:
-    """The source of the tensor that in-place operators return: ``x += 1`` returns x."""
+    """The source name of the tensor that in-place operators wrote: ``x += 1`` returns x."""
     from torch._dynamo.variables import TensorVariable
 
     if not isinstance(variable, TensorVariable):
@@ -97,20 +97,20 @@ _OPERATORS_IN_PLACE = (
 
 
 def source_name(variable: Any) -> str:
-    """Empty for a new object."""
+    """The expression that reads a variable's object; empty for a new object."""
     source = getattr(variable, "source", None)
     return str(source.name) if source is not None else ""
 
 
 def evaluated(name: str, scope: Mapping[str, Any]) -> Any:
-    """`MISSING` if it fails."""
+    """The value of an expression; `MISSING` if it raises an error."""
     with contextlib.suppress(Exception):
         return eval(name, dict(scope)) if name else MISSING
     return MISSING
 
 
 def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
-    """An empty stand-in for a new tensor; `MISSING` if unknown."""
+    """The object of a variable, with stand-ins for new tensors; `MISSING` if unknown."""
     if hasattr(variable, "is_realized"):
         if not variable.is_realized():
             return variable.peek_value()
@@ -131,7 +131,7 @@ def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
-    """A list, or a dict for a kind of dict; `MISSING` if unknown."""
+    """A container's new items as a list, or as a dict if ``real`` is one; `MISSING` if unknown."""
     items = getattr(variable, "items", None)
     if isinstance(items, list) and isinstance(real, list | tuple | deque):
         held = [stand_in(item, scope) for item in items]
@@ -146,7 +146,7 @@ def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def replace_items(real: Any, items: Iterable[Any]) -> None:
-    """Bypasses the user's methods; ``items`` is a dict for a kind of dict."""
+    """Replaces a container's items without calls of its methods; ``items`` is a dict if the container is one."""
     base: Any = next(base for base in (list, deque, OrderedDict, dict, set) if isinstance(real, base))
     base.clear(real)
     if isinstance(items, dict):
