@@ -1,7 +1,6 @@
 """Compares two programs by their printed form: first in words, then line by line.
 
-The heading's report on a pass and the user's source lines are ignored: a program stays equal to itself when the model's code
-moves in its file.
+Reports on passes and the user's source lines are ignored, so moving the model's code in its file makes no difference.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def diff_texts(old: str, new: str) -> str:
 
     Raises:
         TypeError: an argument is no string.
-        ValueError: an argument is no printed program; the message has its line and the expected form.
+        ValueError: an argument is no printed program.
     """
     if old == new:
         _read(new, "new")
@@ -86,7 +85,7 @@ def diff_files(old: Path, new: Path) -> str:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is no saved or printed program; the message has the file and the place.
+        ValueError: a file is no saved or printed program.
     """
     loaded = [_load(path) for path in (old, new)]
     forms = [_form_of(program) for program in loaded if isinstance(program, str)]

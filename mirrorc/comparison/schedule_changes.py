@@ -201,10 +201,7 @@ def _moves_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterat
 
 
 def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The kinds of events relative to which the places of other events can be compared; None if there are none.
-
-    These are the first of ``choices`` whose events both schedules have in the same order.
-    """
+    """The first of ``choices``, kinds of events, whose events both schedules have in the same order; None without one."""
     for kinds in choices:
         keys = [[event.key for event in schedule.of(*kinds)] for schedule in (old, new)]
         if keys[0] == keys[1] and keys[0]:

@@ -44,7 +44,7 @@ class DumpFolder:
         logger.info("what passes do to a program is written to %s", self.path)
 
     def file(self, name: str) -> Path:
-        """The path of a file in the folder, which is created if it is missing."""
+        """The path of a file; creates the folder if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         return self.path / name
 

@@ -58,7 +58,7 @@ def algorithm_of(algorithm: Any) -> AllReduceAlgorithm:
     """Returns the algorithm of a name, which may have options: ``"reduce-to-one{device=1}"``; or an algorithm itself.
 
     Raises:
-        TypeError, ValueError: the argument is no algorithm; the message lists the algorithms.
+        TypeError, ValueError: the argument is no algorithm.
     """
     if isinstance(algorithm, AllReduceAlgorithm):
         return algorithm

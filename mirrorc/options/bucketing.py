@@ -40,7 +40,7 @@ def with_default_cap(
 ) -> dict[str, Any]:
     """Adds `mirrorc.packing.CAP_BETWEEN_HOSTS_MB`, the default cap between hosts, to the options of `checked_packing`.
 
-    It applies to several workers on CPUs, if no cap or plan is given. Others keep the default of `mirrorc.packing.ByBytes`.
+    It applies to several workers on CPUs, if no cap or plan is given.
     """
     is_open = asked["bucket_cap_mb"] is None and not {"bucket_cap_mb", "packing"} & planned.keys()
     are_cpus = all(device.torch_device.type == "cpu" for device in devices)

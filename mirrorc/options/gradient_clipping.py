@@ -77,7 +77,7 @@ def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups)
 
 
 def check_bounds_of_groups(pipeline: Sequence[Pass], groups: OptimizerGroups) -> None:
-    """Refuses bounds per group if groups have since been added to the optimizers, or removed."""
+    """Refuses bounds per group if the number of groups has changed."""
     bounds = next((getattr(entry, "max_norm", None) for entry in pipeline if entry.name == "clip-gradients"), None)
     if isinstance(bounds, tuple) and len(bounds) != len(groups):
         who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"

@@ -49,8 +49,7 @@ class Exclusion:
 
     Attributes:
         beside: another option, or a phrase such as "over several workers".
-        why: the reason, which applies whenever the other option is given; or a function of the request that returns the
-            reason, or "" if there is none.
+        why: the reason whenever the other option is given; or a function of the request, which returns "" for none.
         needs_pipeline: the reason depends on the passes of the request.
     """
 
@@ -65,8 +64,8 @@ class NeededPasses:
     """The passes of the default pipeline that implement an option.
 
     Attributes:
-        names: the passes' names, or a function from the option's value to these.
-        instead: the remedy if ``passes=`` is given: a text, in which ``{value}`` stands for the option's value, or a function.
+        names: the passes' names, or a function from the option's value to them.
+        instead: the remedy if ``passes=`` is given, or a function; in a text, ``{value}`` stands for the option's value.
         may_be_in_passes: the option is allowed beside ``passes=`` if the named passes are among these.
     """
 
@@ -89,12 +88,10 @@ class Option:
         name: the keyword.
         allowed: the possible values, for messages: "give ...".
         default: the value of an option that is not given.
-        kinds: the allowed types, where bool, str and bytes match only themselves, not numbers or sequences. None leaves the
-            check to the code that uses the value, as for names of backends.
+        kinds: the allowed types, where bool, str and bytes match only themselves. None leaves the check to the value's user.
         texts: the allowed strings.
-        accepts: tests a value of an allowed type, for example that a number is not negative.
-        passes: the passes that implement it; None if there are none.
-        excludes: reasons to refuse it.
+        accepts: tests a value of an allowed type, for example that it is positive.
+        passes: the passes that implement it, if any.
         places: for an option from outside of the package, a function from its value to passes to insert (`mirrorc.before`).
     """
 
@@ -160,7 +157,6 @@ class Options:
         self._records[option.name] = option
 
     def withdraw(self, name: str) -> None:
-        """Removes a declared option."""
         if name in self._builtin:
             raise ValueError(f"{name!r} is an option of mirrorc, and stays")
         del self._records[name]
@@ -169,7 +165,7 @@ class Options:
         """The arguments of `mirrorc.compile`, with those of options from outside of the package, or their defaults.
 
         Raises:
-            TypeError: an argument is no option; the message says why it was withdrawn, or names the closest option.
+            TypeError: an argument is no option.
         """
         for name in declared.keys() - (self._records.keys() - self._builtin):
             if name in self._withdrawn:
@@ -180,7 +176,6 @@ class Options:
         return {**asked, **outside, **declared}
 
     def check_kinds(self, asked: Mapping[str, Any]) -> None:
-        """Refuses values that their options do not allow, see `Option.check_kind`."""
         for option in self:
             option.check_kind(asked[option.name])
 

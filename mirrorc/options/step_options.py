@@ -70,7 +70,7 @@ def check_loss_function(loss_fn: Any) -> None:
 
 
 def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[Pass]) -> str:
-    """The remark that check_replicas_every has nothing to compare, because all replicas share one copy; else empty."""
+    """A remark if check_replicas_every has nothing to compare, because replicas share one copy; else empty."""
     if len(devices) == 1:
         why = "there is one device"
     elif any(isinstance(entry, ShareParameters) for entry in pipeline) and not why_memory_is_not_shared(devices):

@@ -461,7 +461,7 @@ def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> 
     """The checked arguments of `mirrorc.compile`, with those of declared options and ``communication_options``.
 
     Raises:
-        TypeError, ValueError: an argument is no option, or its value is not allowed; the message has the remedy.
+        TypeError, ValueError: an argument is no option, or its value is not allowed.
     """
     asked = OPTIONS.with_declared(asked, declared)
     for (option, value), why in _WITHDRAWN_VALUES.items():

@@ -13,7 +13,7 @@ def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Proper
     """Refuses a program of this stage and properties if the pass does not accept it.
 
     Raises:
-        PassError: the program is refused; the message has the accepted and the actual program, and the remedy.
+        PassError: the program is refused.
     """
     if compiler_pass.input_stage <= stage <= traits_of(compiler_pass).latest_input_stage:
         _check_properties(compiler_pass, properties, passes)
@@ -38,7 +38,7 @@ def check_order(passes: Sequence[Pass]) -> None:
     A required property that no pass declares is checked only when the pipeline runs.
 
     Raises:
-        PassError: the pipeline is refused; the message has the pass, the reason and the remedy.
+        PassError: the pipeline is refused.
     """
     stage, declared = Stage.CAPTURED, set[Property]()
     for compiler_pass in passes:

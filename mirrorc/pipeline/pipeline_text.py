@@ -129,7 +129,7 @@ def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pa
     """Creates the passes of a text; ``known`` maps the names of mirrorc's passes to their classes.
 
     Raises:
-        ValueError: the text is malformed, or has an unknown pass or option; the message lists the known ones.
+        ValueError: the text is malformed, or has an unknown pass or option.
     """
     passes, place = [], 0
     while text[place:].strip():

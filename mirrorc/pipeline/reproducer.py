@@ -28,7 +28,6 @@ class Reproducer(Instrument):
     error, and versions. This must be the last instrument: it counts the passes that no instrument has refused.
 
     Args:
-        passes: the whole pipeline.
         directory: where the folder is created; None for the system's temporary directory.
     """
 
@@ -67,10 +66,7 @@ class Reproducer(Instrument):
         error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.json.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
-        """The failing and the later passes as text, or the failing one alone if a later one cannot be written.
-
-        If the failing pass cannot be written either, None and the reason.
-        """
+        """The failing and the later passes as text, or the failing one alone, or None and the reason why it has no text."""
         places = [i for i, candidate in enumerate(self.passes) if candidate is compiler_pass]
         place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
         try:

@@ -25,7 +25,6 @@ _OF_KINDS = {
 
 
 def colored(text: str) -> Text:
-    """A printed program as rich text."""
     from rich.text import Text
 
     result = Text(text)

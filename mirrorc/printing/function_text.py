@@ -148,10 +148,7 @@ def operation_of(text: str) -> str:
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """The indices of the lines to print beside ``base``; None if the whole function must be printed.
-
-    If one line of an operation differs, all lines of that operation are printed.
-    """
+    """The indices of all lines of operations that differ from ``base``; None if the whole function must be printed."""
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:
         return None

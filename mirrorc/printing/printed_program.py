@@ -24,8 +24,6 @@ class PrintedValue:
 
 @dataclass(frozen=True)
 class PrintedGradient:
-    """A gradient in the bucket table."""
-
     variable: str
     shape: str
 
@@ -35,11 +33,11 @@ class PrintedBucket:
     """A bucket of the table.
 
     Attributes:
-        number: the number of its line in the text.
-        owner: the device that updates it, now or after a later pass; empty without an owner.
+        number: its line's number in the text.
+        owner: the device that updates it, now or after a later pass; or empty.
         ready_after: the region of its last gradient; empty before buckets are packed.
-        shares: the elements that each device updates, as printed; may be empty.
-        packs: the elements of each pack, as printed; empty without packs.
+        shares: the elements that each device updates, as printed; or empty.
+        packs: the elements of each pack, as printed; or empty.
     """
 
     number: int
@@ -65,7 +63,7 @@ class PrintedLine:
     Attributes:
         number: its number in the text.
         text: ``outcome = operation(inside)``, without padding.
-        device: a device or ``all``; empty without a device column. A printed line of several devices is read as one for each.
+        device: a device or ``all``; empty without a device column. A line of several devices is read as one for each.
     """
 
     number: int
@@ -96,9 +94,9 @@ class PrintedFunction:
     """The program of one or several devices.
 
     Attributes:
-        number: the number of its first line in the text.
-        name: such as ``one_device``, ``all_devices`` or ``cpu_0``.
-        above: the lines above it, on devices, examples, loss weight and random stream.
+        number: its first line's number in the text.
+        name: such as ``all_devices`` or ``cpu_0``.
+        above: the lines above it, on devices and examples.
     """
 
     number: int

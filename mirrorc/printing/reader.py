@@ -162,7 +162,7 @@ class TextCursor:
         return self._lines[self._taken - 1][1]
 
     def fail(self, expected: str) -> NoReturn:
-        """Refuses the line read last: raises ``ValueError`` with its number, its text and the expected form."""
+        """Raises ``ValueError`` for the line read last, with its number and the expected form."""
         raise ValueError(
             f"this is no printed program: line {self.number} is {self._lines[self._taken - 1][1][:_SHOWN]!r}, where this was "
             f"expected: {expected}; the whole form is in the docstring of mirrorc.printing.program_text, {_ANEW}"
@@ -204,11 +204,11 @@ _MIRRORED = "all_devices"
 
 
 def read_program_text(text: str) -> PrintedProgram:
-    """Reads a printed program of any stage, folded or not, with or without source lines and bodies of regions.
+    """Reads a printed program of any stage, in any form.
 
     Raises:
         TypeError: ``text`` is no string.
-        ValueError: the text is not a printed program; has the line, its number and the expected form.
+        ValueError: the text is not a printed program.
     """
     if not isinstance(text, str):
         raise TypeError(f"the text of a program is a {type(text).__name__}: give a str, such as program.to_text()")

@@ -18,7 +18,7 @@ def device_names(program: Program, replicas: Iterable[int]) -> list[str]:
 
 
 def groups(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Groups the replicas, of which ``keys`` has one each, by equal keys, in the order of each group's first replica."""
+    """Groups the replicas with equal keys, in the order of each group's first; ``keys`` has one for each replica."""
     replicas_of: dict[Hashable, list[int]] = {}
     for replica, key in enumerate(keys):
         replicas_of.setdefault(key, []).append(replica)

@@ -38,7 +38,7 @@ class EnvironmentWriter:
             raise DataError(f"its value is a number of symbols: {error}") from error
 
     def table(self) -> list[list[Any]]:
-        """The symbols of all environments so far."""
+        """The symbols of each environment."""
         return [
             [encode_record(symbol, SizeSymbol, "a symbol") for symbol in environment_symbols]
             for environment_symbols in self._symbols

@@ -85,7 +85,6 @@ class GraphWriter:
         return rows
 
     def tables(self) -> dict[str, Any]:
-        """The tables that all converted graphs share."""
         types = [encode_record(kind, TensorType, "a type") for kind in self._tables["types"]]
         tables: dict[str, Any] = {name: list(table) for name, table in self._tables.items()}
         return tables | {

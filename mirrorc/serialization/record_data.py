@@ -28,7 +28,7 @@ def encode_record(value: Any, kind: Any, title: str) -> Any:
     """Converts a value by its declared type ``kind``: a dataclass, or the type of a dataclass's field.
 
     Raises:
-        DataError: the value is of another type; the message begins with ``title``.
+        DataError: the value is of another type.
     """
     origin, inner = _parts(kind)
     if origin is types.UnionType:

@@ -33,11 +33,7 @@ class TensorType:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, symbols: int | None = None, saved: SavedSizes | None = None) -> TensorType:
-        """The type of a fake tensor, whose environment has the index ``symbols`` and the writer of sizes ``saved``.
-
-        Raises:
-            DataError: the tensor cannot be saved.
-        """
+        """The type of a fake tensor; ``symbols`` and ``saved`` are the index and writer of its environment."""
         if tensor.layout is not torch.strided:
             raise DataError(f"its value has the layout {tensor.layout}, and only strided tensors can be saved")
         extents = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
@@ -55,10 +51,7 @@ class TensorType:
         return cls(tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg(), symbols, texts)
 
     def make(self, fake_mode: FakeTensorMode, saved: SavedSizes | None = None) -> torch.Tensor:
-        """A fake tensor of this type, with memory of its own.
-
-        Without symbols, it bypasses the mode's dispatcher, which is five times as slow.
-        """
+        """A fake tensor with memory of its own; without symbols, bypasses the mode's dispatcher, which is slow."""
         if self.sizes:
             return self._made_of_symbols(saved)
         if self.offset:

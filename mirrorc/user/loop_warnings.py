@@ -1,4 +1,4 @@
-"""Warns of habits without effect beside a compiled step: clipping, the optimizer's own step, the user's own backward."""
+"""Warns of calls without effect beside a compiled step: clipping, the optimizer's step, backward."""
 
 from __future__ import annotations
 

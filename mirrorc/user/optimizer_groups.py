@@ -115,8 +115,8 @@ def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) 
 
     Raises:
         TypeError: a value is no optimizer, or its step needs a closure.
-        ValueError: there is no optimizer, one is given twice, or shards parameters over processes itself; or a parameter is
-            none of the model's, or belongs to two optimizers.
+        ValueError: there is no optimizer, one is given twice or shards parameters itself, or a parameter is none of the
+            model's or in two optimizers.
     """
     if option is None:
         raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")

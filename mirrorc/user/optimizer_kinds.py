@@ -85,8 +85,7 @@ def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Tests that an optimizer may run on whole buckets.
 
-    It is of a class in `ELEMENTWISE`, not a subclass, has torch's own step without hooks, and is neither differentiable nor
-    capturable.
+    Its class is in `ELEMENTWISE`, its step is torch's and without hooks, and it is neither differentiable nor capturable.
     """
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
@@ -145,8 +144,8 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
     """Tests that torch's fused kernels update a group's parameters of a dtype on devices of a type.
 
-    With ``fused=None``, and not ``foreach``, they do for the dtypes that all fused kernels support: on CPUs those of 32 and
-    64 bits (SGD lacks 16, seen in 2.13), on GPUs also those of 16. Some versions of torch lack Adagrad's kernel on GPUs.
+    With ``fused=None``, and not ``foreach``, they do for dtypes that all fused kernels support: 32 and 64 bits on CPUs (SGD
+    lacks 16 in 2.13), also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):

@@ -34,9 +34,8 @@ def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
     ``requires_grad`` and ``grad`` of parameters and buffers; and values of buffers.
 
     Args:
-        deep: restore all objects that the modules refer to, also indirectly: dicts and slots, collections, closures, tensors,
-            numpy's arrays, random generators. Globals, classes, iterators, Python generators, and other objects of libraries
-            are left out.
+        deep: restore all objects that the modules refer to, also indirectly, except for globals, classes, iterators, Python
+            generators and most objects of libraries.
     """
     objects = _HeldObjects(root).actions if deep else _attributes(root)
     with put_back_after([*objects, *_variables(root)]):

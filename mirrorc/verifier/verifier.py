@@ -33,7 +33,7 @@ def verify(
         keeps_dataflow: if False, the rules about dataflow are skipped.
 
     Raises:
-        VerifyError: a rule is broken; names the rule, the node, its source line and the pass, and shows the lines around it.
+        VerifyError: a rule is broken.
     """
     if checked is not None:
         checked.refresh()

@@ -25,12 +25,12 @@ from mirrorc.verifier.expressions.rows_and_columns import Number, NumberedColumn
 
 
 class Expressions:
-    """Numbers of expressions, over all programs that share the table.
+    """Numbers the expressions of a program, as in all programs that share the tables.
 
     Args:
-        numbers: from an operation and the numbers of its arguments to the number of the result.
-        roots: for a view, by its number, shape and strides, the viewed value; for a reshaped value, the original one.
-        makers: filled with the first node of each number.
+        numbers: operation and numbers of its arguments -> number of its result.
+        roots: number and layout of a view or a reshaped value -> those of the original value.
+        makers: output, the first node of each number.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Expressions:
         return self._number_application(target, tuple(wrapped), {}, {})
 
     def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
-        """The number of each value; for a call of a region, a tuple."""
+        """The number of each value; for a region call, the numbers of its results."""
         numbered: dict[fx.Node, Any] = dict(arguments or {})
         for node in graph.nodes:
             if node in numbered or node.op == "output":
@@ -174,7 +174,7 @@ class Expressions:
         return whole.number
 
     def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
-        """The argument has the number of the written value from then on."""
+        """Numbers a write: afterwards the argument has the number of the written value."""
         target, *sources = node.args
         written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
         if node.target is out_products.mm_into:
@@ -213,7 +213,7 @@ class Expressions:
 
 @functools.cache
 def _is_plain(target: Any) -> bool:
-    """Tests for an operator that always makes an expression of its own, numbered by its arguments."""
+    """Tests for an operator whose result is always numbered by its arguments."""
     may_be_other = any(target in some for some in (LAYOUT_ONLY, DECOMPOSITIONS, REARRANGEMENTS, ROW_READERS))
     return not may_be_other and not writes_argument(target)
 
@@ -228,7 +228,7 @@ def _shape(value: Any) -> Any:
 
 
 def _layout(node: fx.Node) -> Any:
-    """Strides that have no effect are zero."""
+    """The sizes and strides of a tensor, with zero for strides without effect; None for other values."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def accumulated_results(program: Program, expressions: Expressions) -> Iterator[tuple[int, str, str, int]]:
-    """For each replica over all of its microbatches: the replica, the kind, the name, the number of the expression.
+    """Iterates over the results of each replica's shard: the replica, and a result's kind, name and number.
 
     The loss is the sum of the microbatches' losses, weighted by examples unless it is a sum. A buffer has the last microbatch's
     value; each microbatch begins with the buffers of the one before, or with the original ones if all write alike.

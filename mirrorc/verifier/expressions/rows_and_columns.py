@@ -35,7 +35,7 @@ class NumberedRows:
             self._op_of[number] = _op_of(node, numbered) if is_of_rows else node
 
     def by_elements(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The number of a node's value, if it depends on one element of each row alone."""
+        """The number of a node's value, if it depends on only one element of each row; else None."""
         element = by_elements(self, _op_of(node, numbered))
         return element.number if element is not None else None
 
@@ -68,7 +68,7 @@ class NumberedColumns:
 
     def __init__(self, number: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number = number
-        self._first: dict[Any, tuple[Any, Any]] = {}  # for a padded value: how many first columns, and their number
+        self._first: dict[Any, tuple[Any, Any]] = {}  # padded value -> how many columns came first, and their number
 
     def note(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
         if node.target in FACTORS:
@@ -77,7 +77,7 @@ class NumberedColumns:
             self._first[numbered[node]] = (columns, numbered[node.args[0]])  # type: ignore[index]
 
     def first_columns(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The number of a product, if the node takes the original columns of a padded one."""
+        """The number of a product, if the node slices its columns from the padded product; else None."""
         wanted = first_columns(node)
         if wanted is None:
             return None

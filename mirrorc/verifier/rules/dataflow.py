@@ -70,7 +70,7 @@ def dataflow_is_preserved(before: Program, after: Program, known: KnownFlows | N
 
 
 class KnownFlows:
-    """The numbers of expressions over a whole pipeline, and the results of the last program."""
+    """Numbers expressions over a whole pipeline, and remembers the results of the last program."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -97,7 +97,7 @@ class KnownFlows:
     def first_difference(
         self, before: Program, after: Program, inlined: bool, old: int, new: int
     ) -> tuple[fx.Node | None, str]:
-        """The node of the new program at the first difference, if it is known, and the words for it."""
+        """The new program's node at the first difference, and a text on it; None and empty if unknown."""
         keys = {number: key for key, number in self._numbers.items()}
         there, here = self._makers(before, inlined), self._makers(after, inlined)
         differing: list[tuple[int, int]] = []
@@ -196,7 +196,7 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
 def _way(
     parts: BucketParts, expressions: Expressions, value: fx.Node, left_out: Container[str], *, scales: bool = False
 ) -> int:
-    """The operators on a packed or a summed bucket. ``scales``: the taker scales it, too."""
+    """The number of the operators on a packed or summed bucket; ``scales`` adds a scaling by its user."""
     part = parts.of(value)
     if part is None:  # it leads to nothing that can be told: `collectives` and `updates` speak of it
         return expressions.number("way", value.name)

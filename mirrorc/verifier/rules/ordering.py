@@ -45,7 +45,7 @@ def collectives_have_the_same_order(program: Program) -> Iterator[Violation]:
 
 
 def _is_collective(node: fx.Node) -> bool:
-    """A receipt belongs to one device only."""
+    """Tests for a collective or its wait; a receipt is none, as only one device has it."""
     return node.target in ops.COLLECTIVES or any(n.target in ops.COLLECTIVES for n in node.all_input_nodes)
 
 
@@ -54,7 +54,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _operand_types(node: fx.Node) -> tuple[Any, ...]:
-    """Of a broadcast, only the root has an operand."""
+    """The types of a reduction's operands; empty for a broadcast, of which only the root has one."""
     if node.target not in ops.REDUCTIONS:
         return ()
     return tuple(value_type(source.meta.get("val"))[:4] for source in node.all_input_nodes)
@@ -146,7 +146,7 @@ def no_device_waits_forever(program: Program) -> Iterator[Violation]:
 
 
 def _places(device: str, node: fx.Node) -> list[tuple[str, str]]:
-    """A commit or a meeting has two places, its arrival and its end."""
+    """The places of a node in the graph of waits: of a commit or a meeting, its arrival and its end."""
     arrives = node.target is ops.commit or node.target in ops.MEETINGS
     arrival = [(device, f"before {node.name}")] if arrives else []
     return [*arrival, (device, node.name)]

@@ -18,7 +18,7 @@ class Scope(enum.Enum):
 
 
 class Order(enum.IntEnum):
-    """Rules on which others depend come first; rules come last if others often explain a fault better."""
+    """The order of checks: first rules on which others depend, last rules whose faults others often explain better."""
 
     FORM = 0  # graphs are well-formed
     REFERENCES = 1  # references of nodes are valid, and operations have their arguments
@@ -32,7 +32,7 @@ class Rule:
     """A rule of the verifier; the name and docstring of ``check`` are its name and statement.
 
     Attributes:
-        since: the stage from which it holds; None for every stage.
+        since: the first stage at which it holds; None for every stage.
         is_about_dataflow: passes with ``changes_dataflow`` are exempt.
     """
 
@@ -48,7 +48,7 @@ class Rule:
 
     @property
     def statement(self) -> str:
-        """The first paragraph of its docstring."""
+        """The first paragraph of the docstring of ``check``."""
         return " ".join((self.check.__doc__ or "").partition("\n\n")[0].split())
 
     def holds_at(self, stage: Stage) -> bool:
@@ -100,7 +100,7 @@ def withdraw(check: Callable[..., Any]) -> None:
 
 
 def rules() -> list[Rule]:
-    """By order and stage, with rules on passes last."""
+    """All rules, by order and stage, with rules on passes last."""
     return list(_RULES)
 
 
