@@ -29,12 +29,12 @@ class Exchanges(Communicator):
     """Exchanges the buckets of a program over gloo.
 
     Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to launch
-    sends the whole bucket, or the factors of all devices. All devices launch in the order of the bucket plan, so all workers send
-    in this order.
+    sends the whole bucket, or the factors of all devices. All devices launch in the order of the bucket plan, so all workers
+    send in this order.
 
     Args:
         packs: numbers of the exchanged packs; without cut buckets, those of the buckets.
-        made: for each of these packs, the elements made by each device.
+        made: for each pack of factors, the range of elements that each device computes.
     """
 
     link = "gloo"
@@ -162,7 +162,7 @@ class Exchanges(Communicator):
 
 
 class ExchangesOfGpus(Exchanges):
-    """As `Exchanges`, over NCCL. The host waits for each sum; ``end_collectives`` ends those that wait for a lost worker."""
+    """As `Exchanges`, over NCCL. The host waits for each sum; ``end_collectives`` ends sums that wait for a lost worker."""
 
     link = "nccl-workers"
     end_collectives: Callable[[], object]
@@ -177,7 +177,7 @@ _KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges,
 
 
 def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]:
-    """By name of the link; empty if the program has no exchange, or is not to be run.
+    """The communicators between workers, by name of the link; empty if the program has no exchange, or is not to be run.
 
     Raises:
         ExecutionError: the link has no such runtime, or does not leave sums in memory that can be sent.

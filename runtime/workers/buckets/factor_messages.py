@@ -32,7 +32,7 @@ class FactorMessage:
         return sum(_aligned(number * kind.num_bytes) for _, _, number, kind in self._pieces(num_rows))
 
     def views(self, message: torch.Tensor, num_rows: NumRows) -> list[list[list[list[torch.Tensor]]]]:
-        """Rows in a message, [bytes] uint8: by replica, gradient, part and factor."""
+        """Views of the rows in a message, [bytes] uint8: by replica, gradient, part and factor."""
         num_replicas = len(num_rows[0])
         views: list[list[list[list[torch.Tensor]]]] = [
             [[[] for _ in worker_rows[replica]] for worker_rows in num_rows] for replica in range(num_replicas)
@@ -47,7 +47,7 @@ class FactorMessage:
         return views
 
     def _pieces(self, num_rows: NumRows) -> Iterator[tuple[tuple[int, int, int], int, int, RowType]]:
-        """Each piece (gradient, replica, part), its factor, number of rows and their type."""
+        """Yields, in the order of the message: (gradient, replica, part), the factor, its number of rows, and their type."""
         for replica in range(len(num_rows[0])):
             for place, gradient in enumerate(self.gradients):
                 for part, number in enumerate(num_rows[place][replica]):
@@ -65,7 +65,7 @@ class FactorMessage:
                         to.copy_(source)
 
     def read(self, message: torch.Tensor, num_rows: NumRows) -> list[ReplicaFactors]:
-        """By replica, as views of the message."""
+        """The factors in a message, by replica, as views of the message."""
         return [
             [
                 [form_named(gradient.operation).from_rows(rows) for rows in parts]
@@ -78,7 +78,7 @@ class FactorMessage:
 
 
 class Gathering:
-    """``num_rows`` of each worker, by rank."""
+    """An all-gather of the workers' factor messages; ``num_rows`` is by rank."""
 
     def __init__(
         self, message: FactorMessage, num_rows: Sequence[NumRows], rank: int, replicas: Sequence[ReplicaFactors]
@@ -91,13 +91,13 @@ class Gathering:
 
     @functools.cached_property
     def replicas(self) -> list[ReplicaFactors]:
-        """In order of ranks, after the all-gather."""
+        """The factors of all workers' replicas, in the order of ranks; read after the all-gather."""
         each = zip(self.gathered.unbind(), self._num_rows, strict=True)
         return [replica for message, num_rows in each for replica in self._layout.read(message, num_rows)]
 
 
 RowsOf = Callable[[int], Sequence[NumRows]]
-"""Gives the numbers of rows of a bucket in this step, of each worker by rank."""
+"""From a pack to its numbers of rows in this step, by rank."""
 
 
 def _aligned(num_bytes: int) -> int:

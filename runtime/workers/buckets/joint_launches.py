@@ -13,11 +13,11 @@ from mirrorc.torch_internals import GlooGroup
 Launch = Callable[[Callable[[GlooGroup], object], Done], None]
 """Launches a collective between the workers, as `mirrorc.runtime.workers.transport.lane.Lane.launch` does."""
 
-_SLACK_SECONDS = 2.0  # what a lane waits for ends by itself; its text says more than ours
+_SLACK_SECONDS = 2.0  # a lane has a timeout of its own, with a better message
 
 
 class JointLaunches:
-    """Lets the last device launch a collective for all; then each waits until it is done.
+    """Lets the last device to arrive launch a collective for all devices; then each device waits until it is done.
 
     Args:
         tags: keys of the collectives; each is launched once in a step.
@@ -40,7 +40,7 @@ class JointLaunches:
         }
 
     def is_last(self, tag: Hashable) -> bool:
-        """Counts a device's launch; returns whether all have launched."""
+        """Counts a device's launch; True if all devices have launched."""
         self._missing[tag] -= 1
         if self._missing[tag]:
             return False
@@ -48,7 +48,7 @@ class JointLaunches:
         return True
 
     def send(self, tag: Hashable, collective: Callable[[GlooGroup], object] | None) -> None:
-        """Launches a collective, None if there is nothing to send; its end wakes all devices."""
+        """Launches a collective, and wakes all devices when it is done; None if there is nothing to send."""
         inboxes = self._inboxes[tag]
         self.under_way.add(tag)
 

@@ -1,4 +1,4 @@
-"""Payloads of packs, sent in place of the whole."""
+"""Payloads of packs, sent instead of whole packs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mirrorc.torch_internals import GlooGroup
 
 
 class SentPart(Protocol):
-    """Payload of a pack in a step, made once all devices of the worker have written their shares."""
+    """Payload of a pack in a step, created once all devices of the worker have written their shares."""
 
     def launch(self, group: GlooGroup) -> Any:
         """Launches the exchange; returns a work."""
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Writes these elements of the sum over all workers into memory, 1-D; each is taken once.
+        """Writes these elements of the sum over all workers into ``into``, 1-D; each element is taken once.
 
         If it ``keeps_rest``, the pack then holds their unsent rest.
         """
@@ -45,7 +45,7 @@ class SentPayload(SeveralRounds):
         self._sum = torch.zeros_like(whole)
 
     def launch(self, group: GlooGroup) -> Any:
-        """Waiting for the work launches the rounds."""
+        """Returns itself as the work; waiting for it launches the rounds."""
         self._group = group
         return self
 
@@ -74,5 +74,5 @@ class SentPayload(SeveralRounds):
         self._keep({name: value.detach() for name, value in new.items()})
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """The rest is in the pack already."""
+        """The unsent rest is in the pack already."""
         into.copy_(self._sum[start:stop])

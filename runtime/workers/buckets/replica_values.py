@@ -19,10 +19,10 @@ _SENT_AS = {torch.int16: torch.int64}  # what gloo cannot add; the sum wraps aro
 
 
 class WorkerValues:
-    """Meetings of a program's forward and backward with the replicas of other workers.
+    """Exchanges of values within a program's forward and backward with the replicas of other workers.
 
-    The last present replica adds up their values, in the order of replicas, and launches the sum over all workers. A gather is a
-    sum, too: each worker writes its rows in their place, and zeros elsewhere, as integers.
+    The last present replica adds up the values of all, in the order of replicas, and launches the sum over all workers. A
+    gather is a sum, too: each worker writes its rows in their place, and zeros elsewhere, as integers.
 
     Every replica waits until all have come, so all workers launch these sums in the order of the program, over a separate lane.
     """
@@ -47,7 +47,7 @@ class WorkerValues:
         self._rows: dict[int, dict[int, int]] = {number: {} for number in self._meetings}
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor | None = None) -> None:
-        """Leaves a copy of a replica's value, as its next region may write that memory; never blocks."""
+        """Leaves a copy of a replica's value, since the replica's next region may overwrite it; never blocks."""
         number = _number(node)
         copy = value.clone(memory_format=torch.contiguous_format) if value is not None else None
         with self._joint.lock:

@@ -14,7 +14,8 @@ _SUMS, _PARAMETERS = "sums", "parameters"
 class ShardedBuckets:
     """Moves buckets that workers update in shards of equal length, in the order of ranks.
 
-    Sums go by an all_to_all and are added in the order of ranks: half of an all_reduce's bytes. gloo's reduce_scatter is slower.
+    Gradients go through an all_to_all, and each worker adds them in the order of ranks. This sends half the bytes of an
+    all_reduce; gloo's reduce_scatter is slower.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class ShardedBuckets:
         self._joint.abort()
 
     def launch_sums(self, bucket: int, whole: torch.Tensor) -> None:
-        """Offers a device's share of a worker's sum, which lies in ``whole``, 1-D."""
+        """Offers a device's share of the worker's sum; ``whole``, 1-D, is the bucket with all shares."""
         with self._joint.lock:
             if self._joint.is_last((_SUMS, bucket)):
                 received = torch.empty_like(whole)
@@ -52,7 +53,7 @@ class ShardedBuckets:
                 self._joint.send((_SUMS, bucket), lambda group: group.all_to_all(whole, received))
 
     def wait_sums(self, bucket: int, replica: int, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The sum over all workers of a device's elements, in their memory."""
+        """Writes the sum over all workers of elements ``start`` to ``stop`` into ``whole``, and returns these elements."""
         self._joint.wait((_SUMS, bucket), replica, bucket)
         share = whole[start:stop]
         received = self._received[bucket]
@@ -68,11 +69,11 @@ class ShardedBuckets:
         return share
 
     def launch_parameters(self, bucket: int, whole: torch.Tensor) -> None:
-        """Offers a device's updated share of a bucket's parameters, ``whole``, 1-D."""
+        """Offers a device's updated share of the parameters; ``whole``, 1-D, is the bucket with all shares."""
         with self._joint.lock:
             if self._joint.is_last((_PARAMETERS, bucket)):
                 parts = whole.view(self._num_workers, -1).unbind()
-                part = parts[self._rank].clone()  # it is sent while all of the bucket is written
+                part = parts[self._rank].clone()  # a copy, as the all-gather writes the whole bucket
                 self._joint.send((_PARAMETERS, bucket), lambda group: group.all_gather_whole(part, whole))
 
     def wait_parameters(self, bucket: int, replica: int) -> None:

@@ -1,4 +1,4 @@
-"""Top-k elements of a pack, as messages of elements and their places."""
+"""Top-k elements of a pack, sent with their indices."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from mirrorc.analysis.communication.compressed_sums import bytes_of_largest, index_dtype
 from mirrorc.torch_internals import GlooGroup
 
-_SAMPLED = 61  # of so many elements one is looked at for a bound; odd, as sizes of layers are often powers of two
+_SAMPLED = 61  # stride of the sample for a bound; odd, as sizes of layers are often powers of two
 _MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at them again would take as long as sorting
 
 
 class LargestElements:
-    """A `SentPart`: a worker's top-k elements of a pack, 1-D, which become zero there; NaN counts as the largest."""
+    """A `SentPart` of the top-k elements of a worker's pack, 1-D, which sets them to zero in the pack. NaN counts as the
+    largest.
+    """
 
     def __init__(self, whole: torch.Tensor, count: int, num_workers: int) -> None:
         self._count, self._dtype, self._places = count, whole.dtype, index_dtype(whole.numel())
@@ -33,7 +35,7 @@ class LargestElements:
         return group.all_gather(self.message, self.gathered)
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Adds up in the order of ranks; the rest is in the pack already."""
+        """Adds up the workers' elements in the order of ranks. The unsent rest is in the pack already."""
         into.zero_()
         for elements, places in self.of_workers():
             if stop - start < self._num_elements:
@@ -45,7 +47,7 @@ class LargestElements:
         return [self._parts(message) for message in self.gathered]
 
     def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The wider come first, for alignment."""
+        """Views of elements and indices in a message. The wider dtype comes first, for alignment."""
         kinds = sorted((self._dtype, self._places), key=lambda dtype: -dtype.itemsize)
         end = self._count * kinds[0].itemsize
         first, second = message[:end].view(kinds[0]), message[end:].view(kinds[1])
@@ -53,10 +55,10 @@ class LargestElements:
 
 
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the ``count`` largest elements, 1-D and none below zero, in any order; NaN is the largest.
+    """The indices of the ``count`` largest of ``magnitudes``, 1-D and non-negative, in any order; NaN is the largest.
 
-    On a CPU, ``torch.topk`` takes five times as long, as it moves pairs. Here a bound from a sample selects a few too many. If
-    the sample was wrong, ``torch.topk`` decides.
+    On a CPU, ``torch.topk`` takes five times as long, as it moves pairs. So a bound from a sample selects a few candidates too
+    many. If there are too few or far too many, ``torch.topk`` runs on all elements.
     """
     sample = magnitudes[::_SAMPLED]
     expected = count / _SAMPLED

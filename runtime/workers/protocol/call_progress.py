@@ -10,11 +10,11 @@ _BEGUN, _MET, _READY, _ENDED = 0, 1, 2, 3
 
 @dataclass(frozen=True, order=True)
 class Progress:
-    """Progress of a worker in its training calls; further is greater.
+    """A worker's progress in its training calls; a later point compares as greater.
 
     Attributes:
-        call: 0 before the first.
-        num_buckets: buckets sent in this call.
+        call: number of the call; 0 before the first.
+        num_buckets: number of buckets sent in this call.
     """
 
     call: int = 0
@@ -58,7 +58,7 @@ class Progress:
 
 
 def least_far(everyone: Mapping[int, Progress]) -> int | None:
-    """The rank of the straggler; None if several are last."""
+    """The rank of the straggler; None if several workers are equally far behind."""
     least = min(everyone.values())
     behind = [rank for rank, progress in everyone.items() if progress == least]
     return behind[0] if len(behind) == 1 else None

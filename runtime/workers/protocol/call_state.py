@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 class CallStage(enum.StrEnum):
     """Stages of a training call.
 
-    A call that commits before all sums are there goes over VOTING_EARLY, UPDATING and UPDATED. REFUSED ends one that all refuse.
+    A call that commits before all sums have arrived passes VOTING_EARLY, UPDATING and UPDATED. A call that all workers refuse
+    ends in REFUSED.
     """
 
     BEFORE = "before"  # the others know of no vote of this worker
@@ -40,11 +41,11 @@ class Failure:
     """A failure that ends a step of all workers.
 
     Attributes:
-        rank: -1 if unknown.
-        step: number of the call that it ends; of the first of them, if it is final.
+        rank: of the failed worker; -1 if unknown.
+        step: number of the call that it ends; a final failure ends all later calls, too.
         text: its cause, as a clause: "it raised ValueError: ...".
         is_final: whether the worker cannot go on; otherwise all may call their steps again.
-        stage: of the worker that has published it.
+        stage: of the worker that has published the failure.
     """
 
     rank: int

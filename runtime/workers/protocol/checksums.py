@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def updated_as_a_whole(program: Program) -> list[str]:
-    """Parameters of optimizers that are not element-wise; each worker runs these by itself."""
+    """The parameters whose optimizers are not element-wise; each worker runs these optimizers by itself."""
     return [slot.variable for bucket in program.buckets if not bucket.rule.elementwise for slot in bucket.slots]
 
 
@@ -45,7 +45,10 @@ def checksums_of_state(
 
 
 def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor | str]]:
-    """Texts are process-independent. ``known``: paths of values seen before, by ids."""
+    """Yields tensors and texts in a nested value, each with its path. Texts are the same in all processes.
+
+    ``known`` has the paths of visited values by id.
+    """
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
         yield f"{path} sizes", str(list(value.shape))
         yield f"{path} indices", value._indices()
@@ -77,13 +80,13 @@ def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iter
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Including slots."""
+    """The attributes of an object, including slots."""
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
 def _stable_text(value: Any) -> str:
-    """Without addresses and in a fixed order; a digest of the bytes, as the text of an array may be truncated."""
+    """A text equal in all processes: without addresses, sorted, and with a digest of an array, which repr() may truncate."""
     if isinstance(value, Set):
         return f"{{{', '.join(sorted(map(_stable_text, value)))}}}"
     text = _ADDRESS.sub("", repr(value))

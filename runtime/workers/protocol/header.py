@@ -1,4 +1,4 @@
-"""Headers of a step's meeting, and the fields in which workers must agree."""
+"""Headers that workers exchange before a call, and the fields in which they must agree."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from mirrorc.ir.program import Accumulation
 
 @dataclass(frozen=True)
 class Header:
-    """A worker's description of its step.
+    """A worker's description of its next call.
 
     Attributes:
         is_fresh: 1 with variables that were not broadcast yet.
         written: digest of the user's writes since the last step; 0 for none.
-        schedule: digest of all that programs must share, such as exchanges.
-        variables: digest; those outside of the model included.
-        hyperparameters: digest; the loss scale included.
-        modes: digest of its modules' training modes.
-        num_present: number of its replicas with examples.
-        seed: that of worker 0 counts.
-        kind: gradient accumulation, see `kind_of`; a guess of a worker that has left. `BESIDES` for a call that does not
-            train, `TURN` for a meeting before one.
-        num_accumulated: examples of the accumulated calls.
-        parameters: digest of those whose optimizers are not element-wise, run by each worker; 0 for none.
-        num_steps: those that count for comparisons of copies.
-        has_left: 1 if it only joins the calls of others.
-        num_counts, counts: number and digest of its factors' row counts.
+        schedule: digest of the facts that all programs must share, such as exchanges.
+        variables: digest of shapes and dtypes, including variables outside of the model.
+        hyperparameters: digest, including the loss scale.
+        modes: digest of the modules' training modes.
+        num_present: number of this worker's replicas with examples.
+        seed: only worker 0's counts.
+        kind: gradient accumulation, see `kind_of`; a guess by a worker that has left. `BESIDES` for a call that does not train,
+            `TURN` for a meeting before a call.
+        num_accumulated: number of examples of the accumulated calls.
+        parameters: digest of the parameters whose optimizers are not element-wise, run by each worker; 0 for none.
+        num_steps: number of steps, as counted for comparisons of copies.
+        has_left: 1 if this worker only joins the calls of others.
+        num_counts, counts: number and digest of the row counts of this worker's factors.
         known: digest of all row counts received from workers.
-        deals_anew: 1 if its shard of the optimizer's state belongs to other buckets than its program's.
-        turn: number of its next step in its block, see `mirrorc.join`.
+        deals_anew: 1 if this worker's shard of the optimizer's state belongs to other buckets than those of its program.
+        turn: number of this worker's next step in its block, see `mirrorc.join`.
     """
 
     call: int
@@ -58,7 +58,7 @@ class Header:
     turn: int = 0
 
     def to_tensor(self) -> torch.Tensor:
-        """The fields, [fields] int64."""
+        """The fields as a tensor, [fields] int64."""
         return torch.tensor(list(map(int, astuple(self))), dtype=torch.int64)
 
 
@@ -72,20 +72,20 @@ def kind_of(accumulation: Accumulation) -> int:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Common facts of a step that all workers begin together. Its source is the first worker that has not left.
+    """Common facts of a call that all workers begin together. Its source is the first worker that has not left.
 
     Attributes:
-        num_examples, num_accumulated: of all workers.
-        num_present: replicas with examples, over all workers; ``present`` by rank.
+        num_examples, num_accumulated: sums over all workers.
+        num_present: number of replicas with examples, over all workers; ``present`` has it by rank.
         is_other: whether programs need other accumulation, so that all must meet again.
-        first_present: the rank of the first worker with examples; 0 if none has.
+        first_present: rank of the first worker with examples; 0 if none has examples.
         takes_over: whether all must receive the source's values, and meet again.
-        source: its rank; 0 if all have left.
-        written: the source's.
-        tells_hyperparameters: whether the source broadcasts them to workers that have left.
+        source: rank of the source; 0 if all have left.
+        written: the source's digest of writes.
+        tells_hyperparameters: whether the source broadcasts hyperparameters to workers that have left.
         is_over: whether all have left.
         deals_anew: whether all gather the optimizer's state, to shard it anew.
-        turn: number of the next step, if they meet before a call of several steps.
+        turn: number of the next step, in a meeting before a call of several steps.
     """
 
     num_examples: int
@@ -107,9 +107,9 @@ class Agreement:
 
 
 def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
-    """The agreement of all workers; else None, the first field that differs from the source's, and the rank that differs.
+    """The agreement of all workers. If they disagree: None, the first field that differs from the source's, and the rank.
 
-    Before a broadcast of values or a change of programs, fields that depend on them are not compared. If any worker holds
+    Before a broadcast of values or a change of programs, fields that depend on these are not compared. If any worker holds
     accumulated gradients, the programs of all end an accumulation.
 
     Args:
@@ -153,7 +153,10 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 
 
 def _differs(header: Header, source: Header, name: str) -> bool:
-    """A worker that has left adopts hyperparameters, kind and turn. Accumulations end on all workers, or on none."""
+    """True if a header must have the source's value of a field, and does not.
+
+    A worker that has left adopts hyperparameters, kind and turn. Accumulations end on all workers, or on none.
+    """
     if name == "kind" and min(header.kind, source.kind) < 0:
         return header.kind != source.kind
     if header.has_left and name in ("hyperparameters", "kind", "turn"):

@@ -16,9 +16,9 @@ RunControl = Callable[[Callable[[Any], Any]], None]
 
 
 class KnownCounts:
-    """Row counts by digest.
+    """Row counts of all workers, cached by digest.
 
-    If a digest is unknown to some worker, or known counts differ after an unfinished call, all send theirs.
+    If some worker does not know a digest, or caches differ after an unfinished call, all workers send their counts.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class KnownCounts:
         )
 
     def of_all(self, headers: Sequence[torch.Tensor], counts: Counts, run_control: RunControl) -> list[Counts]:
-        """By rank; ``run_control`` runs a collective of all workers."""
+        """The counts of all workers, by rank; ``run_control`` runs a collective of all workers."""
         decoded = [Header(*map(int, header)) for header in headers]
         length = max(peer.num_counts for peer in decoded)
         if not length:
@@ -44,7 +44,7 @@ class KnownCounts:
             gathered = [torch.empty_like(padded) for _ in decoded]
             run_control(lambda group: group.all_gather(padded, gathered))
             if len({peer.known for peer in decoded}) > 1:
-                self._by_digest = {}  # they begin anew together
+                self._by_digest = {}  # all workers clear their caches
             for peer, numbers in zip(decoded, gathered, strict=True):
                 self._by_digest[peer.counts] = tuple(map(int, numbers[: peer.num_counts]))
         return [self._by_digest[peer.counts] for peer in decoded]

@@ -12,12 +12,12 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class Vote:
-    """A worker's vote, cast when it is past all that can fail in a step.
+    """A worker's vote on a step, cast after everything that can fail in it.
 
     Attributes:
-        has_sound_sums: whether all sums over workers are finite; the same on all of them.
-        numbers: [numbers of each, replicas]; None for none.
-        used: parameters used by its replicas, [parameters] float64, ones and zeros; None if each step uses the same.
+        has_sound_sums: whether all sums over workers are finite; the same on all workers.
+        numbers: [numbers of each replica, replicas]; None for none.
+        used: parameters used by this worker's replicas, [parameters] float64, ones and zeros; None if each step uses the same.
     """
 
     takes_place: bool
@@ -26,7 +26,7 @@ class Vote:
     used: torch.Tensor | None = None
 
     def to_message(self, columns: Columns) -> torch.Tensor:
-        """A term of a sum over workers, 1-D float64: two counts of votes, all numbers, and the used parameters."""
+        """This worker's summand of the vote, 1-D float64: two counts of votes, all numbers, and the used parameters."""
         values = [torch.tensor([self.takes_place, self.has_sound_sums], dtype=torch.float64)]
         if self.numbers is not None:
             values.append(columns.filled(self.numbers).reshape(-1))
@@ -37,10 +37,10 @@ class Vote:
 
 @dataclass(frozen=True)
 class Columns:
-    """Replicas whose numbers all workers adopt after the vote: a column for each.
+    """The replicas whose numbers all workers adopt after the vote, a column for each.
 
     Attributes:
-        first: first column of this worker's replicas; None if it has none of them.
+        first: first column of this worker's replicas; None if it has no column.
     """
 
     num: int
@@ -48,14 +48,14 @@ class Columns:
 
     @classmethod
     def of(cls, program: Program) -> Columns:
-        """All workers' replicas if each worker has a part of the sums; else the chief's."""
+        """The replicas of all workers if the optimizer is sharded, else those of the chief."""
         workers = program.workers
         if program.has_sharded_optimizer:
             return cls(workers.num_all_replicas, workers.first_replica)
         return cls(workers.devices_per_worker[0], None if workers.rank else 0)
 
     def filled(self, numbers: torch.Tensor) -> torch.Tensor:
-        """This worker's term, [numbers of each, columns] float64, with zeros in other columns."""
+        """This worker's summand, [numbers of each replica, columns] float64, with zeros in other workers' columns."""
         columns = torch.zeros(len(numbers), self.num, dtype=torch.float64)
         if self.first is not None:
             columns[:, self.first : self.first + numbers.shape[1]] = numbers
@@ -67,7 +67,7 @@ class Outcome:
     """Result of a vote.
 
     Attributes:
-        numbers: [numbers of each, columns] float64; None for none.
+        numbers: [numbers of each replica, columns] float64; None for none.
         used: number of workers that used each parameter, [parameters] float64; None as in `Vote`.
     """
 
@@ -77,10 +77,10 @@ class Outcome:
 
 
 def outcome(message: torch.Tensor, columns: Columns, num_workers: int, num_parameters: int = 0) -> Outcome:
-    """The result of a vote; ``message`` is the sum of all `Vote.to_message`.
+    """The result of a vote; ``message`` is the sum of all workers' `Vote.to_message`.
 
     Raises:
-        CommunicationError: workers disagree on the same sums.
+        CommunicationError: workers disagree on whether the same sums are finite.
     """
     num_yes, num_sound = message[:2].tolist()
     if num_sound not in (0.0, num_workers):

@@ -36,7 +36,7 @@ def take_over_values(
 
 
 def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
-    """``load_state_dict`` has cast some entries to the dtype of their parameter, as NAdam's mu_product."""
+    """Restores the dtypes of entries that ``load_state_dict`` has cast to their parameter's, such as NAdam's mu_product."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, entries in saved.items():
         local = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
@@ -67,7 +67,7 @@ _NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # 
 
 @contextmanager
 def stream_of_chief(team: Team) -> Iterator[None]:
-    """A context in which torch's default generator has the chief's state; other workers get theirs back after it."""
+    """A context in which torch's default generator has the chief's state; afterwards, other workers get their own state back."""
     local_state = torch.get_rng_state()
     chiefs = local_state.clone()
     team.control.broadcast(chiefs)
@@ -98,7 +98,7 @@ def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
 
 
 def _copied(team: Team, state: Any, source: int) -> Any:
-    """The state of the worker ``source``; others pass None."""
+    """The state of the worker ``source``; other workers pass None."""
     saved = io.BytesIO()
     try:
         torch.save(state, saved)

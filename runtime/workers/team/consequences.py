@@ -59,7 +59,7 @@ class Consequence:
     """A row of the table.
 
     Attributes:
-        reason: for a restart; empty if that is the failure itself.
+        reason: why the workers must restart; empty if the reason is the failure itself.
     """
 
     next: Next
@@ -141,6 +141,6 @@ CONSEQUENCES = {
 
 
 def may_have_parted(stage: CallStage, consequence: Consequence) -> bool:
-    """True if workers may have parameters of two steps, so that a broadcast must precede the next step."""
+    """True if workers may have parameters of different steps, so that a broadcast must precede the next step."""
     commits_early = stage in (CallStage.VOTING_EARLY, CallStage.UPDATING, CallStage.UPDATED)
     return consequence.next is Next.RESTORE or (commits_early and consequence.next is Next.RESTART)

@@ -61,7 +61,7 @@ class ControlCollectives:
         return whole
 
     def all_gather_texts(self, text: str) -> list[tuple[str, str]]:
-        """By rank, with the names of workers."""
+        """The texts of all workers, by rank, each with the name of its worker."""
         encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
         self._connections.run_control(lambda group: group.all_gather(torch.tensor([len(encoded)]), lengths))
@@ -75,7 +75,7 @@ class ControlCollectives:
         return list(zip(map(str, self._cluster.workers), texts, strict=True))
 
     def first_texts(self, about: str, text: str) -> list[str]:
-        """Each worker's first text on a subject, by rank: the same on all of them."""
+        """Each worker's first text on a subject, by rank; the same list on all workers."""
         store = self._connections.part_of_store(f"told of {about}")
         return all_texts(store, self._cluster, text, self._timeout_seconds, self._is_over)
 
@@ -83,7 +83,9 @@ class ControlCollectives:
         return self._failures.is_any() or self._connections.are_broken
 
     def compare(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """All workers raise `CommunicationError` if facts differ, with the worker, its first difference, and a remedy."""
+        """Compares facts of all workers. If they differ, all raise `CommunicationError`, with the first difference and a
+        remedy.
+        """
         self._compare(subject, facts, remedy, lambda: _Lane(self._cluster, self._connections, self._begin_refusal))
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
@@ -91,7 +93,7 @@ class ControlCollectives:
         self._compare(subject, facts, remedy, self._begin_refusal)
 
     def _begin_refusal(self) -> Transport:
-        """Exchanges facts in the store, as they may be long; all workers refuse the call."""
+        """A transport for facts, over the store, as they may be long. All workers refuse the call after it."""
         self._call.stage = CallStage.REFUSED
         store = self._connections.part_of_store(f"facts {self._call.number}")
         return _BoundedStore(store, self._cluster, self._timeout_seconds, self._look)
@@ -114,7 +116,7 @@ class ControlCollectives:
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
-        """Raises on all workers alike, or on none, so that nobody needs a notice."""
+        """A context whose errors all workers raise alike, so that none needs to notify the others."""
         try:
             yield
         except CommunicationError:
@@ -166,7 +168,7 @@ class _Lane:
 
 @contextmanager
 def on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor for gloo: itself, or a host copy of a GPU tensor, copied back afterwards."""
+    """The tensor for gloo: ``tensor`` itself, or a host copy of a GPU tensor, copied back afterwards."""
     host_copy = tensor.to(_HOST)
     yield host_copy
     if host_copy is not tensor:

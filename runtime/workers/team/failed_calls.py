@@ -24,10 +24,10 @@ from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
 
 class FailedCalls:
-    """Draws the `CONSEQUENCES` of a team's failed calls.
+    """Applies the `CONSEQUENCES` of a team's failed calls.
 
     Attributes:
-        have_parted: whether a call has failed when some workers may have updated, and others not, or in part.
+        have_parted: whether workers may have parameters of different steps after a failed call.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class FailedCalls:
             )
 
     def explain(self, error: BaseException, is_whole: Callable[[], bool], torn: Callable[[], str]) -> BaseException:
-        """The error to raise for a failed call; the other workers are notified.
+        """Returns the error to raise for a failed call, and notifies the other workers.
 
         Args:
-            is_whole: whether variables and optimizers are those of some step, asked after a failure behind the commit.
-            torn: the buckets updated by the step, if it has failed after an early commit; else empty.
+            is_whole: whether variables and optimizers are those of a whole step; called after a failure behind the commit.
+            torn: names the buckets that the step has updated if it failed after an early commit; else empty.
         """
         if isinstance(error, LostConnectionError | StepStoppedError):
             error = self._published_cause or error
@@ -100,7 +100,7 @@ class FailedCalls:
     def publish_cause(self, error: BaseException) -> None:
         """Publishes the cause of a failure before connections are cut for it.
 
-        `explain` raises it, even if a device of this worker finds the cut connection first.
+        `explain` then raises this cause, even if a device of this worker notices the cut connection first.
         """
         self._cause = self._call.number, error
         if not self._failures.is_any():

@@ -43,11 +43,11 @@ _OF_LIVE_ONES = (
 )  # those who have left take these over, or do not know them
 
 Details = Callable[[], Mapping[str, object]]
-"""Gives what a worker has where workers differ, by name."""
+"""Returns a worker's facts on a field, by name, if workers differ in it."""
 
 
 class Meetings:
-    """Has the workers of a team meet, once or several times in each call.
+    """The meetings of a team's workers, one or several in each call.
 
     Attributes:
         row_counts, gathered_rows: of each worker in this step, by rank.
@@ -71,12 +71,12 @@ class Meetings:
     def exchange_headers(
         self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()
     ) -> Agreement:
-        """Begins a step together with the others.
+        """Exchanges headers with all workers, and returns their agreement on the call.
 
         Args:
-            facts: details of fields in which workers may differ.
+            facts: the facts behind header fields, shown if workers differ.
             counts: row counts of this worker's factors.
-            gathered_rows: as many numbers on all workers whose programs agree.
+            gathered_rows: numbers of gathered rows; equally many on all workers whose programs match.
 
         Raises:
             CommunicationError: workers differ; raised by all, with the worker and its difference.
@@ -111,7 +111,7 @@ class Meetings:
     def _difference(
         self, headers: Sequence[torch.Tensor], facts: Mapping[str, Details], name: str, other: int
     ) -> CommunicationError:
-        """May raise a more precise error."""
+        """The error for a difference in headers; raises a more precise one if facts on the field can be compared."""
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
         if name in facts and not (any(left) and name in _OF_LIVE_ONES):
             self._control.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))

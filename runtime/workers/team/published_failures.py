@@ -36,7 +36,10 @@ class PublishedFailures:
         return self.present is not None
 
     def find_failed_worker(self, error: BaseException, watcher: StepWatcher) -> Failure:
-        """Attributes a lost connection to a worker: a failure published meanwhile, else a silent worker, which is published."""
+        """Attributes a lost connection to a worker: to one that has published a failure meanwhile, or else to a silent one.
+
+        A failure found by silence is published.
+        """
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile
             return published
@@ -68,5 +71,5 @@ class PublishedFailures:
 
 
 def _without_outcome(error: BaseException) -> str:
-    """Without remarks on parameters and remedies, which the citing error repeats."""
+    """An error's text without remarks on parameters and remedies, which the citing error repeats."""
     return _OUTCOME.sub("", str(error)).rstrip(".")

@@ -1,4 +1,4 @@
-"""A step's part of the failure detector."""
+"""The failure detector of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirrorc.runtime.workers.protocol.call_state import Failure
 
 _FEWEST_SECONDS_BETWEEN_BEATS = 0.2
 _MOST_BEATS_PER_SECOND = 500.0  # of all workers together, at one store
-_SILENT_SECONDS = 2.0  # when a connection broke, who tells nothing for so long has ended, or hangs
+_SILENT_SECONDS = 2.0  # after a connection broke, a worker silent for this long has ended, or hangs
 _LONGEST_GAP_SECONDS = 0.5
 _SECONDS_BETWEEN_SAMPLES = 1.0
 _LONGEST_ANSWER_SECONDS = 3.0  # of the store
@@ -24,7 +24,7 @@ _SLACK_SECONDS = 1.0
 
 
 def pace_of_steps(num_workers: int) -> Pace:
-    """Some heartbeats are missed before a worker is silent."""
+    """A pace that misses some heartbeats before a worker counts as silent."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(
         interval,
@@ -38,8 +38,8 @@ class StepWatcher:
     """Sends this worker's progress with heartbeats, and receives failures that end calls of a step.
 
     Args:
-        on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. It may name
-            this worker, when the others have given up on it.
+        on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. A failure may
+            name this worker, if the others have given up on it.
 
     Raises:
         CommunicationError: the store does not answer.
@@ -69,7 +69,7 @@ class StepWatcher:
             self.detector.messages.gone.add(failure.rank)
 
     def publish(self, failure: Failure, silent: Collection[int] = ()) -> None:
-        """Publishes a failure, and waits a bounded time for all but ``silent`` workers to read it. Raises nothing."""
+        """Publishes a failure, and waits a bounded time until all but ``silent`` workers have read it. Raises nothing."""
         self.detector.messages.gone.update(silent)
         self.detector.publish(failure.to_text())
 
@@ -77,11 +77,11 @@ class StepWatcher:
         return self.detector.find_silent(is_known, _SLACK_SECONDS)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
-        """Waits some seconds at most for heartbeats of all others. True early for a failure known to ``is_known``."""
+        """Waits a few seconds at most for heartbeats of all others. True early if ``is_known`` reports a failure."""
         return self.find_silent(is_known) == []
 
     def progress_of_all(self) -> dict[int, Progress]:
-        """The last progress of each worker, without those that have sent none. Takes a bounded time."""
+        """The last progress of each worker that has sent any. Takes a bounded time."""
         try:
             beats = in_bounded_time(self.detector.beats.read, _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError):

@@ -29,13 +29,13 @@ from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, Pa
 
 
 class Team:
-    """The workers of a step, seen from a single worker.
+    """The workers of a step, seen from one of them.
 
-    A step that fails on any worker fails on all, before it has changed anything. Connections are closed, and reopened at the next
-    call.
+    A step that fails on any worker fails on all, before it has changed anything. Connections are then closed, and reopened at
+    the next call.
 
     Args:
-        name: of no other step; the same on all workers.
+        name: the same on all workers, and used by no other step.
         device: of this worker's buckets; of the same type on all workers.
     """
 
@@ -61,7 +61,7 @@ class Team:
 
     @property
     def link(self) -> LinkSpeed | None:
-        """None before the connections were opened."""
+        """The measured speed of the connections; None before they were opened."""
         return self.connections.link
 
     @property
@@ -74,11 +74,11 @@ class Team:
 
     @property
     def have_parted(self) -> bool:
-        """True after a failed step with partial updates across workers; a broadcast must precede the next step."""
+        """True if workers may have parameters of different steps after a failure; a broadcast must precede the next step."""
         return self._failed.have_parted
 
     def come_together(self) -> None:
-        """Called after a broadcast of a worker's values."""
+        """Notes that all workers have taken over one worker's values."""
         self._failed.have_parted = False
 
     # A call, from its beginning to its end
@@ -87,11 +87,11 @@ class Team:
     def call(
         self, is_whole: Callable[[], bool], torn: Callable[[], str] = str, *, has_left: bool = False
     ) -> Iterator[None]:
-        """A context of a single training call: an exception in it, on any worker, ends the call on all of them.
+        """A context around one training call: an exception in it, on any worker, ends the call on all of them.
 
         Args:
             is_whole, torn: see `FailedCalls.explain`.
-            has_left: whether this worker makes no more calls, and waits for others as long as they live.
+            has_left: whether this worker's loop has ended, so that it waits for others as long as they live.
 
         Raises:
             CommunicationError: another worker has failed; names it and the cause.
@@ -115,7 +115,7 @@ class Team:
             self._watcher.local_progress = self._watcher.local_progress.ended()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the next call of the others, which an error in this worker's code keeps it from joining."""
+        """Ends the other workers' next call with an error in this worker's code, which keeps it from joining the call."""
         if self.connections.are_open and not self._failed.are_final:
             self._call.begin()
             self._failed.explain(error, lambda: True, str)
@@ -140,17 +140,17 @@ class Team:
         return self._meetings.exchange_headers(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
-        """All workers do so in the same call; may be repeated."""
+        """Opens the connection for values of the model; all workers do so in the same call. May be repeated."""
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
-        """Waits for the votes of all workers; from then on the step is decided, for all alike.
+        """Waits for the votes of all workers, and returns the common decision on the step.
 
         Args:
             is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
 
         Raises:
-            CommunicationError: the workers disagree on the same sums, or a worker has failed.
+            CommunicationError: the workers disagree on whether the same sums are finite, or a worker has failed.
         """
         call = self._call
         message = vote.to_message(columns)
@@ -164,7 +164,7 @@ class Team:
         return decision
 
     def end_updates(self) -> None:
-        """All sums are here, and updates done; the loss is next."""
+        """Notes that all sums have arrived and all updates are done."""
         self._call.stage = CallStage.UPDATED if self._call.stage is CallStage.UPDATING else CallStage.DECIDED
 
     def hear(self, text: str) -> list[tuple[str, str]]:
@@ -183,7 +183,9 @@ class Team:
         self.connections.launch_bucket(collective, functools.partial(self._end_bucket, done))
 
     def _end_bucket(self, done: Done, error: Exception | None) -> None:
-        """Others hear of a failed payload before its lane is cut, and must not mistake rounds of the next pack for its own."""
+        """Publishes the failure of a payload before its lane is cut, so that others do not continue with the next pack's
+        rounds.
+        """
         if isinstance(error, PayloadError):
             self._failed.publish_cause(error)
             self.connections.cut_buckets()
@@ -195,11 +197,11 @@ class Team:
     # The end of the team
 
     def note_why(self, error: BaseException) -> None:
-        """The error with which this worker is about to leave."""
+        """Notes the error with which this worker is about to leave."""
         self._last_words.append(in_short(error))
 
     def close(self) -> None:
-        """Notifies the others. May be repeated."""
+        """Notifies the other workers, and closes the connections. May be repeated."""
         self._finalizer()
 
 
@@ -214,7 +216,7 @@ def _never(is_known: Callable[[], bool]) -> bool:
 def _leave(
     pid: int, watcher: StepWatcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
 ) -> None:
-    """Also at exit of the interpreter, but not in a forked child."""
+    """Runs at `Team.close`, or at exit of the interpreter; does nothing in a forked child."""
     if os.getpid() != pid:
         return
     why = f", after {last_words[0]}" if last_words else cause_of_exit()  # of the script, if nobody has closed the step

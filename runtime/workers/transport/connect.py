@@ -17,7 +17,7 @@ from mirrorc.runtime.workers.transport.lane import Lane, LostConnectionError, in
 
 _LONGEST_OPENING_SECONDS = 30.0  # of a connection for which all workers are there
 _SECONDS_BETWEEN_LOOKS = 0.02
-_MEASURED_BYTES = (2**6, 2**20, 2**22)  # of sums, by which the speed of a link is told
+_MEASURED_BYTES = (2**6, 2**20, 2**22)  # sizes of the sums that measure the speed of a link
 _NUM_MEASUREMENTS = 4
 _SHORTEST_PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 5.0, 30.0  # with the store, whose host may be busy
 _T = TypeVar("_T")
@@ -33,7 +33,7 @@ def await_all(
     """Waits until all workers have come to a call. Unlike gloo's rendezvous, the wait can be interrupted by signals.
 
     Args:
-        may_wait_on: called at each timeout, whether to wait as long again.
+        may_wait_on: called at each timeout; True to wait as long again.
 
     Raises:
         LostConnectionError: not all came.
@@ -60,7 +60,8 @@ def await_all(
 def all_texts(
     store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
 ) -> list[str]:
-    """Each worker's first text, by rank; a worker that repeats itself must send the same.
+    """Exchanges a text with all workers, and returns each worker's first one, by rank. A worker that calls it again sends the
+    same.
 
     Raises:
         LostConnectionError: some worker sent nothing.
@@ -70,7 +71,7 @@ def all_texts(
     answer(lambda: store.set(keys[cluster.rank], text))
     until = time.monotonic() + timeout_seconds
     while True:
-        is_last_look = is_over() or time.monotonic() > until  # who has gone may have told before
+        is_last_look = is_over() or time.monotonic() > until  # a lost worker may have sent its text before
         if answer(lambda: all(store.check([key]) for key in keys)):
             return answer(lambda: [store.get(key).decode() for key in keys])
         if is_last_look:
@@ -79,12 +80,12 @@ def all_texts(
 
 
 def patience(timeout_seconds: float) -> float:
-    """Timeout of the store, in seconds."""
+    """The timeout for an answer of the store, in seconds."""
     return max(_SHORTEST_PATIENCE_SECONDS, min(timeout_seconds / 2, _LONGEST_PATIENCE_SECONDS))
 
 
 def _answer(ask: Callable[[], _T], seconds: float) -> _T:
-    """A store on a stopped host stays connected; so its answer is awaited in bounded time."""
+    """Asks the store in bounded time, as a store on a stopped host stays connected."""
     try:
         return in_bounded_time(ask, seconds)
     except (RuntimeError, TimeoutError) as error:
@@ -92,7 +93,7 @@ def _answer(ask: Callable[[], _T], seconds: float) -> _T:
 
 
 def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
-    """Measured by all workers together."""
+    """Measures the speed of the link; all workers call it together."""
     seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in _MEASURED_BYTES}
     measured = torch.zeros(max(_MEASURED_BYTES), dtype=torch.uint8, device=device)
     for _ in range(_NUM_MEASUREMENTS):  # the first opens connections
@@ -113,7 +114,7 @@ def open_lane(
     device: torch.device,
     is_over: Callable[[], bool],
 ) -> Lane:
-    """Called by workers past the rendezvous; tensors are on a device of this type."""
+    """Opens a lane for tensors on this type of device, after the rendezvous; all workers call it."""
     lane_store = distributed.PrefixStore(name, store)
     places = cluster.rank, cluster.num_workers
     opened = functools.partial(Lane, lane_store, *places, timeout_seconds, f"mirrorc {name}", device)

@@ -20,7 +20,8 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def cut_when_broken(deaf: Lane, watched: Lane) -> None:
-    """Cuts a lane when another to the same workers breaks; returns at once. The close of ``watched`` ends the watch.
+    """Cuts the lane ``deaf`` when ``watched``, a lane to the same workers, breaks; returns at once. Closing ``watched`` ends
+    it.
 
     A collective of NCCL waits forever for an ended process; gloo closes its connection.
     """
@@ -35,15 +36,15 @@ def _watch(deaf: Lane, watched: Lane) -> None:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
-_SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
+_SLACK_SECONDS = 1.0  # lanes have a timeout of their own, with a better message
 _HOST = torch.device("cpu")
 
 
 class Connections:
-    """A lane for control messages and a lane for buckets, opened together, at a call, and closed together, by a failure.
+    """A lane for control messages and a lane for buckets, opened together at a call, and closed together by a failure.
 
-    Values of the model have a third lane: a device without examples launches its buckets at any time, before such a value on some
-    workers and after it on others.
+    Values of the model have a third lane. A device without examples launches its buckets at any time: on some workers before
+    such a value, on others after it.
 
     Attributes:
         link: measured speed at the last opening; None before.
@@ -95,7 +96,7 @@ class Connections:
             self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST, is_over))
 
     def part_of_store(self, name: str) -> Any:
-        """A prefix of the store, over a separate connection.
+        """The store with a prefix, over a separate connection.
 
         Raises:
             LostConnectionError: the store does not answer.
@@ -107,7 +108,7 @@ class Connections:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
     def run_control(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
-        """See `Lane.call`."""
+        """Runs a collective on the lane for control messages, see `Lane.call`."""
         lanes = list(self._lanes)
         if not lanes:
             raise LostConnectionError("the connection to the other workers is closed")
@@ -128,7 +129,7 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Control messages first."""
+        """The open lanes; that for control messages comes first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
@@ -137,7 +138,7 @@ class Connections:
             lane.cut()
 
     def close(self) -> bool:
-        """Returns whether all collectives have ended, so that none of them writes any more."""
+        """Closes all lanes; returns whether all collectives have ended, so that none of them writes memory any more."""
         have_ended = [lane.close() for lane in self._lanes]
         self._lanes.clear()
         return all(have_ended)

@@ -22,11 +22,11 @@ def in_words(error: Exception) -> str:
 
 
 class LostConnectionError(CommunicationError):
-    """Lost connection to another worker, not yet identified."""
+    """A lost connection to another worker; which one is not known yet."""
 
 
 class PayloadError(ExecutionError):
-    """Failure of a user's payload between two of its rounds: other workers may wait for the next."""
+    """Failure of a user's payload between two of its rounds; other workers may wait for the next round."""
 
 
 Group = GlooGroup | NcclGroup
@@ -45,7 +45,7 @@ def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float
 class Lane:
     """Launches collectives in order, over NCCL on a GPU and else over gloo, and reports the end of each in this order.
 
-    Waiting for a collective is deaf to signals, and a waiting device has a timeout of its own. So the lane's thread waits.
+    The lane's thread waits for the collectives: such a wait ignores signals, and a waiting device has a timeout of its own.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -62,10 +62,10 @@ class Lane:
         self._thread.start()
 
     def launch(self, collective: Callable[[Any], Any], done: Done) -> None:
-        """Launches a collective, returned by ``collective`` as a work, without waiting. ``done`` receives its error, if any.
+        """Launches a collective without waiting; ``collective`` returns its work, and ``done`` receives its error, if any.
 
-        After the first work of `SeveralRounds`, each work waits for the end of those before it: so all workers launch the rounds
-        in the same order.
+        After the first work of `SeveralRounds`, each work waits for the end of those before it. So all workers launch the
+        rounds in the same order.
         """
         with self._launching:
             try:
@@ -86,10 +86,10 @@ class Lane:
     ) -> None:
         """Launches a collective and waits for it; Ctrl-C can cut the wait short, not the collective.
 
-        ``may_wait_on`` is called at each timeout, whether to wait as long again.
+        ``may_wait_on`` is called at each timeout; True to wait as long again.
 
         Raises:
-            LostConnectionError: it has failed, or timed out.
+            LostConnectionError: the collective has failed, or timed out.
         """
         outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self.launch(collective, outcomes.put)
@@ -124,7 +124,7 @@ class Lane:
         return self._group is None
 
     def close(self) -> bool:
-        """Ends all collectives; returns whether memory passed to the lane is not written any more."""
+        """Ends all collectives; returns whether memory passed to the lane is no longer written."""
         self.cut()
         with self._launching:
             group, self._group = self._group, None
@@ -136,7 +136,7 @@ class Lane:
 
 
 class SeveralRounds:
-    """A work that launches further collectives while it is waited for."""
+    """A work that launches further collectives in its `wait`."""
 
     def wait(self) -> None:
         raise NotImplementedError
@@ -159,7 +159,7 @@ class _Failed:
 
 
 def _await_works(works: queue.SimpleQueue[tuple[Any, Done] | Group | None]) -> None:
-    """Ends with the group, to release it."""
+    """Waits for works in order, and reports their ends. Ends with the group, to release it."""
     while isinstance(entry := works.get(), tuple):
         work, done = entry
         error: Exception | None = None
