@@ -33,7 +33,7 @@ _CLIP_VALUE, _UNSCALE = ops.clip_value.__name__, "unscale"
 
 @rule(since=Stage.SCHEDULED)
 def commits_exchange_norms_alike(program: Program) -> Iterator[Violation]:
-    """All commits exchange as many numbers, each a norm of the replica's own sums, and of one type in a row."""
+    """All commits exchange the same number of norms, each of the replica's own sums; norms at one position have one type."""
     commits = [(where, node) for where, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
     rows = [[number.kwargs["norm_type"] for number in numbers_of(commit)] for _, commit in commits]
     for (where, commit), row in zip(commits, rows, strict=True):

@@ -75,7 +75,7 @@ def each_microbatch_is_taken_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED)
 def each_microbatch_gives_its_factors(program: Program) -> Iterator[Violation]:
-    """A gradient left as factors has those of each microbatch of its replica, once."""
+    """A gradient left as factors has the factors of each microbatch of its replica once."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *FORMS):
             parts, replica = FORMS[node.target].parts(node.args), replica_at(program, node)

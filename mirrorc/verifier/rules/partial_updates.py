@@ -92,8 +92,8 @@ def new_parameters_are_gathered_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def updates_in_parts_take_shares_alone(program: Program) -> Iterator[Violation]:
-    """An update in parts takes a share of a bucket with factors, and nothing else takes that: there is no gradient to read or
-    scale. It makes at least one element at a time.
+    """An update in parts takes a share of a bucket with factors, which nothing else takes: there is no gradient to read or
+    scale. It computes at least one element at a time.
     """
     for where, graph, _ in scopes(program):
         for update in calls_to(graph, ops.update):

@@ -109,7 +109,7 @@ def _is_left(gradient: fx.Node) -> bool:
 @rule(since=Stage.SCHEDULED)
 def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
     """A compressed sum goes into the exchange of its bucket, or pack, alone. All replicas of a worker compress theirs. The sum
-    over workers is decompressed before anything else takes it, and nothing else is.
+    over workers is decompressed before anything else takes it, and nothing else is decompressed.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.compress):
