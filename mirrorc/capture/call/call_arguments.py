@@ -66,7 +66,7 @@ class Constant:
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
         self.path = path
-        # these are told apart by their text: -0.0 == 0.0, and nan != nan
+        # compared by their text: -0.0 == 0.0, and nan != nan
         self._is_float = isinstance(value, float | complex | np.inexact)
         try:
             self._key: Any = (type(value), repr(value) if self._is_float else hash(value))
@@ -151,7 +151,7 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
     for i, (child_path, child) in enumerate(parts.children):
         flat = _flatten(child, child_path, leaves, mode, plain)
         if flat[0] == "constant" and plain is not None and i >= len(parts.children) - parts.num_attributes:
-            flat = _plain_leaf(child, child_path, plain)  # many an attribute is read by nobody
+            flat = _plain_leaf(child, child_path, plain)  # many attributes are never read
         children.append(flat)
     return (parts.kind, parts.detail, tuple(children))
 
@@ -220,7 +220,7 @@ def rebuilding(structure: Structure) -> Rebuild:
     kwargs = ", ".join(f"{key!r}: {_code_of(child, f'structure[1][{i}][1]')}" for i, (key, child) in enumerate(keyword))
     made: dict[str, Any] = {}
     lines = f"def rebuilt(structure, leaves, plain):\n    return [{args}], {{{kwargs}}}"
-    exec(compile(lines, __file__, "exec"), globals(), made)  # made of names and numbers above
+    exec(compile(lines, __file__, "exec"), globals(), made)  # code of names and numbers alone
     rebuilt: Rebuild = made["rebuilt"]
     return rebuilt
 

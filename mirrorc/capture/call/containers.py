@@ -107,7 +107,7 @@ def _of_class(kind: str, detail: tuple[Any, ...], entries: list[Any]) -> Any:
         return tuple.__new__(detail[0], entries)
     if kind == "kind of list":
         made: Any = list.__new__(detail[0])
-        super(detail[1], made).extend(entries)  # `list`'s, whatever the class has made of it
+        super(detail[1], made).extend(entries)  # of `list` itself, as the class may override it
     elif kind == "kind of dict":
         made = dict.__new__(detail[1])
         dict.update(made, dict(zip(detail[0], entries, strict=True)))

@@ -14,7 +14,7 @@ from mirrorc.capture.call.shard_types import FEWEST_SYMBOLIC, SymbolicDims
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import dims_marked_by_user
 
-_MOST_PROGRAMS = 8  # with symbols, for calls of one kind: torch's bounds on sizes may leave few to each
+_MOST_PROGRAMS = 8  # with symbols, for calls of one kind: torch may add guards that few sizes meet
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ChangingSizes:
     def __init__(self, *, dynamic: bool | None) -> None:
         self._dynamic = dynamic
         self._seen: dict[Hashable, list[list[_SizeHistory]]] = {}
-        self._refusals: dict[Hashable, str] = {}  # why, by the kind of a call and whether a shard has one example
+        self._refusals: dict[Hashable, str] = {}  # reasons, by the kind of a call and whether a shard has one example
         self._num_programs: dict[Hashable, int] = {}
 
     def symbolic_dims(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> SymbolicDims:

@@ -118,4 +118,4 @@ def _filled(values: torch.Tensor, lengths: torch.Tensor, value: float) -> torch.
 
 
 PACKING: Mapping[Callable[..., Any], Callable[..., Any]] = {pack_padded_sequence: _pack, pad_packed_sequence: _pad}
-"""The functions of torch that pack sequences, and those that are traced in their place."""
+"""The functions of torch that pack sequences, with their substitutes in a trace."""

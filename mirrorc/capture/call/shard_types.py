@@ -126,7 +126,7 @@ def _types_of_microbatches(types: ShardTypes, call: Call, sizes: Sequence[int]) 
 
 
 STAND_IN_SIZE = 2
-"""The number of examples in the graph for a batch without examples: normalization takes no fewer."""
+"""The number of examples in the graph of a worker without examples: normalization needs that many."""
 
 
 def _stand_in_types(types: ShardTypes, call: Call) -> ShardTypes:

@@ -50,6 +50,6 @@ class Signature:
             split_call, call, self._num_replicas, microbatches=parts, may_be_empty=trains and self._are_several
         )
         shards = split()
-        if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # modules are looked at only then
+        if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # only then does BatchNorm matter
             shards = split(fewest=fewest_examples(*self._roots))
         return call, shards

@@ -157,7 +157,7 @@ def _common(places: Sequence[OutputLeaf], shard_of_replica: Sequence[int | None]
         return first
     values = [places[shard].value for shard in shard_of_replica if shard is not None]
     if not values:
-        return first  # without examples, it is refused
+        return first  # without examples, `refuse_outputs_apart` refuses it
     return OutputLeaf(first.path, LeafKind.CONSTANT, _apart(values, len(shard_of_replica) == 1))
 
 

@@ -39,7 +39,7 @@ def summed(value: torch.Tensor) -> torch.Tensor:
     marked = getattr(_noted, "marked", None)
     if marked is None:
         return value.view_as(value)
-    copy = value.clone()  # in memory of its own, by which it is known
+    copy = value.clone()  # in memory of its own, which identifies it
     marked.append(copy)
     return copy
 
@@ -58,7 +58,7 @@ def noted_marks() -> Iterator[list[torch.Tensor]]:
 
 
 class LeafKind(enum.Enum):
-    GATHERED = enum.auto()  # made of the replicas' parts
+    GATHERED = enum.auto()  # combined from the replicas' values
     LOSS = enum.auto()
     ARGUMENT = enum.auto()  # an argument of the call, which forward returns as it is
     CONSTANT = enum.auto()  # the same in every step

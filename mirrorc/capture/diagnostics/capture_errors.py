@@ -72,7 +72,7 @@ def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = 
 
 def _place(error: Exception) -> tuple[str, str]:
     frames, traced = user_frames(error), traced_frames(error)
-    recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
+    recorded = "" if frames else last_users_line(str(error))  # after tracing, the message contains the line
     line = f" at {recorded}" if recorded else ""
     if frames:
         line = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"'
@@ -108,7 +108,7 @@ _RAISED = re.compile(
 
 
 _ADVICE = re.compile(r"Consider annotating your code using torch\._check\*\(\)\.\s*|\s*\(Size-like symbols: none\)")
-"""torch's advice about numbers that are read of tensors; a step does not follow it."""
+"""torch's advice about numbers read from tensors, which does not apply to a step."""
 
 
 def _reason(text: str) -> str:

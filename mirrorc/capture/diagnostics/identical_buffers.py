@@ -31,7 +31,7 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
     """The ``vectors`` computed only from values that are equal on all replicas, each with a hash of its computation."""
     alike = writes.keys() & set(vectors)
     while True:
-        is_same: dict[fx.Node, bool] = {}  # whether a value is made of variables that are the same everywhere
+        is_same: dict[fx.Node, bool] = {}  # whether a value is equal on all replicas
         for node in graph.nodes:
             if node.target is ops.read:
                 name = str(node.kwargs["variable"])

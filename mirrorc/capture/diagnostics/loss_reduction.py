@@ -26,7 +26,7 @@ _LOSSES = (
 )  # fmt: skip
 _SIGNATURES = {function: inspect.signature(function) for function in _LOSSES}
 _SUMMANDS = {operator.add, operator.iadd, operator.sub, operator.isub, operator.neg, torch.add, torch.sub, torch.neg}
-_METHODS = {"add", "add_", "sub", "sub_", "neg"}  # of the same
+_METHODS = {"add", "add_", "sub", "sub_", "neg"}  # with the same meaning
 _SUM = "sum"
 
 

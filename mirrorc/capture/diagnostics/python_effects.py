@@ -188,7 +188,7 @@ def _of_calls(calls: Sequence[PythonCall], model_name: str) -> list[Note]:
     for call in calls:
         frame = _users_frame(call.stack)
         if frame is None or not call.repeats or "site-packages" in frame.filename:
-            continue  # a library says such things once, if at all
+            continue  # libraries log such things once
         done = "ran while the step was traced" if call.has_run else "was left out"
         notes.append(
             Note.at(

@@ -13,7 +13,7 @@ _LOOKUPS = (
     torch.ops.aten._embedding_bag.default,
     torch.ops.aten._embedding_bag_forward_only.default,
 )
-_SCALES = 3  # the place of scale_grad_by_freq among the operands of all of them
+_SCALES = 3  # the index of scale_grad_by_freq in the arguments of each lookup
 
 
 def notes_on_counted_lookups(graph: fx.Graph, model_name: str) -> tuple[Note, ...]:

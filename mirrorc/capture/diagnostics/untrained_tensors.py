@@ -58,7 +58,7 @@ def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
 def _leads_to_output(node: fx.Node) -> bool:
     """Tests whether values that all require a gradient lead from a node to the output, perhaps through in-place writes."""
     order = {node: place for place, node in enumerate(node.graph.nodes)}
-    since, waiting = {node: -1}, [node]  # the place from which a value depends on the node
+    since, waiting = {node: -1}, [node]  # the position from which on a value depends on the node
     while waiting:
         source = waiting.pop()
         for user in source.users:

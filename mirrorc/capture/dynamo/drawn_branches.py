@@ -46,7 +46,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
             return compare(torch.zeros(self.shape, dtype=self.dtype) + self.number, other)
         if not isinstance(other, (int, float)):
             raise TypeError("a DrawnScalar is compared with numbers and tensors only")
-        is_nan = other != other  # no traced number is compared with nan; all numbers answer alike
+        is_nan = other != other  # a trace cannot compare with nan; any number gives the same result
         return DrawnScalarDecides(compare(0.0 if is_nan else self.number, self._rounded(other)))
 
     return method
@@ -96,4 +96,4 @@ def _is_tensor(value: Any) -> bool:
 
 
 DECIDING: Mapping[Callable[..., Any], Callable[..., Any]] = {torch.rand: _rand, torch.is_tensor: _is_tensor}
-"""Functions of torch that draw the numbers or are asked about them, and the substitutes that are traced."""
+"""Functions of torch that draw such numbers or test for tensors, with their substitutes in a trace."""

@@ -188,7 +188,7 @@ def _trace(
             return traced({**instead, **DECIDING})
         except Exception as other:
             is_given_up = isinstance(other, NumbersGivenUp) and all(map(is_drawn, other.names))
-            if is_given_up or DrawnScalar.__name__ in str(other):  # a number is used as only a tensor can be
+            if is_given_up or DrawnScalar.__name__ in str(other):  # the number is used like a tensor
                 raise error from None
             raise
 

@@ -22,7 +22,7 @@ def masking_functions(root: nn.Module) -> Mapping[Callable[..., Any], Callable[.
         for file in files
         if file.startswith("transformers.")
         and (function := getattr(sys.modules.get(file), _NAME, None)) is not None
-        and function.__module__ == file  # not one that a user has put there
+        and function.__module__ == file  # not a substitute by the user
     ]
     return {
         function: masked_spans for function in functions if list(inspect.signature(function).parameters) == _PARAMETERS
@@ -62,7 +62,7 @@ def masked_spans(
     begins = (keys <= largest) & (spans > 0).unsqueeze(1)
     begun = F.pad(begins.to(torch.int64), (0, mask_length - 1)).cumsum(1)
     masked = begun > F.pad(begun, (mask_length, 0))[:, :places]
-    only_last = ((spans == 0) & (most > 0)).unsqueeze(1)  # where a row is too short for any, the last place is masked
+    only_last = ((spans == 0) & (most > 0)).unsqueeze(1)  # in a row too short for a span, the last place is masked
     return masked | (only_last & (torch.arange(places, device=device) == places - 1))
 
 

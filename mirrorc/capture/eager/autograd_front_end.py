@@ -37,7 +37,7 @@ _REMARK_ON_EVALUATION = (
 
 logger = logging.getLogger(__name__)
 
-_FAKE_MODE = FakeTensorMode()  # one, so that graphs of several sizes of microbatches can be put together
+_FAKE_MODE = FakeTensorMode()  # shared, so that graphs of microbatches of several sizes can be joined
 
 
 class AutogradFrontEnd(FrontEnd):

@@ -44,7 +44,7 @@ class OpaqueCall:
         self._call, self._model_name, self._modes = call, model_name, ThreadModes.now()
         self._plain = call.plain
         self._free: list[ModuleCopy] = []  # of finished runs
-        self._runs: RunTokens[Run | RunGradients] = RunTokens()  # with gradients to take
+        self._runs: RunTokens[Run | RunGradients] = RunTokens()  # with gradients still to return
         self._used = UsedParameters()
 
     # What the operators run

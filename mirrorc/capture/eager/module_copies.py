@@ -17,7 +17,7 @@ from mirrorc.torch_internals import ScriptCopy, is_script_module, renew_recurren
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 8
-"""The nesting of containers that is searched; some contain themselves."""
+"""The depth to which nested containers are searched; some contain themselves."""
 
 
 class ModuleCopy:

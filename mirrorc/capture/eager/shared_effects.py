@@ -22,7 +22,7 @@ from mirrorc.user.restore import CONTAINERS, can_keep_value, content_of, is_same
 def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
     """A context that refuses draws from shared generators, and changes of shared collections or tensors."""
     before = random.getstate(), np.random.get_state(legacy=False)
-    random.seed()  # a state that no seed of forward's own leads back to
+    random.seed()  # a state that a seed in forward does not reproduce
     np.random.seed()
     python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
     contents = [
@@ -33,7 +33,7 @@ def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
     ]
     generators = HeldGenerators(call.modules())
     kinds = _kinds_of(nn.Module)
-    modules = [value for value in gc.get_objects() if type(value) in kinds]  # of some million objects
+    modules = [value for value in gc.get_objects() if type(value) in kinds]  # there may be millions of objects
     buffers = {id(buffer): buffer for module in modules for buffer in _buffers_of(module)}
     snapshots = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:

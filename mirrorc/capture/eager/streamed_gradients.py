@@ -52,7 +52,7 @@ class RunGradients:
             self._backward()
         finally:
             self._on_gradient = lambda: None
-            for hook in hooks:  # which hold this object
+            for hook in hooks:  # the hooks refer to this object
                 hook.remove()
         self.has_ended = True
 

@@ -13,7 +13,7 @@ from mirrorc.errors import CaptureError
 from mirrorc.ir.variables import OUTSIDE
 from mirrorc.torch_internals import JointGraph, ReadVariable, guards_of, outside_variables, read_from_module
 
-_PLACE = "mirrorc_outside"  # where a traced module has them
+_PLACE = "mirrorc_outside"  # the attribute of a traced module that holds them
 
 
 def take_outside_variables(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
-"""The attribute of a model with these hooks."""
+"""The attribute of a model that has the hooks."""
 
 
 def install_capturing_hooks(model: nn.Module) -> bool:
@@ -21,7 +21,7 @@ def install_capturing_hooks(model: nn.Module) -> bool:
     if install is None:
         return False
     before = _num_hooks(model)
-    for module in model.modules():  # the outer one first, as in a call: it installs those of the models within it, too
+    for module in model.modules():  # outer models first, as in a call: they install the hooks of inner ones
         if _captures(module, capturing.__file__):
             install(module)
     return _num_hooks(model) > before

@@ -14,8 +14,8 @@ from mirrorc.capture.diagnostics.python_effects import users_place
 from mirrorc.errors import CaptureError, ExecutionError
 
 Attribute = tuple[int, str]
-"""An attribute other than a parameter, buffer or submodule: the module's index among those of Python in ``root.modules()``,
-and the name.
+"""An attribute other than a parameter, buffer or submodule: the index of its module among the Python modules in
+``root.modules()``, and its name.
 """
 
 _ABSENT = object()

@@ -349,7 +349,7 @@ def _variables(
 ) -> dict[str, Variable]:
     read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in calls_to(c.graph, ops.read))
     gradients, writes = _output(captured[0])["gradients"], _output(captured[0])["writes"]
-    # Control flow of plain PyTorch may leave some out.
+    # Control flow of plain PyTorch may skip parameters.
     is_plain = next(calls_to(captured[0].graph, take_gradient), None) is not None
     sparse = captured[0].sparse
     rules = update_rules(optimizers, state.parameters, list(gradients), sparse, may_be_unused=is_plain)

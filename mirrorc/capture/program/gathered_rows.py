@@ -46,7 +46,7 @@ class GatheredRows:
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)
-            is_run = shard in self._shards  # otherwise nobody runs the graph
+            is_run = shard in self._shards  # otherwise no replica runs the graph
             num_examples = self._sizes[self._shards.index(shard)] if is_run else STAND_IN_SIZE
             follow = not rows % (num_examples + more)
             fewer = rows // (num_examples + more) * num_examples if follow else rows

@@ -29,7 +29,7 @@ def captured_with_numbers(
                 raise _no_constant(error, model) from None
             numbers.give_up(lasting, error.why, error.words)
             continue
-        except CaptureError:  # perhaps for another reason, and then without inputs, too
+        except CaptureError:  # perhaps for another reason, for which a capture without inputs fails, too
             if not inputs:
                 raise
             with numbers.left_out():

@@ -39,7 +39,7 @@ def _is_masked(place: Any, mask: Any, value: Any) -> bool:
     if not all(isinstance(item, torch.Tensor) for item in values):
         return False
     source, chosen, assigned = values
-    if not all(type(size) is int for item in values for size in item.shape):  # a size that the mask decides, say
+    if not all(type(size) is int for item in values for size in item.shape):  # such as a size that depends on the mask
         return False
     is_mask = chosen.dtype == torch.bool and chosen.shape == source.shape[: chosen.dim()] and chosen.dim() > 0
     counted = len([*itertools.dropwhile(lambda size: size == 1, assigned.shape)])  # PyTorch leaves out leading ones

@@ -127,7 +127,7 @@ def _gradient_of_bags(
 
 
 BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_backward.default: _gradient_of_bags}
-"""Has joint export write gradients of tables of bags as rows."""
+"""Decompositions that make joint export express gradients of embedding bags as rows."""
 
 
 def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str) -> frozenset[str]:

@@ -79,7 +79,7 @@ class _Places:
         self._of_the_batch = placeholders_of(graph, arguments, ArgumentKind.BATCH)
         self._known: dict[fx.Node, _Place] = {}
         self._backward: set[fx.Node] = set()
-        self._last = _Place()  # of the operators so far
+        self._last = _Place()  # the place of the latest operator
         self._position = {node: i for i, node in enumerate(graph.nodes)}
         modules = {module_of(node) for node in graph.nodes}
         self._containers = {name[:i] for name in modules for i, char in enumerate(name) if char == "."} | {""}

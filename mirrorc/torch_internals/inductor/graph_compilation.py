@@ -35,7 +35,7 @@ _EXPANDED_LATE = (
     torch.ops.aten.gelu.default,
     torch.ops.aten.gelu_backward.default,
 )
-"""Operators with decompositions that a pass needs whole."""
+"""Operators that `inductor_decompositions` leaves out because a pass needs them."""
 
 
 def pools_maxima(target: Any) -> bool:

@@ -21,7 +21,7 @@ BUFFER = "mirrorc_number_"
 """The prefix of buffer names; the index in `HostNumbers.taken` follows."""
 
 _WIDE = (torch.float32, torch.float64)
-"""The dtypes in which PyTorch computes without extra bits."""
+"""The dtypes in which PyTorch computes with no higher precision inside an operator."""
 _AUGMENTED = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div"}
 _COMPARISONS = frozenset(
     ["lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal", "not_equal"]
