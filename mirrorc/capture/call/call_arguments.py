@@ -96,7 +96,7 @@ class Call:
 
 
 def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Flattens the arguments of a call; ``names`` are those of the positional parameters.
+    """Flattens the arguments of a call; ``names`` are the names of positional parameters.
 
     Raises:
         TypeError, ValueError: an argument cannot be rebuilt from shards.

@@ -1,4 +1,4 @@
-"""The arguments of a step: those of the model's forward, and the target of the loss."""
+"""The arguments of a step: arguments of the model's forward, and the target of the loss."""
 
 from __future__ import annotations
 

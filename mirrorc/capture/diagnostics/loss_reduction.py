@@ -41,7 +41,7 @@ class Reduction:
 
 
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
-    """The reductions over the batch by torch's losses, of those that are summands of the graph's first output.
+    """The reductions over the batch of torch's losses among the summands of the graph's first output.
 
     Multiplied or divided terms are left out, as a divided sum may be a mean.
     """

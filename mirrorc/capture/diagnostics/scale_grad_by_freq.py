@@ -1,4 +1,4 @@
-"""Embeddings that divide gradients by the frequency of a row, which a replica counts in its shard, not in the batch."""
+"""Embeddings that divide gradients by the frequency of rows. Replicas count rows in their shards, not in the batch."""
 
 from __future__ import annotations
 

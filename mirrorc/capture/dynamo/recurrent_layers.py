@@ -1,4 +1,4 @@
-"""Traces an operator in place of torch's LSTM, GRU and RNN."""
+"""Replaces torch's LSTM, GRU and RNN in a trace by one operator."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def read_run(
     """Reads the outputs of a run.
 
     Args:
-        variables: the user's variables, by the ids of the run's.
+        variables: the user's variables, by the ids of the run's variables.
         marked: the results of `mirrorc.summed` in the run.
     """
     reader = _RunReader(loss, arguments, variables)

@@ -310,7 +310,7 @@ def _outputs(
 
 
 def _without_idle_transpositions(node: fx.Node) -> fx.Node:
-    """The earliest value with the same shape and strides before transpositions: autograd transposes weight gradients twice."""
+    """The value before transpositions that cancel out: autograd transposes gradients of weights twice."""
     same, wanted = node, node.meta["val"]
     while node.target in TRANSPOSITIONS:
         source = node.args[0]
