@@ -16,11 +16,11 @@ def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """Sums or averages a value over all replicas that have examples; for use in a model or a loss.
 
     Gradients flow through it: the gradient of a replica's value is the sum of the gradients of all replicas' losses with
-    respect to the result. In plain PyTorch there is one replica, and the result is a copy of the value.
+    respect to the result. In plain PyTorch, the result is a copy of the value.
 
     Args:
         value: a tensor of numbers, of the same shape on all replicas: its shape must not depend on the number of examples.
-        op: "sum", or "mean": the sum divided by `num_replicas`, whatever numbers of examples the replicas have.
+        op: "sum", or "mean": the sum divided by `num_replicas`.
 
     Returns:
         A contiguous tensor of the value's shape and dtype, in memory of its own; the same bits on all replicas.
@@ -46,12 +46,12 @@ def all_gather(value: torch.Tensor) -> torch.Tensor:
     """Concatenates the values of all replicas that have examples along dim 0; for use in a model or a loss.
 
     Rows are in the order of replicas, so rows of examples are in the order of the batch. Gradients flow through it: the
-    gradient of a replica's value is the sum of the gradients of all replicas' losses with respect to its rows. In plain PyTorch
-    there is one replica, and the result is a copy of the value.
+    gradient of a replica's value is the sum of the gradients of all replicas' losses with respect to its rows. In plain
+    PyTorch, the result is a copy of the value.
 
     Args:
-        value: a tensor with at least one dimension. Replicas may have different numbers of rows, as with uneven shards; other
-            dimensions and the dtype are the same on all.
+        value: a tensor with at least one dimension. Replicas may have different numbers of rows; other dimensions and the dtype
+            are the same on all.
 
     Returns:
         A contiguous tensor of the value's dtype, in memory of its own; the same bits on all replicas.

@@ -154,11 +154,10 @@ class Step(StepReports):
     def join(self) -> AbstractContextManager[None]:
         """A context for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
 
-        A worker whose loop has ended takes part in the training calls of the others, without examples and without a forward,
-        until all loops have ended. It makes the same updates, with hyperparameters from a worker in its loop. Its own
-        schedulers stand still, and at the end its optimizer's groups get back the hyperparameters from the end of its loop. It
-        waits for the others as long as their heartbeats come. An exception in the context ends the next call of the other
-        workers. In a process on its own, the context does nothing.
+        A worker whose loop has ended takes part in the training calls of the others, without examples and without a forward. It
+        makes the same updates, with hyperparameters from a worker in its loop; its own hyperparameters are restored at the end,
+        and its schedulers stand still. It waits for the others as long as their heartbeats come. An exception in the context
+        ends the next call of the others. In a process on its own, the context does nothing.
 
         Raises:
             ExecutionError: at the beginning, inside of another such context; by calls of other steps over workers inside of it,

@@ -15,12 +15,10 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Runs a function in a thread, and returns its result or raises its error.
-
-    torch's own waits for a store have no bound, and ignore signals.
+    """Runs a function in a thread, and returns its result or raises its error. torch's own waits for a store have no bound.
 
     Args:
-        is_over: polled while waiting; True ends the wait early. None never ends it early.
+        is_over: polled while waiting; True ends the wait early.
 
     Raises:
         TimeoutError: there is no result in time, or ``is_over`` returned True. The thread goes on.

@@ -86,7 +86,7 @@ class Messages:
 
 
 class Beats:
-    """Reads the heartbeats of the other workers, and finds silent workers. Threads may share it."""
+    """Reads the heartbeats of the other workers. Threads may share it."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._store, self._pace = store, pace
@@ -148,7 +148,7 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._run, name="mirrorc heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. The listener also receives messages published before."""
+        """The listener also receives earlier messages."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -203,7 +203,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """Waits for an overdue answer of the store: it hangs, or this worker was stopped and gets the answer now."""
+        """The store hangs, or this worker was stopped and gets the answer now."""
         asked_at, until = self._asked_at, time.monotonic() + slack_seconds
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return

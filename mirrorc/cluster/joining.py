@@ -68,11 +68,10 @@ class Cluster:
         Args:
             what: the subject of the facts, in the plural, such as ``"the files"``.
             facts: any values, by name; their texts and their order are compared.
-            timeout_seconds: the longest time to wait for the other workers.
 
         Raises:
-            CommunicationError: facts differ; names the first worker that differs from the chief, and its first different fact.
-                Or some workers did not come to compare; names them.
+            CommunicationError: names the first worker that differs from the chief, and its first different fact; or the workers
+                that did not come to compare.
         """
         if self.num_workers > 1:
             self._comparison(what).check_same(what, facts, timeout_seconds=timeout_seconds)
@@ -81,11 +80,8 @@ class Cluster:
         """Exchanges a text with all workers, and returns all texts by rank. All workers call it equally often, in the same
         order.
 
-        Args:
-            timeout_seconds: the longest time to wait for the other workers.
-
         Raises:
-            CommunicationError: some workers sent no text in time; names them.
+            CommunicationError: names the workers that sent no text in time.
         """
         if self.num_workers == 1:
             return [text]

@@ -39,7 +39,7 @@ class Presence:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Publishes the end of this process. Runs at exit; does nothing in a forked child, which is no worker."""
+        """Runs at exit; does nothing in a forked child, which is no worker."""
         if os.getpid() == self._pid:
             self.detector.leave(f"{self._rank} its process has ended{cause_of_exit()}")
 

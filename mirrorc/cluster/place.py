@@ -13,8 +13,8 @@ class Place:
         source: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
         host, port: address of the workers' store; the host is empty if the process group has a store.
         hosts_store: True if this worker opens the store.
-        local_rank: number among the workers of this machine; None if unknown.
-        num_restarts: number of restarts counted by this machine's torchrun agent.
+        local_rank: None if unknown.
+        num_restarts: counted by this machine's torchrun agent.
         store_persists: True if the store may have keys of an earlier start.
     """
 

@@ -24,7 +24,7 @@ class Start:
         self.number: int = store.add(_NUM_STARTS, 1)
 
     def answer(self) -> None:
-        """Answers the knocks of other workers; the chief calls it repeatedly while it waits."""
+        """Answers knocks; the chief calls it repeatedly while it waits."""
         knocks = self._store.add(_NUM_KNOCKS, 0)
         if knocks != self._num_heard:
             self._store.set(_heard(self.number), str(knocks))

@@ -92,7 +92,7 @@ class OwnConnection:
 
 
 def _port(store: Any) -> int:
-    """The port of a TCP store; 0 for a store without connections."""
+    """0 for a store without connections."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return int(getattr(store, "port", 0))

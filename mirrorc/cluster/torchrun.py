@@ -48,7 +48,7 @@ def _number(
     *,
     default: int | None = None,
 ) -> int:
-    """The number in a variable, checked to be from ``least`` to ``most``; ``of`` names the variable that sets ``most``."""
+    """``of`` names the variable that sets ``most``."""
     text = variables.get(name)
     if text is None and default is not None:
         return default

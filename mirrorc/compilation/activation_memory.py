@@ -28,16 +28,15 @@ class BoundedPrograms(Generic[_Compiled]):
     """Searches for a program of a call whose activations stay within a bound on each device.
 
     `ChooseCheckpoints` predicts memory from the captured graph; `report_memory` counts it once the regions are compiled. The
-    first program keeps all activations. Each count calibrates the prediction for the next program. A choice with no lower
-    prediction than the last one is not compiled.
+    first program keeps all activations. Each count calibrates the prediction for the next program.
 
     Args:
-        bound: bytes as an int; or as a float, a fraction of the peak of the program that keeps everything.
+        bound: bytes as an int; or as a float, a fraction of the peak of the first program.
         most_before: the largest such peak of earlier calls; it counts if it is larger, as in a short last batch.
         lowered: runs passes on the captured program.
 
     Attributes:
-        most: the larger of ``most_before`` and the peak of the program that keeps everything; set by `find`.
+        most: the largest such peak, with that of this call; set by `find`.
     """
 
     def __init__(

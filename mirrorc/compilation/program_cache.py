@@ -90,7 +90,6 @@ class Specialization:
         plain: the call's plain values at capture.
         shard_of_replica: the number of each replica's captured graph; None for a replica without examples.
         loss_dtype: None for an evaluation.
-        sizes: the symbolic sizes of each graph, if any.
     """
 
     executor: Executor

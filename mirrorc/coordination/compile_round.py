@@ -18,7 +18,7 @@ _DOING = "mirrorc.compile"
 class JointCompilation(AbstractContextManager["JointCompilation"]):
     """A context around one call of `mirrorc.compile`; an error in it reaches the other workers.
 
-    All arguments are checked within it, except for those that name the workers, since they are needed to reach the others.
+    Arguments that name the workers are checked on entering, all others within it.
 
     Raises:
         TypeError, ValueError: on entering, the description of the workers is wrong, or ``workers=None`` comes with a group.
@@ -61,7 +61,7 @@ def _joined_workers(arguments: Mapping[str, Any]) -> Cluster | None:
 
 
 def _longest_wait(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """The timeout as an argument of `join`; none if it is invalid, as the checks within the context report that."""
+    """The timeout for `join`; none if it is invalid, which the checks within the context report."""
     options = arguments["communication_options"]
     timeout = options.timeout_seconds if isinstance(options, CommunicationOptions) else None
     seconds: Any = arguments["timeout_seconds"] if timeout is None else timeout

@@ -26,18 +26,16 @@ class Coordinator(Protocol):
 
     @property
     def team(self) -> Team | None:
-        """The team of workers; None for a process on its own."""
+        """None for a process on its own."""
         ...
 
     @property
     def link(self) -> LinkSpeed | None:
-        """The measured speed of the link between workers; None if it was not measured."""
+        """None if it was not measured."""
         ...
 
     @property
-    def step_seconds(self) -> float:
-        """The timeout of a step on the devices."""
-        ...
+    def step_seconds(self) -> float: ...
 
     def begin_call(self) -> None:
         """Runs before a call of the user's loop, while other calls of the step may still run."""
@@ -48,7 +46,7 @@ class Coordinator(Protocol):
         ...
 
     def note_call(self, call: Call) -> None:
-        """Notes the structure of a call, for later calls without examples."""
+        """Notes the structure for later calls without examples."""
         ...
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
@@ -90,13 +88,9 @@ class Coordinator(Protocol):
         """A list with this step for `mirrorc.join`; empty for a process on its own."""
         ...
 
-    def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
-        """Gathers sharded optimizer state on all workers."""
-        ...
+    def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None: ...
 
-    def note_failure(self, error: BaseException) -> None:
-        """Notes the error to send to the other workers when this one leaves."""
-        ...
+    def note_failure(self, error: BaseException) -> None: ...
 
     def close(self) -> None:
         """May be called again."""

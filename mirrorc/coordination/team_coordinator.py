@@ -43,7 +43,7 @@ _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 @dataclass(frozen=True)
 class Retry:
-    """The program to look up for the next meeting of a call, after values were broadcast or programs did not match.
+    """The program to look up for the next meeting of a call.
 
     Attributes:
         rows_elsewhere: numbers of rows that the other workers gather; None if unknown.
@@ -56,12 +56,11 @@ class Retry:
 class TeamCoordinator:
     """Coordinates the training calls of one step on several workers, which all make the same calls.
 
-    Workers meet once each has its program, before anything changes. They meet again after a broadcast of values, or if their
-    programs did not match.
+    Workers meet once each has its program, before anything changes; and again after a broadcast of values, or if programs did
+    not match.
 
     Optimizers that are not element-wise run on every worker, since a chief with the only state might leave its loop first. They
-    get the same bits of sums and the same random numbers. Before each call, workers compare the parameters that these
-    optimizers have updated.
+    get the same sums and random numbers; before each call, workers compare the parameters that they have updated.
 
     Attributes:
         call_without_examples: the last call, stripped of its examples; None before the first one.
@@ -100,7 +99,7 @@ class TeamCoordinator:
         exclusively: Callable[[Callable[[], Any]], Any],
         is_closed: Callable[[], bool],
     ) -> list[JoinedStep]:
-        """A list with this step for `mirrorc.join`; ``take_part`` runs one call without examples."""
+        """``take_part`` runs one call without examples."""
         taking_part = functools.partial(exclusively, functools.partial(take_part, self))
         return [JoinedStep(self, taking_part, exclusively, is_closed)]
 
@@ -170,7 +169,7 @@ class TeamCoordinator:
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """Describes parameters that a failed step has left between two steps; empty if there are none."""
+        """Empty if no failed step has left parameters between two steps."""
         torn = self._state.torn
         return torn.clause if torn is not None and not torn.is_restored else ""
 
@@ -180,9 +179,7 @@ class TeamCoordinator:
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
         """Exchanges headers with all workers. Returns None if all programs match, and the call goes on.
 
-        It may broadcast the values of the chief, or of the worker whose user has written some, and then returns a retry. When
-        the call goes on, workers may first open the connection for values, take over hyperparameters, and gather optimizer
-        state.
+        May first broadcast the values of the chief, or of the worker whose user has written some, and returns a retry then.
 
         Args:
             executor: on a worker that has left its loop, the executor of its last call.
@@ -212,8 +209,6 @@ class TeamCoordinator:
 
     def _compare_rows(self) -> bool:
         """Tests whether all programs were compiled for the numbers of rows that workers gather in this call.
-
-        These numbers follow from the batches of all workers.
 
         Raises:
             CommunicationError: the numbers still differ after the last meeting; all workers raise it.
@@ -291,7 +286,7 @@ class TeamCoordinator:
 
     @property
     def step_seconds(self) -> float:
-        """The timeout of a process on its own, and as long again for the other workers, plus a slack."""
+        """That of a process on its own, twice, as the other workers may take as long again."""
         return 2 * self._options.timeout_seconds + _SLACK_SECONDS
 
     @property
@@ -310,11 +305,7 @@ class TeamCoordinator:
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Sums the losses of all workers, and gives buffers the same values on all.
-
-        Args:
-            loss: the weighted sum over this worker's replicas; None without examples.
-        """
+        """Sums the losses of all workers, and gives buffers the same values on all; ``loss`` is None without examples."""
         assert dtype is not None, "a training step has a loss"
         self.team.end_updates()
         total = total_loss(self.team.control, loss)

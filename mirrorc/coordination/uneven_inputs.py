@@ -68,8 +68,8 @@ class JoinedStep:
 class Block:
     """One worker's loop over some steps, and then the calls of the workers whose loops still run.
 
-    With several steps, a worker that has left its loop cannot know which step comes next. So before each call all workers meet
-    over the connections of the first step, and those in their loops announce the number of the step.
+    With several steps, all workers meet before each call over the connections of the first step, as a worker that has left its
+    loop cannot know which step comes next.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:
@@ -159,7 +159,7 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
 
 @contextmanager
 def _restored_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
-    """Restores the hyperparameters at its end, as the same objects."""
+    """Restores them at its end, as the same objects."""
     groups = optimizers.hyperparameters
     before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     try:

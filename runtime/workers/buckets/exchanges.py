@@ -29,8 +29,7 @@ class Exchanges(Communicator):
     """Exchanges the buckets of a program over gloo.
 
     Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to launch
-    sends the whole bucket, or the factors of all devices. All devices launch in the order of the bucket plan, so all workers
-    send in this order.
+    sends the whole bucket, or the factors of all devices. All workers send in the order of the bucket plan.
 
     Args:
         packs: numbers of the exchanged packs; without cut buckets, those of the buckets.

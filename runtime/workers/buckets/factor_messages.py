@@ -65,7 +65,7 @@ class FactorMessage:
                         to.copy_(source)
 
     def read(self, message: torch.Tensor, num_rows: NumRows) -> list[ReplicaFactors]:
-        """The factors in a message, by replica, as views of the message."""
+        """The factors, by replica, as views of the message."""
         return [
             [
                 [form_named(gradient.operation).from_rows(rows) for rows in parts]
@@ -78,7 +78,7 @@ class FactorMessage:
 
 
 class Gathering:
-    """An all-gather of the workers' factor messages; ``num_rows`` is by rank."""
+    """``num_rows`` is by rank."""
 
     def __init__(
         self, message: FactorMessage, num_rows: Sequence[NumRows], rank: int, replicas: Sequence[ReplicaFactors]
@@ -91,7 +91,7 @@ class Gathering:
 
     @functools.cached_property
     def replicas(self) -> list[ReplicaFactors]:
-        """The factors of all workers' replicas, in the order of ranks; read after the all-gather."""
+        """In the order of ranks, after the all-gather."""
         each = zip(self.gathered.unbind(), self._num_rows, strict=True)
         return [replica for message, num_rows in each for replica in self._layout.read(message, num_rows)]
 

@@ -48,7 +48,7 @@ class JointLaunches:
         return True
 
     def send(self, tag: Hashable, collective: Callable[[GlooGroup], object] | None) -> None:
-        """Launches a collective, and wakes all devices when it is done; None if there is nothing to send."""
+        """Launches a collective, None if there is nothing to send; its end wakes all devices."""
         inboxes = self._inboxes[tag]
         self.under_way.add(tag)
 

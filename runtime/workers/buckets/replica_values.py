@@ -21,10 +21,9 @@ _SENT_AS = {torch.int16: torch.int64}  # what gloo cannot add; the sum wraps aro
 class WorkerValues:
     """Exchanges of values within a program's forward and backward with the replicas of other workers.
 
-    The last present replica adds up the values of all, in the order of replicas, and launches the sum over all workers. A
-    gather is a sum, too: each worker writes its rows in their place, and zeros elsewhere, as integers.
-
-    Every replica waits until all have come, so all workers launch these sums in the order of the program, over a separate lane.
+    The last present replica launches the sum over all workers. A gather is a sum, too: each worker writes its rows in their
+    place, and zeros elsewhere, as integers. Every replica waits until all have come, so all workers launch these sums in the
+    order of the program.
     """
 
     def __init__(self, program: Program, timeout_seconds: float, launch: Launch) -> None:

@@ -80,7 +80,6 @@ def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iter
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, including slots."""
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 

@@ -18,20 +18,18 @@ class Header:
         is_fresh: 1 with variables that were not broadcast yet.
         written: digest of the user's writes since the last step; 0 for none.
         schedule: digest of the facts that all programs must share, such as exchanges.
-        variables: digest of shapes and dtypes, including variables outside of the model.
-        hyperparameters: digest, including the loss scale.
-        modes: digest of the modules' training modes.
+        variables, hyperparameters, modes: digests; these include variables outside of the model, and the loss scale.
         num_present: number of this worker's replicas with examples.
         seed: only worker 0's counts.
         kind: gradient accumulation, see `kind_of`; a guess by a worker that has left. `BESIDES` for a call that does not train,
             `TURN` for a meeting before a call.
         num_accumulated: number of examples of the accumulated calls.
         parameters: digest of the parameters whose optimizers are not element-wise, run by each worker; 0 for none.
-        num_steps: number of steps, as counted for comparisons of copies.
+        num_steps: as counted for comparisons of copies.
         has_left: 1 if this worker only joins the calls of others.
         num_counts, counts: number and digest of the row counts of this worker's factors.
         known: digest of all row counts received from workers.
-        deals_anew: 1 if this worker's shard of the optimizer's state belongs to other buckets than those of its program.
+        deals_anew: 1 if this worker's shard of the optimizer's state belongs to other buckets than its program's.
         turn: number of this worker's next step in its block, see `mirrorc.join`.
     """
 
@@ -58,7 +56,7 @@ class Header:
     turn: int = 0
 
     def to_tensor(self) -> torch.Tensor:
-        """The fields as a tensor, [fields] int64."""
+        """[fields] int64."""
         return torch.tensor(list(map(int, astuple(self))), dtype=torch.int64)
 
 
@@ -75,13 +73,11 @@ class Agreement:
     """Common facts of a call that all workers begin together. Its source is the first worker that has not left.
 
     Attributes:
-        num_examples, num_accumulated: sums over all workers.
-        num_present: number of replicas with examples, over all workers; ``present`` has it by rank.
+        num_examples, num_accumulated, num_present: sums over all workers; ``present`` has the last by rank.
         is_other: whether programs need other accumulation, so that all must meet again.
         first_present: rank of the first worker with examples; 0 if none has examples.
         takes_over: whether all must receive the source's values, and meet again.
-        source: rank of the source; 0 if all have left.
-        written: the source's digest of writes.
+        source: its rank; 0 if all have left.
         tells_hyperparameters: whether the source broadcasts hyperparameters to workers that have left.
         is_over: whether all have left.
         deals_anew: whether all gather the optimizer's state, to shard it anew.

@@ -61,7 +61,7 @@ class Team:
 
     @property
     def link(self) -> LinkSpeed | None:
-        """The measured speed of the connections; None before they were opened."""
+        """None before the connections were opened."""
         return self.connections.link
 
     @property
@@ -78,7 +78,7 @@ class Team:
         return self._failed.have_parted
 
     def come_together(self) -> None:
-        """Notes that all workers have taken over one worker's values."""
+        """After a broadcast of one worker's values."""
         self._failed.have_parted = False
 
     # A call, from its beginning to its end
@@ -140,7 +140,7 @@ class Team:
         return self._meetings.exchange_headers(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
-        """Opens the connection for values of the model; all workers do so in the same call. May be repeated."""
+        """All workers call it in the same call of the step. May be repeated."""
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
@@ -197,11 +197,10 @@ class Team:
     # The end of the team
 
     def note_why(self, error: BaseException) -> None:
-        """Notes the error with which this worker is about to leave."""
         self._last_words.append(in_short(error))
 
     def close(self) -> None:
-        """Notifies the other workers, and closes the connections. May be repeated."""
+        """Notifies the other workers. May be repeated."""
         self._finalizer()
 
 
@@ -216,7 +215,7 @@ def _never(is_known: Callable[[], bool]) -> bool:
 def _leave(
     pid: int, watcher: StepWatcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
 ) -> None:
-    """Runs at `Team.close`, or at exit of the interpreter; does nothing in a forked child."""
+    """Runs at `Team.close` or at exit, but not in a forked child."""
     if os.getpid() != pid:
         return
     why = f", after {last_words[0]}" if last_words else cause_of_exit()  # of the script, if nobody has closed the step

@@ -93,7 +93,7 @@ def _answer(ask: Callable[[], _T], seconds: float) -> _T:
 
 
 def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
-    """Measures the speed of the link; all workers call it together."""
+    """All workers call it together."""
     seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in _MEASURED_BYTES}
     measured = torch.zeros(max(_MEASURED_BYTES), dtype=torch.uint8, device=device)
     for _ in range(_NUM_MEASUREMENTS):  # the first opens connections

@@ -43,8 +43,7 @@ _HOST = torch.device("cpu")
 class Connections:
     """A lane for control messages and a lane for buckets, opened together at a call, and closed together by a failure.
 
-    Values of the model have a third lane. A device without examples launches its buckets at any time: on some workers before
-    such a value, on others after it.
+    Values of the model have a third lane, as a device without examples launches its buckets at any time.
 
     Attributes:
         link: measured speed at the last opening; None before.
@@ -108,7 +107,7 @@ class Connections:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
     def run_control(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
-        """Runs a collective on the lane for control messages, see `Lane.call`."""
+        """See `Lane.call`."""
         lanes = list(self._lanes)
         if not lanes:
             raise LostConnectionError("the connection to the other workers is closed")
@@ -129,7 +128,7 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The open lanes; that for control messages comes first."""
+        """Control messages come first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
