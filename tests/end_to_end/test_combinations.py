@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ def drawn(random: Random) -> Combination:
 
 def _any_options(random: Random) -> Combination:
     return Combination(
-        packing=random.choice((*PACKINGS, ByBytes(0), 1, 7, by_modules)),
+        packing=random.choice((*PACKINGS, ByBytes(math.inf), 1, 7, by_modules)),
         all_reduce=random.choice(tuple(ALGORITHMS)),
         placement=random.choice((*PLACEMENTS[:-1], "shared", NAMED)),
         devices=random.randint(1, 4),

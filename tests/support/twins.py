@@ -110,7 +110,8 @@ class Twins:
         target = (kwargs.pop("target"),) if self.loss_fn is not None else ()
         output = self.twin(*args, **kwargs)
         loss = self.loss_fn(output, *target) if self.loss_fn is not None else output
-        loss = loss if isinstance(loss, torch.Tensor) else loss["loss"]
+        if not isinstance(loss, torch.Tensor):
+            loss = loss["loss"] if isinstance(loss, dict) else loss.loss
         (loss * loss_scale).backward()
         return loss.detach()
 
