@@ -50,7 +50,7 @@ def _blamed_on(option: str) -> Iterator[None]:
 
 
 def _search_this_folder() -> None:
-    """Scripts in the working folder can import from there, too."""
+    """Lets Python import modules from the working folder."""
     if "" not in sys.path:
         sys.path.insert(0, "")
 

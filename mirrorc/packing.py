@@ -164,7 +164,6 @@ def may_cut(packing: Any) -> bool:
 
 
 def check_order(gradient_order: Any) -> None:
-    """Refuses an invalid order of gradients."""
     allowed = "say 'ready', as backward makes them, 'reversed', or give a key function of a mirrorc.packing.Gradient"
     if isinstance(gradient_order, str) and gradient_order not in ORDERS:
         raise ValueError(f"gradient_order is {gradient_order!r}: {allowed}")

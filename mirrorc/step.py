@@ -313,7 +313,7 @@ class Step(StepReports):
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
-        """``purpose`` is called once no other call runs."""
+        """Runs a training call; ``purpose`` is called once no other call runs."""
         refuse_to_run(self._options.program_workers, self._options.cluster)
         self._coordinator.begin_call()
         return self._exclusively(lambda: self._training.run(args, kwargs, purpose()))

@@ -148,7 +148,7 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._run, name="mirrorc heartbeats", daemon=True)
 
     def start(self) -> None:
-        """The listener also receives earlier messages."""
+        """Starts the thread; the listener also receives earlier messages."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -203,7 +203,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """The store hangs, or this worker was stopped and gets the answer now."""
+        """Waits for an overdue answer of the store: it hangs, or this worker was stopped and gets the answer now."""
         asked_at, until = self._asked_at, time.monotonic() + slack_seconds
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return

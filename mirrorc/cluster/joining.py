@@ -164,7 +164,7 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
 
 
 def _roll_call(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
-    """``number`` counts attempts to join; workers with a common store have made equally many attempts."""
+    """Calls the roll; ``number`` counts attempts to join, equally many on workers with a common store."""
     seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
     try:
         return in_bounded_time(lambda: _roll_call_in_start(opened, place, deadline, number), seconds)

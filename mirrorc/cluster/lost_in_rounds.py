@@ -39,7 +39,7 @@ class Presence:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Runs at exit; does nothing in a forked child, which is no worker."""
+        """Publishes the end of this process. Runs at exit, but does nothing in a forked child."""
         if os.getpid() == self._pid:
             self.detector.leave(f"{self._rank} its process has ended{cause_of_exit()}")
 

@@ -174,7 +174,6 @@ def _look(store: Any, came: dict[int, Worker]) -> None:
 
 
 def _await_readers(store: Any, num_readers: int) -> None:
-    """Waits a few seconds at most."""
     until = time.monotonic() + _LONGEST_READING_SECONDS
     while store.add(_NUM_READ, 0) < max(num_readers, store.add(_NUM_COME, 0)) and time.monotonic() < until:
         time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -92,7 +92,7 @@ class OwnConnection:
 
 
 def _port(store: Any) -> int:
-    """0 for a store without connections."""
+    """The port of a TCP store, else 0."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return int(getattr(store, "port", 0))

@@ -100,7 +100,6 @@ def _checked_cluster(cluster: dict[str, Any]) -> dict[str, list[tuple[str, int]]
 
 
 def _checked_address(field: str, address: Any) -> tuple[str, int]:
-    """The host and port of an address; an IPv6 host stands in brackets."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     is_bracketed = host.startswith("[") and host.endswith("]")
     bare = host[1:-1] if is_bracketed else host

@@ -102,8 +102,6 @@ class BoundedPrograms(Generic[_Compiled]):
 
 
 class _Choice(Instrument):
-    """Records the program after `ChooseCheckpoints`."""
-
     def __init__(self) -> None:
         self._program: Program | None = None
 

@@ -55,7 +55,6 @@ class Progress(Instrument):
         self.advance()
 
     def end(self) -> None:
-        """Removes the line and joins the thread."""
         self.is_over = True
         self._ended.set()
         if self._thread is not None and self._thread.ident is not None:

@@ -222,7 +222,7 @@ class StepCompiler:
     def _lowered_and_compiled(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]
     ) -> tuple[Program, list[dict[str, RegionFunction]]]:
-        """Appends the finish time of each phase to ``times``."""
+        """Runs the passes and compiles the regions; appends the finish time of each phase to ``times``."""
         bound = self._options.activation_memory
         prepared, pipeline = self._prepared(captured, purpose)
         if bound is None or not purpose.trains:
@@ -311,7 +311,6 @@ class StepCompiler:
 
 
 def _refuse_counted_rows(program: Program) -> None:
-    """Raises `SizesGivenUp` for a program whose workers send rows."""
     for name, variable in program.variables.items():
         if variable.update is not None and variable.update.takes_rows:
             raise SizesGivenUp(

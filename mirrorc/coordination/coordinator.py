@@ -26,12 +26,12 @@ class Coordinator(Protocol):
 
     @property
     def team(self) -> Team | None:
-        """None for a process on its own."""
+        """The team of workers; None for a process on its own."""
         ...
 
     @property
     def link(self) -> LinkSpeed | None:
-        """None if it was not measured."""
+        """The link's measured speed; None if it was not measured."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class Coordinator(Protocol):
         ...
 
     def note_call(self, call: Call) -> None:
-        """Notes the structure for later calls without examples."""
+        """Notes a call's structure for later calls without examples."""
         ...
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
@@ -57,9 +57,7 @@ class Coordinator(Protocol):
         """
         ...
 
-    def compare_replicas(self, program: Program) -> None:
-        """Compares the workers' copies of variables, if this step is due."""
-        ...
+    def compare_replicas(self, program: Program) -> None: ...
 
     def examples(self, local: int) -> Examples:
         """The numbers of examples over all workers; ``local`` is that of this process."""
@@ -93,7 +91,7 @@ class Coordinator(Protocol):
     def note_failure(self, error: BaseException) -> None: ...
 
     def close(self) -> None:
-        """May be called again."""
+        """Ends the coordination; may be called again."""
         ...
 
 

@@ -98,7 +98,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
 
 
 def _text_of_pass(stage: Any) -> str:
-    """Without addresses, which differ between workers; so functions are compared by name only."""
+    """The text of a pass, without addresses, which differ between workers. So functions in it are compared by name only."""
     return _ADDRESS.sub("", repr(stage))
 
 

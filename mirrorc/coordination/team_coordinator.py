@@ -99,7 +99,7 @@ class TeamCoordinator:
         exclusively: Callable[[Callable[[], Any]], Any],
         is_closed: Callable[[], bool],
     ) -> list[JoinedStep]:
-        """``take_part`` runs one call without examples."""
+        """A list with this step; ``take_part`` runs one call without examples."""
         taking_part = functools.partial(exclusively, functools.partial(take_part, self))
         return [JoinedStep(self, taking_part, exclusively, is_closed)]
 
@@ -169,7 +169,7 @@ class TeamCoordinator:
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """Empty if no failed step has left parameters between two steps."""
+        """The buckets that a failed step has updated, as a clause; empty if parameters are those of one step."""
         torn = self._state.torn
         return torn.clause if torn is not None and not torn.is_restored else ""
 
@@ -286,7 +286,7 @@ class TeamCoordinator:
 
     @property
     def step_seconds(self) -> float:
-        """That of a process on its own, twice, as the other workers may take as long again."""
+        """Twice the timeout, as the other workers may take as long again, and a slack."""
         return 2 * self._options.timeout_seconds + _SLACK_SECONDS
 
     @property

@@ -159,7 +159,7 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
 
 @contextmanager
 def _restored_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
-    """Restores them at its end, as the same objects."""
+    """Restores hyperparameters at its end, as the same objects."""
     groups = optimizers.hyperparameters
     before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     try:

@@ -55,7 +55,6 @@ class FactorMessage:
                         yield (place, replica, part), factor, number, kind
 
     def write(self, message: torch.Tensor, num_rows: NumRows, replicas: Sequence[ReplicaFactors]) -> None:
-        """Writes a worker's message, [bytes] uint8."""
         for shard, places in zip(replicas, self.views(message, num_rows), strict=True):
             for gradient, parts, into in zip(self.gradients, shard, places, strict=True) if shard else ():
                 for factors, rows in zip(parts, into, strict=True):
@@ -78,7 +77,7 @@ class FactorMessage:
 
 
 class Gathering:
-    """``num_rows`` is by rank."""
+    """An all-gather of factor messages; ``num_rows`` is by rank."""
 
     def __init__(
         self, message: FactorMessage, num_rows: Sequence[NumRows], rank: int, replicas: Sequence[ReplicaFactors]
@@ -91,7 +90,7 @@ class Gathering:
 
     @functools.cached_property
     def replicas(self) -> list[ReplicaFactors]:
-        """In the order of ranks, after the all-gather."""
+        """The factors of all workers' replicas by rank, once the all-gather is done."""
         each = zip(self.gathered.unbind(), self._num_rows, strict=True)
         return [replica for message, num_rows in each for replica in self._layout.read(message, num_rows)]
 

@@ -74,5 +74,4 @@ class SentPayload(SeveralRounds):
         self._keep({name: value.detach() for name, value in new.items()})
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """The unsent rest is in the pack already."""
         into.copy_(self._sum[start:stop])

@@ -47,7 +47,7 @@ class LargestElements:
         return [self._parts(message) for message in self.gathered]
 
     def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The wider dtype comes first, for alignment."""
+        """The elements and indices in a message; the wider dtype comes first, for alignment."""
         kinds = sorted((self._dtype, self._places), key=lambda dtype: -dtype.itemsize)
         end = self._count * kinds[0].itemsize
         first, second = message[:end].view(kinds[0]), message[end:].view(kinds[1])

@@ -56,7 +56,6 @@ class Header:
     turn: int = 0
 
     def to_tensor(self) -> torch.Tensor:
-        """[fields] int64."""
         return torch.tensor(list(map(int, astuple(self))), dtype=torch.int64)
 
 

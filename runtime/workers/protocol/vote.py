@@ -55,7 +55,7 @@ class Columns:
         return cls(workers.devices_per_worker[0], None if workers.rank else 0)
 
     def filled(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[numbers of each replica, columns] float64, with zeros in other workers' columns."""
+        """This worker's columns among all, [numbers of each replica, columns] float64; the others are zeros."""
         columns = torch.zeros(len(numbers), self.num, dtype=torch.float64)
         if self.first is not None:
             columns[:, self.first : self.first + numbers.shape[1]] = numbers

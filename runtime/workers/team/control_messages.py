@@ -125,7 +125,9 @@ class ControlCollectives:
 
 
 class _BoundedStore:
-    """Raises `LostConnectionError` if a worker is gone, or the store does not answer in time."""
+    """Exchanges facts through the store. Raises `LostConnectionError` if a worker is lost, or the store does not answer in
+    time.
+    """
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, look: Callable[[], object]) -> None:
         self.workers: Sequence[Worker] = cluster.workers

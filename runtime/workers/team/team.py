@@ -61,7 +61,7 @@ class Team:
 
     @property
     def link(self) -> LinkSpeed | None:
-        """None before the connections were opened."""
+        """The measured speed of the connections; None before they were opened."""
         return self.connections.link
 
     @property
@@ -78,7 +78,7 @@ class Team:
         return self._failed.have_parted
 
     def come_together(self) -> None:
-        """After a broadcast of one worker's values."""
+        """Notes a broadcast of one worker's values to all."""
         self._failed.have_parted = False
 
     # A call, from its beginning to its end
@@ -131,7 +131,7 @@ class Team:
     # The stages of a call
 
     def stop_on_failure(self, stop: Callable[[], object]) -> None:
-        """``stop`` runs in another thread when another worker fails."""
+        """Lets ``stop`` run, in another thread, when another worker fails."""
         self._stop = stop
 
     def exchange_headers(
@@ -140,7 +140,7 @@ class Team:
         return self._meetings.exchange_headers(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
-        """All workers call it in the same call of the step. May be repeated."""
+        """Opens the connection for values of the model. All workers call it in the same call; may be repeated."""
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
@@ -200,7 +200,7 @@ class Team:
         self._last_words.append(in_short(error))
 
     def close(self) -> None:
-        """Notifies the other workers. May be repeated."""
+        """Notifies the other workers, and closes the connections. May be repeated."""
         self._finalizer()
 
 
@@ -215,7 +215,7 @@ def _never(is_known: Callable[[], bool]) -> bool:
 def _leave(
     pid: int, watcher: StepWatcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
 ) -> None:
-    """Runs at `Team.close` or at exit, but not in a forked child."""
+    """Ends a team at `Team.close` or at exit, but not in a forked child."""
     if os.getpid() != pid:
         return
     why = f", after {last_words[0]}" if last_words else cause_of_exit()  # of the script, if nobody has closed the step

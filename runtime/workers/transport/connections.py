@@ -107,7 +107,7 @@ class Connections:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
     def run_control(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
-        """See `Lane.call`."""
+        """Runs a collective on control messages, see `Lane.call`."""
         lanes = list(self._lanes)
         if not lanes:
             raise LostConnectionError("the connection to the other workers is closed")
@@ -128,7 +128,7 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Control messages come first."""
+        """The open lanes; the lane for control messages comes first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
