@@ -143,7 +143,7 @@ class StepGraph:
             self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:
-        """Drops the graph after a change of a baked value; ``fixed`` has these values by readable names."""
+        """Drops the graph after a change of a baked value; ``fixed`` has the baked values by readable names."""
         key = tuple(fixed.values())
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
         self._key = key
@@ -218,7 +218,7 @@ class StepGraph:
 
 
 def _copy(memory: torch.Tensor, value: torch.Tensor) -> None:
-    """If both tensors are expanded, each memory location is copied once."""
+    """Copies a value into memory of equal strides; if both are expanded, each memory location is copied once."""
     for dim, stride in enumerate(memory.stride()):
         if stride == 0:
             memory, value = memory.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

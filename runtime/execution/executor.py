@@ -53,7 +53,7 @@ class Executor:
     Args:
         constants: tensors from the capture that are neither parameters nor buffers.
         timeout_seconds: the longest wait of a replica for another.
-        step_graph: captures and replays the steps of a program of a single device; None to make all calls in every step.
+        step_graph: captures and replays the steps of a single device; None to run all calls in every step.
         team: the workers that train together; None for a process that trains alone.
     """
 
@@ -118,7 +118,7 @@ class Executor:
         return any(argument.kind is ArgumentKind.SEED for argument in self.program.arguments)
 
     def _vote(self, team: Team, columns: Columns, vote: Vote) -> tuple[bool, torch.Tensor | None]:
-        """Called by a single replica when all have come to the commit."""
+        """Votes with the other workers; called by a single replica when all have arrived at the commit."""
         vote = dataclasses.replace(vote, used=self._used.tell())
         outcome = team.vote(vote, columns=columns, is_early=self._progress is not None)
         self._used.hear(outcome.used)
@@ -192,7 +192,7 @@ class Executor:
     def _run_replicas(
         self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
     ) -> float:
-        """Fills in the replicas' results; returns the seconds they took."""
+        """Runs all replicas, fills ``results``, and returns the duration in seconds."""
         began = time.perf_counter()
         if self.is_interleaved:
             pool.run_here(lambda: interleave([self._run_interleaved(*call) for call in calls], results))
@@ -203,7 +203,7 @@ class Executor:
     def _run_in_threads(
         self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
     ) -> None:
-        """An interrupt ends the threads if the step is not committed."""
+        """Runs the replicas in the devices' threads; an interrupt stops them if the step is not committed."""
 
         def stop() -> None:
             if self.commit.stop():
@@ -226,7 +226,7 @@ class Executor:
     def _finish(
         self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
     ) -> torch.Tensor | None:
-        """May be repeated from any point."""
+        """Finishes a decided step, and returns its loss; may be repeated from any point."""
         done = [result[1] for result in results if result is not None]
         self._losses.wait(done)
         if self.commit.is_skipped:
@@ -244,7 +244,7 @@ class Executor:
         return loss
 
     def _choose_way(self) -> None:
-        """Chooses threads or interleaving, and clears records of a step of the other mode or of another program."""
+        """Chooses threads or interleaving, and drops records of the other mode or of another program."""
         is_interleaved = self.trial.interleaves and is_plain_thread()
         if is_interleaved:
             self.functions.bind_pausing()
@@ -302,7 +302,7 @@ class Executor:
             self.recorder.forget()
 
     def _give_up(self, pool: DevicePool) -> None:
-        """Waits for the GPUs' queued work after a failed step, because its memory will be reused."""
+        """Cleans up after a failed step; waits for the GPUs' queued work first, because its memory will be reused."""
         self.commit.stop()
         for device in dict.fromkeys(device.torch_device for device in self.program.devices if not pool.is_stuck):
             if not wait_device(device, self._timeout_seconds):

@@ -24,7 +24,9 @@ class Losses:
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def weight_tensors(self, replica_weights: Sequence[float], examples: Examples) -> Sequence[torch.Tensor | None]:
-        """The tangent of backward on each replica, a scalar on its device: the loss weight times the step's loss scale."""
+        """The tangent of backward on each replica, a scalar on its device: the loss weight times the loss scale; None
+        without backward.
+        """
         if not self._program.trains:
             return [None] * len(replica_weights)
         scale = self._state.weight_of_loss(self._program, examples)

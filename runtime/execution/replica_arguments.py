@@ -26,7 +26,9 @@ def replica_arguments(
     sizes: Sequence[int | float] = (),
     examples: Examples | None = None,
 ) -> list[Any]:
-    """Arguments of a replica's program, in its order, on its device. A replica without examples takes none."""
+    """The arguments of a replica's program, in order, with the batch on its device; empty for a replica without
+    examples.
+    """
     for event in start:
         wait_event(event)
     values: list[Any] = []

@@ -29,7 +29,7 @@ def explain_failure(
 
     Args:
         failures: the exception of each failed replica; `Aborted` if another replica's failure has stopped it.
-        torn: the buckets it had updated, if it failed after an early commit.
+        torn: a clause on the updated buckets if the call failed after an early commit; else empty.
     """
     devices = program.devices
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
@@ -71,7 +71,7 @@ def _runs_plain(program: Program, node: fx.Node) -> bool:
 
 
 def _advice(nodes: Sequence[fx.Node], line: str) -> str:
-    """Tracebacks that end at the call of a compiled region name no operator, hence the hint."""
+    """Tells what to check. A compiled region's traceback names no operator, so the text suggests the eager backend."""
     is_opaque = bool(nodes) and nodes[-1].op == "call_module"
     hint = "; with backend='eager' the operator is named exactly" if is_opaque else ""
     return f"Check this step's batch{' and that line' if line else ''}{hint}."

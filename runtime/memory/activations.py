@@ -44,7 +44,7 @@ from mirrorc.runtime.state.shares.pieces import Factors, Piece
 from mirrorc.torch_internals import num_bytes_now, size_now, storage_bytes_now
 
 Count = Callable[[Sequence[Piece], Sequence[Sequence[Sequence[Factors]]]], int]
-"""Counts bytes for a share's pieces; see `temporary_bytes`."""
+"""Counts bytes from a share's pieces and all replicas' factors; see `temporary_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class Activations:
     """The activations of a device's step.
 
     Attributes:
-        peak: bytes; 0 without activations.
+        peak: bytes at the peak; 0 without activations.
+        where: the moment of the peak; None without activations.
         blocks: the live values at the peak, the largest first.
-        kept: bytes of gradients outside of buckets, until the next step replaces them.
+        kept: bytes of gradients outside of buckets that live until the next step replaces them.
     """
 
     peak: int
@@ -66,19 +67,19 @@ class Activations:
 def activations_of(
     program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
 ) -> Activations:
-    """The activations of a device in a LOWERED program; ``temporary_bytes`` are per element of each bucket's update."""
+    """The activations of a device in a LOWERED program; ``temporary_bytes``: bucket -> bytes per element of its update."""
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
 accounts: Handlers[Callable[[_Walk, fx.Node], tuple[tuple[Block, ...], int]]] = Handlers("account for the memory of")
 """For each operation, a handler that returns the blocks of a node's value, and its temporary bytes.
 
-A value without a handler has memory of its own.
+The value of an operation without a handler is a new block.
 """
 
 
 class _Walk:
-    """Follows a device's generated function (`mirrorc.runtime.codegen.graph_function`), with blocks in place of values."""
+    """Simulates a device's generated function, with a `Block` in place of each value's memory, to find the peak."""
 
     def __init__(
         self, program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
@@ -196,7 +197,7 @@ class _Walk:
     @accounts(ops.pack)
     def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         if left := left_to_shares(node):
-            return self._of(left), 0  # all else lies in the bucket
+            return self._of(left), 0  # the other gradients are in the bucket
         if self.program.buckets[bucket_of(node)].rule.takes_rows:
             return self._rows(node, [node])
         if not (factored := factored_slots(node)):
@@ -207,12 +208,12 @@ class _Walk:
 
     @accounts(ops.unpack)
     def _unpack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """None for adjacent packs in a bucket; otherwise memory for their concatenation."""
+        """Nothing new for adjacent packs in a bucket; otherwise memory for their concatenation."""
         return (self._new(node) if any(map(_is_apart, node.all_input_nodes)) else self._of(node.args)), 0
 
     @accounts(ops.MEETINGS)
     def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The value, and until the end of the step a copy for other replicas and the sum over workers."""
+        """The value. A copy for other replicas and the sum over workers live until the end of the step."""
         (source,) = node.all_input_nodes
         value = source.meta["val"]
         self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(source)}", type_of(value))])
@@ -249,9 +250,7 @@ class _Walk:
 
     @accounts(ops.gather_largest)
     def _gather_largest(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The messages of all workers, until the end of the step, and the workspace of the top-k search. One device
-        does it for all.
-        """
+        """One device holds the workers' messages until the end of the step, and the workspace of the top-k search."""
         if self.replica:
             return (), 0
         _, pack = self.program.packs[pack_of(node)]
@@ -264,7 +263,7 @@ class _Walk:
 
     @accounts(ops.exchange_payload)
     def _exchange_payload(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The sum over all workers, until the end of the step, and the message. One device has both for all."""
+        """One device holds the sum over all workers and the message until the end of the step."""
         if self.replica:
             return (), 0
         bucket, pack = self.program.packs[pack_of(node)]
@@ -274,7 +273,7 @@ class _Walk:
 
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The messages, until the end of the step, with equal lengths assumed. One device writes them for all."""
+        """One device holds the workers' messages until the end of the step; their lengths are assumed to be equal."""
         operands = self._of(node.args)
         if self.program.num_replicas > 1:
             self.ledger.hold(operands)  # until the last device's launch, at an unknown time
@@ -294,7 +293,7 @@ class _Walk:
 
     @accounts(ops.gather_parameters)
     def _gather_parameters(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """A copy of this worker's part, as send buffer during the writes of parameters."""
+        """One device holds a copy of this worker's part of the parameters, as send buffer."""
         part = self.program.buckets[bucket_of(node)].part
         if self.replica or part is None:
             return (), 0
@@ -311,7 +310,7 @@ class _Walk:
         return (), 0
 
     def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
-        """The sum of the replicas' rows of a table; at most as long as all rows together."""
+        """The sum of the replicas' rows of a table, at most as large as all of them, or their indices alone."""
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]
@@ -366,7 +365,7 @@ class _Walk:
         return (self._of([operand]) if has_sum else ()), 0
 
     def _bytes_to_gather(self, wait: fx.Node) -> int:
-        """Temporary bytes of a sum of all devices' factors in a bucket, with copies of the factors."""
+        """Temporary bytes of a device that sums all devices' factors itself, with its copies of them."""
         packs = [pack for pack in packs_of(self.program, bucket_of(wait)) if pack.args]
         factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
         pieces = pieces_of_share(self.program.buckets[bucket_of(wait)], factored_slots(packs[0]), 0, 1)
@@ -429,7 +428,7 @@ class _Walk:
 
 
 def _is_apart(pack: fx.Node) -> bool:
-    """Test for a pack outside of its bucket."""
+    """Test for a pack whose memory is not in its bucket."""
     if pack.target is not ops.wait:
         return pack.target not in (ops.pack, ops.add_accumulated, ops.decompress)
     (launch,) = pack.all_input_nodes

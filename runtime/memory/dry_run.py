@@ -28,7 +28,7 @@ class Allocation:
 
 
 Held = int | Allocation
-"""The memory of an argument, as the argument's index, or an allocation of the region."""
+"""Memory in a region: the index of an argument, or an allocation."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,11 @@ class DryStep:
     """A statement of a region's code.
 
     Attributes:
-        call: name of the called function, or of the function for which it prepares memory.
-        node: its node in the region's graph, if known.
-        dropped: memory that the region releases after it; the caller may still hold an argument.
+        call: name of the called function, or of the function for which the statement prepares memory.
+        node: the called function's node in the region's graph, if known.
+        taken: the allocated memory.
+        dropped: memory that the region releases after the statement; the caller may still hold an argument.
+        workspace: bytes of the called operator's workspace.
     """
 
     call: str
@@ -63,7 +65,7 @@ class DryRun:
 
 
 def dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
-    """Runs a region's code without computation."""
+    """Follows a region's code on fake tensors. Inductor code that fails on them is counted as if it were not fused."""
     with made_current(device):  # Inductor's code makes its GPU current, and it is the user's thread that runs it here
         return _dry_run(region, function, device)
 
@@ -119,7 +121,7 @@ _PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
 
 
 def _named_by_next_call(steps: Sequence[DryStep]) -> list[DryStep]:
-    """Preparation of memory for a later call gets that call's name."""
+    """Gives steps that prepare memory the name of the call they prepare for; drops steps without effect on memory."""
     named: list[DryStep] = []
     following = "return"
     for step in reversed(steps):

@@ -106,7 +106,7 @@ class _Tally:
             self._add(tuple(names), kind, num_bytes)
 
     def _copies(self, bucket: Bucket) -> list[Owners]:
-        """The owners of each copy of a bucket's parameters or state; all devices of a shared copy."""
+        """For each copy of a bucket's parameters or state, the names of the devices that share it."""
         owners: dict[int, list[str]] = {}
         for replica, name in enumerate(self.names):
             owners.setdefault(bucket.owner_of_parameters(replica), []).append(name)
@@ -119,20 +119,22 @@ class _Tally:
             bucket_of(node) == bucket.index for node in self._sent_in_part
         ):  # residuals of error feedback, present and new
             self._add(self.names[:1], "gradients", 2 * bucket.num_bytes)
-        if bucket.rule.takes_rows:  # which are activations
+        if bucket.rule.takes_rows:  # its rows are activations
             return
         pack = pack_of_gradients(self.program, bucket.index)
-        shares = left_to_shares(pack) if not bucket.gathers_factors else []  # else each device makes the sum in its own
+        shares = left_to_shares(pack) if not bucket.gathers_factors else []  # else each device sums in its own bucket
         left = {str(gradient.kwargs["variable"]) for gradient in shares}
         in_parts = self._elements_in_parts(bucket)
         for replica, name in enumerate(self.names):
-            # Their shares are made in the first replica's bucket, if not in parts; other pages of them are never written.
+            # Factored gradients are summed in the first replica's bucket, or in parts; their other pages are never written.
             untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else in_parts
             accumulated = bucket.num_bytes if self.program.accumulation is not Accumulation.NONE else 0
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + accumulated)
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
-        """Records the memory for parts, and returns its elements."""
+        """Records the devices' memory for parts of gradients; returns the number of elements that are computed in
+        parts.
+        """
         num_elements = 0
         for replica, module in enumerate(self.program.device_graphs.values()):
             update = next(
@@ -174,7 +176,9 @@ class _Tally:
         self._add((with_state or copies)[0], "optimizer_state", scalars * len(bucket.slots))
 
     def add_user_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:
-        """Counts it on the first replica's parameters."""
+        """Counts state of an optimizer that steps by itself with the first replica's parameters; None for an unknown
+        size.
+        """
         owners = self._copies(buckets[0])[0]
         kind = buckets[0].rule.label.split(" ")[0]
         self.remarks.append(

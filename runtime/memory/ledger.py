@@ -21,7 +21,7 @@ class Block:
 
 
 Where = tuple[fx.Node, DryStep | None]
-"""A node of the device's graph and, if it is a region, a statement of its code."""
+"""A node of the device's graph and, within a region, a statement of its code; else None."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Ledger:
     total: int = 0
     peak: int = 0
     peak_at: Where | None = None
-    history: list[tuple[Block, bool]] = field(default_factory=list)  # taken or given back
+    history: list[tuple[Block, bool]] = field(default_factory=list)  # allocated (True) or released
     _peak_length: int = 0
     _left: set[Block] = field(default_factory=set)
 
@@ -49,7 +49,7 @@ class Ledger:
                 self._count(block, False)
 
     def leave(self, blocks: Iterable[Block]) -> int:
-        """Moves blocks out of the ledger until the next step replaces them; returns their bytes."""
+        """Stops counting blocks that live until the next step replaces them; returns the bytes of newly removed ones."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._left]
         for block in new:
             self._count(block, False)

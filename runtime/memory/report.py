@@ -48,14 +48,13 @@ class ActivationPeak:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Bytes by kind, of memory of one device or shared by several.
+    """Bytes by kind in the memory of one device, or in memory that several devices share.
 
     Attributes:
         devices: names of the devices with this memory. Shared memory exists once.
         parameters: all parameters, trained or not, with the gaps between them.
         gradients: the written parts of buckets, and sums that live until the next step replaces them. With gradient
-            accumulation,
-            the accumulated gradients, too.
+            accumulation, the accumulated gradients, too.
         optimizer_state: the present state, or the state after the first step; None if unknown before that step.
         buffers: the buffers of the model, and the constants of its graph.
         activations: the peak of values with a lifetime within a step.
@@ -116,33 +115,33 @@ class MemoryReport:
 
     @property
     def parameters(self) -> int:
-        """Of all devices."""
+        """Bytes on all devices."""
         return sum(row.parameters for row in self.rows)
 
     @property
     def gradients(self) -> int:
-        """Of all devices."""
+        """Bytes on all devices."""
         return sum(row.gradients for row in self.rows)
 
     @property
     def optimizer_state(self) -> int | None:
-        """Of all devices; None if unknown so far."""
+        """Bytes on all devices; None if unknown before the first step."""
         parts = [row.optimizer_state for row in self.rows]
         return None if None in parts else sum(part for part in parts if part is not None)
 
     @property
     def buffers(self) -> int:
-        """Of all devices."""
+        """Bytes on all devices."""
         return sum(row.buffers for row in self.rows)
 
     @property
     def activations(self) -> int:
-        """Of all devices, each at its own peak."""
+        """Bytes on all devices, each at its own peak."""
         return sum(row.activations for row in self.rows)
 
     @property
     def reserved(self) -> int:
-        """Of all devices."""
+        """Bytes on all devices."""
         return sum(row.reserved for row in self.rows)
 
     @property

@@ -48,30 +48,30 @@ from mirrorc.runtime.workers.buckets.replica_values import WorkerValues
 from mirrorc.torch_internals import copy_each
 
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
-"""For each operation, a handler that returns the function to run a node of a replica, or a `Constant`.
+"""For each operation, a handler that returns the function to run a node on a replica, or a `Constant`.
 
-The function is called with the node's operands and keywords. For an operation that is declared elsewhere, a handler is registered
-with ``@binds(scale_bucket)``.
+The function is called with the node's operands and keywords. ``@binds(scale_bucket)`` registers a handler of the operation
+``scale_bucket``.
 """
 
 binds_waits: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("wait for")
-"""For a launch, such a handler for the wait for it, where that needs one of its own."""
+"""For each launch operation whose wait needs a special function, a handler that returns it."""
 
 
 class Binder:
-    """Makes functions for the nodes of a lowered program, for the present layout of memory.
+    """Provides the functions that run the nodes of a lowered program, for the present layout of memory.
 
     Args:
         constants: tensors from the capture that are neither parameters nor buffers.
-        progress: records the updates of a program that commits early; else None.
-        unused: gives the slots of a bucket, by their places, that the last committed step leaves out.
+        progress: records the updates of parameters; None for a program without need, see `progress_of`.
+        unused: bucket -> places of the slots whose updates the last committed step leaves out.
 
     Attributes:
-        visitors: for a wait and a node that takes its share, the visitor that does the node's work on parts.
-        deferred: for a wait, the tables deferred until an update takes its share.
-        all_deferred: those of all functions bound for the present layout of memory.
-        pieces: for each bucket with gradients left as factors, the pieces of the shares bound so far.
-        summed_pieces: those pieces that are summed, so that the memory may hold more than they have written.
+        visitors: (wait, node that reads its share) -> the visitor that does the node's work part by part.
+        deferred: wait -> the embedding-table gradients that it defers until the update.
+        all_deferred: the values of ``deferred`` in all functions bound for the present layout.
+        pieces: pieces of the shares bound so far, of all buckets with gradients left as factors.
+        summed_pieces: the subset of ``pieces`` that a reduction sums; other workers' sums may overwrite their memory.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Binder:
         self.parts = BucketParts(program)
 
     def few_made(self, replica: int, gradient: Any) -> MadeShare:
-        """The pieces of a reduced gradient that the replica has made and no node has added to since."""
+        """The finished share behind a reduced gradient; empty unless the gradient is reduced from packs alone."""
         value = before_rescaling(gradient)
         sources = [value]
         if value.target is ops.wait and value.all_input_nodes[0].target in (ops.reduce_scatter, ops.gather_factors):
@@ -113,7 +113,7 @@ class Binder:
             deferred.forget()
 
     def bind(self, replica: int, node: fx.Node) -> Any:
-        """The function of a node on a replica; it ignores arguments for the compiler."""
+        """The function that runs a node on a replica, or a `Constant`, `TwoPartCall` or `Asking`."""
         if node.op == "call_module":
             return asking(self.program, node, self.regions[replica][str(node.target)])
         if node.target is operator.getitem or is_compute(node):
@@ -213,7 +213,7 @@ class Binder:
         return pack
 
     def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        """Sums the rows if no other replica has any."""
+        """The function of a `pack` of sparse rows; it sums the rows only if no other replica has any."""
         flat, is_left = self.state.store.buckets[bucket_of(node)], is_left_to_shares(node)
         whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
 
@@ -224,7 +224,9 @@ class Binder:
         return pack
 
     def _wait_for_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-        """Sums the rows only if a node takes the sum, and not just their indices."""
+        """The function of a wait for sparse rows; it sums them, or collects their indices alone, only if a node uses
+        the result.
+        """
         collective: Any = node.args[0]
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
         flat, pack = self.state.store.buckets[bucket], pack_of(node)
@@ -436,7 +438,7 @@ class Binder:
 
 
 def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Constants of other kinds stay where they are: regions may be compiled for a number on the host."""
+    """Moves a constant to a device of its own type. Others stay: regions may be compiled for a number on the host."""
     return constant.to(device) if constant.device.type == device.type else constant
 
 
@@ -456,7 +458,9 @@ def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torc
 def _zeros(
     whole: torch.Tensor, plain: Sequence[torch.Tensor], of_shares: FactoredBucket | None
 ) -> Callable[..., torch.Tensor | FactoredBucket]:
-    """Gradients left as factors elsewhere get no zeros."""
+    """The function of a `pack` without gradients: zeroes ``plain``, and returns ``of_shares``, or ``whole`` if that is
+    None.
+    """
 
     def pack(**_: Any) -> torch.Tensor | FactoredBucket:
         for part in plain:

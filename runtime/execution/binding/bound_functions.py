@@ -17,7 +17,9 @@ from mirrorc.runtime.profiling.recorder import Recorder
 
 
 class BoundFunctions:
-    """A function for each replica, bound anew when the memory layout changes; the pausing ones yield before waits."""
+    """The functions of all replicas, bound anew when the memory layout changes; those in ``pausing`` yield at
+    `pauses_at`.
+    """
 
     def __init__(self, program: Program, binder: Binder, recorder: Recorder | None) -> None:
         self._program, self._binder, self._recorder = program, binder, recorder

@@ -19,11 +19,12 @@ from mirrorc.runtime.codegen.graph_function import GraphFunction
 
 
 class Asked:
-    """Gradients of an eager backward that a replica's function requests before it calls the region.
+    """A request of a replica's function for gradients of an eager backward, before the call of the region that reads
+    them.
 
-    Attributes:
+    Args:
+        are_last: True to wait for the end of the backward, so that its exceptions are raised before the region's call.
         token, tangent: identify the backward.
-        are_last: True if the backward must have ended, so that its exceptions are raised before the function goes on.
     """
 
     def __init__(self, taken: TakenGradients, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
@@ -52,7 +53,7 @@ def asking(program: Program, node: fx.Node, call: Callable[..., Any]) -> Any:
 
 
 def waits_between(program: Program, graph: fx.Graph) -> set[fx.Node]:
-    """The calls that may wait for other replicas while a backward runs."""
+    """The nodes that may wait for other replicas while an eager backward runs."""
     takes = [
         node for node in region_calls(graph) if taken_gradients(program.regions[region_of(node)].graph_module.graph)
     ]
@@ -60,11 +61,11 @@ def waits_between(program: Program, graph: fx.Graph) -> set[fx.Node]:
 
 
 def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
-    """The call of a function that requests gradients.
+    """The call of a function that requests gradients; it also runs the backwards that compute them.
 
-    It runs each backward at its first request, in the same thread. Whenever a gradient is ready, the function goes on
-    within the backward as far as its requests are met, so buckets are launched during backward. Where backward blocks
-    other replicas, the function waits for none of them meanwhile.
+    Each backward starts at its first request, in the same thread. Whenever a gradient is ready, the function resumes
+    within the backward until a request is not met, so buckets are launched during backward. While a backward blocks
+    other replicas, the function waits for none of them.
     """
     call: Any = function.call
     if function.pauses:
@@ -115,7 +116,9 @@ class _Driven:
             self.request, self.result, self.has_ended = None, end.value, True
 
     def run_backward(self, asked: Asked) -> None:
-        """Resumes the function meanwhile. Raises exceptions of the backward as if at the function's request."""
+        """Runs the requested backward, and resumes the function meanwhile. The backward's exceptions are raised at the
+        request.
+        """
         try:
             asked.backward.run(functools.partial(self._go_on_within, asked))
         except BaseException as error:

@@ -21,20 +21,20 @@ NUM_TRIAL_STEPS = 2 * (_NUM_UNCOUNTED + _NUM_TRIED)
 """The number of steps after which the choice between threads and interleaving is final."""
 
 PausingStep = Generator[None, None, Any]
-"""A replica's step, which pauses where it needs the others, see `pauses_at`, and returns a result."""
+"""A replica's step, a generator that yields at `pauses_at` and returns the step's result."""
 
 
 def pauses_at(node: fx.Node) -> bool:
-    """Test for a pause of a replica's step: at its commit, and before earlier waits."""
+    """Test for a node before which a replica's step yields: its commit, and waits before the commit."""
     if node.target is ops.commit:
         return True
     return node.target is ops.wait and any(node < commit for commit in calls_to(node.graph, ops.commit))
 
 
 def can_interleave(program: Program) -> bool:
-    """Test for replicas that never block with common pauses at the nodes of `pauses_at`.
+    """Test for a program whose replicas never block in one thread, if each yields at `pauses_at`.
 
-    All must wait for the same buckets in the same order, and each wait must need only the launches of the others.
+    All must wait for the same buckets in the same order, and each wait must need only launches of other replicas.
     """
     if len(program.devices) == 1 or any(device.is_asynchronous for device in program.devices):
         return False
@@ -50,9 +50,9 @@ def can_interleave(program: Program) -> bool:
 
 
 def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] | None]) -> None:
-    """Runs every replica's step to its next pause, until all have ended; fills ``results``.
+    """Runs all replicas' steps in turns, each to its next pause, and fills ``results``.
 
-    The first failure ends all steps, and so does an interrupt.
+    A failure ends all steps and is put into ``results``; an interrupt ends them and is raised.
     """
     results.extend([(False, Aborted())] * len(replicas))
     left = dict(enumerate(replicas))

@@ -17,10 +17,10 @@ from mirrorc.torch_internals import copy_each
 def pack_of_cut_bucket(
     node: fx.Node, bucket: Bucket, slots: Sequence[torch.Tensor], whole: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
-    """The function of a `pack` of some elements of a bucket.
+    """The function of a `pack` in a bucket that is cut into several packs.
 
-    The first pack of a device that takes a gradient copies all of it into its slot, if no region has written it there.
-    Later packs must not copy it again, as the elements of earlier packs may be sums by then.
+    The first pack with elements of a gradient copies all of the gradient into its slot, unless a region has written it
+    there. Later packs must not copy it again, as elements of earlier packs may be sums by then.
     """
     pack = next(candidate for candidate in bucket.packs if candidate.number == pack_of(node))
     elements = whole[pack.start : pack.stop]
@@ -40,7 +40,7 @@ def pack_of_cut_bucket(
 
 
 def _is_copied_before(gradient: Any, pack: fx.Node) -> bool:
-    """Only packs take a gradient, the first of them first, so that this ends at once where a gradient lies in many."""
+    """Test for a gradient that an earlier pack has copied."""
     return any(other.target is ops.pack and other < pack for other in gradient.users)
 
 

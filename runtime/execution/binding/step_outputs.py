@@ -36,9 +36,9 @@ class _Output:
 
 
 class StepOutputs:
-    """Joins the outputs of a step.
+    """Joins the replicas' outputs of a step.
 
-    If all devices share a memory, a replica writes its part of a concatenated output into the whole while the step runs.
+    On CPUs, each replica writes its part of a concatenated output into the whole while the step runs.
     """
 
     def __init__(self, program: Program) -> None:
@@ -83,7 +83,7 @@ class StepOutputs:
         return write
 
     def take(self, num_examples: Sequence[int] = ()) -> dict[str, Any]:
-        """The outputs of the ended step, by name; an output that is not joined is a list of its parts."""
+        """The outputs of the ended step, by name; an output that is kept apart is a list of the replicas' values."""
         for parts in self._parts.values():
             for part in parts.values():
                 reserve_for_caller(part)

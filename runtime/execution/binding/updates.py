@@ -88,7 +88,9 @@ def _in_parts(
 
 
 def _usual(factor: torch.Tensor) -> float | None:
-    """The number of a factor, if a host-side kernel may divide gradients by its inverse with the same result."""
+    """A CPU factor as a number, if a kernel may divide gradients by its inverse with an equal result; else None, and
+    for 1.
+    """
     if factor.device.type != "cpu":
         return None
     number = factor.item()

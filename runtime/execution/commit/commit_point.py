@@ -29,8 +29,8 @@ class OtherWorkers:
     """The connection to the other workers at the commit.
 
     Attributes:
-        vote: votes with them, see `Team.vote`; from its call on nothing on this worker stops the step.
-        exchange_texts: returns the texts of all workers, each with the name of its worker.
+        vote: votes with the other workers, see `Team.vote`; once it is called, nothing on this worker stops the step.
+        exchange_texts: returns the texts of all workers, as pairs of a worker's name and its text.
     """
 
     vote: Callable[[Vote], tuple[bool, torch.Tensor | None]]
@@ -44,7 +44,7 @@ def _nothing() -> None:
 class CommitPoint:
     """Commits a step on all replicas or on none.
 
-    A step is decided once: by the first replica past the barrier, or by whichever call stops it before. Both are a single
+    A step is decided once: by the first replica past the barrier, or by whichever call stops it before. Each is a single
     operation, indivisible for threads and signals, so all see the same decision. A step may also be skipped.
 
     Args:
@@ -74,7 +74,7 @@ class CommitPoint:
 
     @property
     def is_committed(self) -> bool:
-        """Test for a committed step, the present or else the last: it can no longer stop."""
+        """Test for a commit of the present step or, between steps, of the last one. A committed step cannot be stopped."""
         return self._decision.get("step") is TAKES_PLACE
 
     @property
@@ -88,7 +88,7 @@ class CommitPoint:
 
     @property
     def is_binding(self) -> bool:
-        """Test for a decision here, or possibly on other workers with this worker's vote."""
+        """Test for a step that cannot be stopped any more: it is decided, or the vote of the workers has begun."""
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _VOTING)
 
     def begin(self) -> None:
@@ -113,7 +113,7 @@ class CommitPoint:
         self._decide(SKIPPED)
 
     def _decide(self, decision: str, numbers: torch.Tensor | None = None) -> None:
-        """All workers decide alike."""
+        """Decides the step, as all workers do; raises `Aborted` if it is stopped."""
         if self._workers is None:
             if self._decision.setdefault("step", decision) is not decision:
                 raise Aborted
@@ -143,14 +143,16 @@ class CommitPoint:
         self._rendezvous.abort()
 
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
-        """Records that a replica is past all that can fail, with its numbers for all; never blocks."""
+        """Records that a replica is past all that can fail, and its numbers for all replicas; never blocks."""
         if numbers:
             self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
         self._rendezvous.announce(replica)
 
     def leave(self, replica: int) -> torch.Tensor | None:
-        """Waits for all replicas and the commit; returns the numbers of all replicas, [numbers of each, replicas], or those of
-        the workers' `mirrorc.runtime.workers.protocol.vote.Columns`.
+        """Waits for all replicas and decides the step.
+
+        Returns the replicas' numbers, [number, replica], or the workers' numbers, see
+        `mirrorc.runtime.workers.protocol.vote.Columns`; None without numbers.
 
         Raises:
             Aborted: the step is stopped.
@@ -163,12 +165,12 @@ class CommitPoint:
         return self._numbers_for_all(met)
 
     def _numbers_for_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
-        """Bitwise the same on each worker."""
+        """Calls ``settle``; returns the numbers to go on with, bitwise equal on all workers."""
         self._settle()
         return met if self._agreed_numbers is None or met is None else self._agreed_numbers.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:
-        """[numbers of each, replicas], on the replica's device."""
+        """The numbers of all replicas, [number, replica], on this replica's device; None without numbers."""
         if not self._numbers[replica].values:
             return None
         device = self._devices[replica].torch_device
@@ -180,7 +182,7 @@ class CommitPoint:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context in which replicas pass without a decision, because calls are only recorded."""
+        """A context in which replicas pass without a decision, because calls are captured and not run."""
         self._is_suspended = True
         try:
             yield

@@ -37,12 +37,12 @@ class Examined:
 
 
 def examined(value: torch.Tensor) -> Examined:
-    """Adds up a value, without synchronizing with a GPU."""
+    """Sums a value's elements, without synchronizing with a GPU."""
     return Examined(value, sum_of(value))
 
 
 def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool) -> bool:
-    """Test for finite sums; ``at_once`` has one synchronization of a GPU for all of them."""
+    """Test for finite sums; with ``at_once``, a GPU is synchronized once for all of them."""
     totals = [value.total for value in values if isinstance(value, Examined)]
     totals += sums_of_all([value.visitor for value in values if isinstance(value, ExaminedShare)])
     if at_once and totals:
@@ -52,10 +52,10 @@ def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool
 
 @dataclass(frozen=True)
 class ExaminedShare:
-    """A share that was added up in parts, if it has any, except for deferred tables.
+    """A share whose visitor has summed its parts, except for deferred tables.
 
     Attributes:
-        deferred: its tables; None if all of it is made.
+        deferred: the share's deferred tables; None if its wait defers none.
     """
 
     value: torch.Tensor
@@ -81,7 +81,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements of a value in a variable's gradient, and their offset in the bucket; of a loss, no variable."""
+    """The elements of a checked value that belong to a variable's gradient, and their offset in the bucket; no variable
+    for a loss.
+    """
 
     variable: str
     place: int
@@ -152,12 +154,14 @@ class CheckedCommit(CommitPoint):
         return False if self.is_skipped else self._numbers_for_all(met)
 
     def _make_vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
-        """Sums over workers are the same on all; losses, parts of sums and accumulated gradients are local."""
+        """The vote, with the soundness of sums that all workers have; losses, parts of sums and accumulated gradients
+        are local.
+        """
         has_sound_sums = not any(fault.variable in self._known_to_all for fault in self._all_faults())
         return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)
 
     def _refuse(self) -> None:
-        """Raises the same error on all workers, unless all skip."""
+        """Raises an error, equal on all workers, unless all skip the step."""
         if self._skips:
             return
         assert self._workers is not None, "alone, a fault raises before the decision"
@@ -187,7 +191,7 @@ class CheckedCommit(CommitPoint):
                 yield f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
 
     def _gradient_messages(self, faults: Sequence[Fault]) -> Iterator[str]:
-        """Elements that several replicas examined count once."""
+        """Describes the first non-finite gradient; elements that several replicas examined count once."""
         names = {fault.variable for fault in faults}
         first = next((name for name in self._program.variables if name in names), None)
         if first is not None:

@@ -21,7 +21,7 @@ _SMALL_ELEMENTS = 2**14
 
 
 class Visitor(ABC):
-    """Does a node's work on a share, part by part; ``writes`` if it changes parts."""
+    """Does a node's work on a share, part by part; ``writes`` is True if it changes the parts."""
 
     writes: ClassVar[bool] = False
 
@@ -83,7 +83,7 @@ class SumVisitor(Looker):
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:
-    """The sum of all elements, in a wider dtype if the value's would soon overflow."""
+    """The sum of all elements, of float16 in float32."""
     return value.sum(dtype=_dtype_of_sum(value.dtype))
 
 
@@ -113,7 +113,7 @@ class BoundVisitor(Visitor):
 
 
 def visitors_of(wait: fx.Node) -> dict[fx.Node, Visitor]:
-    """Visitors for the nodes that read a share or, if a single node takes it, write it."""
+    """Visitors for the nodes that read the share of a wait, and for a clip in place if no other node reads it."""
     visitors: dict[fx.Node, Visitor] = {}
     for user in wait.users:
         if user.target is ops.norm:
@@ -140,7 +140,7 @@ def visiting(
     visitors: Sequence[Visitor],
     deferred: DeferredTables | None = None,
 ) -> Callable[..., torch.Tensor]:
-    """Waits for a share; visitors visit its parts, in order, except for the deferred tables."""
+    """A function that waits for a share; visitors process its parts in order, except for deferred tables."""
     visit = visit_of_all(visitors) if deferred is None else deferred.visit
 
     def wait(pending: Any, **_: Any) -> torch.Tensor:

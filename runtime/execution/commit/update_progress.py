@@ -60,7 +60,7 @@ class UpdateProgress:
 
 
 def progress_of(program: Program) -> UpdateProgress | None:
-    """None for a program that neither commits early nor gathers parameters from other workers."""
+    """The record of a program's updates; None if it neither commits early nor gathers parameters from other workers."""
     nodes = [node for graph in program.graphs() for node in calls_to(graph, ops.commit, ops.gather_parameters)]
     is_due = any(node.target is ops.gather_parameters or is_early(node) for node in nodes)
     return UpdateProgress(program) if is_due else None

@@ -31,7 +31,7 @@ class UsedVariables:
         buckets = [b for b in program.buckets if b.rule.may_be_unused and b.index not in in_part]
         self._places = [(b.index, i, slot.variable) for b in buckets for i, slot in enumerate(b.slots)]
         self._begun: UsedParameters | None = None  # of the step that has begun last, until it commits
-        self._num_users: torch.Tensor | None = None  # what all workers have said of it
+        self._num_users: torch.Tensor | None = None  # of each parameter in that step, over all workers
         self._unused: dict[int, Set[int]] = {}  # of the step that has committed last
         self._lock = threading.Lock()
 
@@ -40,7 +40,7 @@ class UsedVariables:
         self._begun, self._num_users = begun if self._places else None, None
 
     def tell(self) -> torch.Tensor | None:
-        """The parameters used by this process, [number] float64, ones and zeros; None if none can be unused."""
+        """Reports the parameters used by this process as ones and zeros, float64 [number]; None if none can be unused."""
         used = self._begun
         if used is None:
             return None
@@ -71,5 +71,5 @@ class UsedVariables:
                 self._state.accumulated.note_unused(left_out)
 
     def unused(self, bucket: int) -> Set[int]:
-        """The slots of a bucket, by their places, that the last committed step leaves out."""
+        """The places of a bucket's slots whose updates the last committed step leaves out."""
         return self._unused.get(bucket, frozenset())
