@@ -20,7 +20,7 @@ WEIGHTS = [Weight("a", (300,)), Weight("b", (300,)), Weight("c", (2,))]
 @pytest.mark.parametrize(
     ("compression", "operation"),
     [("bfloat16", ops.compress), (TopK(0.1), ops.gather_largest), (FirstElements(), ops.exchange_payload)],
-    ids=str,
+    ids=["bfloat16", "top-k", "payload"],
 )
 def test_one_worker_compresses_nothing(compression: Any, operation: Any) -> None:
     program = run_passes(handmade(2, WEIGHTS), default_pipeline(compression=compression, **SMALL_BUCKETS))
