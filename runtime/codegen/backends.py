@@ -45,7 +45,7 @@ class Backend(ABC):
         return contextlib.nullcontext()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
-        """A context for recompilation after an error; None if that would change nothing."""
+        """A context for recompilation after an error; None if recompilation would change nothing."""
         return None
 
     @abstractmethod

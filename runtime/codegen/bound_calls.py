@@ -19,8 +19,8 @@ class TwoPartCall:
     A generated function with pauses yields between them.
 
     Args:
-        may_end: early return of the function's output if ``leave`` returns False.
-        is_timed: a separate time mark for the call; otherwise its time belongs to the next call.
+        may_end: True to return the function's output early if ``leave`` returns False.
+        is_timed: True for a time mark of its own; otherwise its time belongs to the next call.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class TwoPartCall:
 
 
 class Asking:
-    """A call with a request: the function yields its needs, and continues once they are met.
+    """A call whose function first yields requests, and continues once they are met.
 
     Args:
-        asks: each makes a yielded value from the call's arguments at these positions.
+        asks: pairs of a function and positions; the function makes a request from the call's arguments there.
     """
 
     def __init__(self, call: Callable[..., Any], asks: Sequence[tuple[Callable[..., Any], Sequence[int]]]) -> None:
@@ -45,4 +45,4 @@ class _Waits:
 
 
 WAITS = _Waits()
-"""A yield before a call that waits for other graphs' calls, for schedulers."""
+"""Yielded before a call that waits for other graphs' calls."""

@@ -20,9 +20,8 @@ from mirrorc.torch_internals import SizesGivenUp, has_symbols, is_dense, schema_
 class EagerBackend(Backend):
     """Calls the captured operators one by one.
 
-    Some operators of torch return another memory layout than their fake versions. A view that the actual layout forbids
-    copies its elements. Operators that may read memory in order get arguments in the inferred layout. ``as_strided``
-    would change its meaning, so it raises an error.
+    Some operators return another memory layout than their fake versions. Views then copy where necessary, operators
+    that may read memory in order get arguments in the inferred layout, and ``as_strided`` raises an error.
     """
 
     name = "eager"
@@ -61,7 +60,7 @@ def _function_of(node: fx.Node) -> Callable[..., Any]:
 
 
 def _by_position(node: fx.Node) -> Callable[..., Any]:
-    """Offsets are counted from the first element of its argument."""
+    """The function of an operator like ``as_strided``; offsets count from its argument's first element."""
     target: Any = node.target
     arguments = [argument.name for argument in schema_of(target).arguments]
     place = arguments.index("storage_offset") if "storage_offset" in arguments else len(arguments)
@@ -88,7 +87,9 @@ def _needs_layouts(target: Any) -> bool:
 
 
 def _layout(argument: Any) -> Any:
-    """The inferred strides of an argument; a list for several tensors; None for a non-tensor."""
+    """The inferred strides of an argument, with symbols a `DimOrder`; a list for several tensors; None for scalars and
+    non-tensors.
+    """
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -108,7 +109,11 @@ class DimOrder:
 
     @classmethod
     def of(cls, value: torch.Tensor) -> DimOrder:
-        """Raises `SizesGivenUp` for gaps or overlaps, where the order does not determine the strides."""
+        """The order of a tensor's dimensions.
+
+        Raises:
+            SizesGivenUp: gaps or overlaps, so the order does not determine the strides.
+        """
         now = with_sizes_now(value)
         strides = now.stride()
         order = cls(tuple(sorted(range(now.dim()), key=lambda dim: (-strides[dim], dim))))

@@ -25,7 +25,7 @@ class GraphFunction:
         nodes: the node of each source line.
         namespace: bindings of the source's names; may be rebound between calls.
         marked: nodes with time marks at the end of their calls, in order. The function's beginning has a mark, too.
-        asks: True for a generator that yields its needs before calls, see `Asking`.
+        asks: True for a generator that yields requests before calls, see `Asking`.
         pauses: True for a generator that yields for other reasons.
     """
 
@@ -50,7 +50,7 @@ class GraphFunction:
 
 
 def failing_nodes(traceback: TracebackType | None) -> Iterator[fx.Node]:
-    """The running nodes of an exception, outermost first."""
+    """The nodes that ran when an exception was raised, outermost first."""
     while traceback is not None:
         frame: FrameType = traceback.tb_frame
         program = _programs.get(frame.f_code.co_filename)
@@ -84,7 +84,7 @@ def generate(
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For every node, the values with their last use there."""
+    """For each node, its operands that no later node uses."""
     dying: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):

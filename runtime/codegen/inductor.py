@@ -46,7 +46,7 @@ class InductorBackend(Backend):
         return inductor_decompositions()
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """Inductor calls oneDNN for convolutions, which is faster in channels-last format, and its tanh is slow."""
+        """Options for faster code: oneDNN convolves faster in channels-last format, and Inductor's tanh is slow."""
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
         options = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
         options["pads_products"] = device.type == "cuda"
@@ -60,7 +60,7 @@ class InductorBackend(Backend):
         return kernels_compiled_together()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
-        """Bypasses Inductor's file cache, since its files may have been overwritten or truncated."""
+        """A context without Inductor's cached files, which may be corrupt; None if memory was exhausted."""
         return None if isinstance(error, MemoryError) else fresh_kernel_files()
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:

@@ -43,10 +43,10 @@ class RegionCompiler:
     ) -> list[RegionFunction]:
         """Compiles regions in parallel; ``on_compiled`` is called after each.
 
-        After a failure it tries the backend's second way, if there is one.
+        After a failure it tries again in the backend's `second_try` context, if there is one.
 
         Raises:
-            Exception: the error of the first try.
+            Exception: the first error, if there is no second try or it fails.
         """
         try:
             with self.together():

@@ -21,7 +21,7 @@ _SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims)
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A factor of a dimension's size, not cut by any view between two values. Parts of one size are not equal."""
+    """A factor of a dimension's size that no view between two values splits. Parts of equal size are not equal."""
 
     size: Any
 
@@ -31,13 +31,13 @@ _Dims = tuple[tuple[_Part, ...], ...]
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """Origin of a value's elements.
+    """The arrangement of a value's elements, relative to a source.
 
     Attributes:
-        parts: dimensions of the source, without those of size 1, cut as finely as any view on the way cuts them.
+        parts: the source's dimensions except those of size 1, split as finely as by any view on the way.
         dims: for each dimension of the value, its parts; empty for size 1.
         is_copied: True after a copy, so that memory is in the order of the dimensions.
-        unfolds: True if a dimension of several parts, with a symbol, was taken apart again.
+        unfolds: True if a symbolic dimension of several parts was split again.
     """
 
     source: fx.Node
@@ -116,7 +116,7 @@ def _written(node: fx.Node) -> Iterator[Any]:
 
 
 def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """None for a node that does not rearrange its first argument."""
+    """The arrangement of a node's value, from that of its argument; None for an operator that does not rearrange."""
     target, rank = node.target, len(before.dims)
     if target in _SAME_VALUES:
         return before
@@ -149,7 +149,7 @@ def _permutation(node: fx.Node, rank: int) -> list[int]:
 
 
 def _reshaped(before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """The same elements in the same order; None unless factors of the old sizes make the new ones."""
+    """The arrangement after a reshape; None unless factors of the old sizes make up the new sizes."""
     waiting = deque(part for dim in before.dims for part in dim)
     cuts: dict[_Part, tuple[_Part, _Part]] = {}
     dims: list[tuple[_Part, ...]] = []
@@ -194,7 +194,7 @@ def _quotient(size: Any, divisor: Any) -> Any:
 
 
 def _rewrite(node: fx.Node, arrangement: _Arrangement, nodes_of_sizes: Mapping[Any, fx.Node]) -> bool:
-    """Makes a value from its source with the same strides; returns True on success."""
+    """Replaces a node by at most a view, a permutation, a copy and a view of its source; returns True on success."""
     last = [part for dim in arrangement.dims for part in dim]
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     sizes: Sequence[Any] = sizes_key(arrangement.source.meta["val"].shape)

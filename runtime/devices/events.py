@@ -20,10 +20,9 @@ def record_event(device: torch.device) -> Any:
 
 
 def wait_device(device: torch.device, timeout_seconds: float) -> bool:
-    """Waits for all queued work of a GPU that has not failed; False after a timeout.
+    """Waits for a GPU's queued work; returns False after a timeout.
 
-    A kernel may wait for another GPU forever, and torch's wait for a GPU has no timeout, so a thread waits in the
-    caller's place.
+    A kernel may wait for another GPU forever, and torch's wait has no timeout, so another thread waits.
     """
     if device.type != "cuda":
         return True
@@ -56,7 +55,7 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def reserve_for(tensor: torch.Tensor, stream: Any) -> None:
-    """Reserves the memory of a freed GPU tensor until a stream has done its queued work."""
+    """Keeps the memory of a freed GPU tensor from reuse until a stream has done its queued work."""
     if tensor.is_cuda:
         tensor.record_stream(stream)
 

@@ -10,10 +10,10 @@ from mirrorc.runtime.devices.events import copied_to, record_event, reserve_for,
 
 
 class HostCopies:
-    """Copies of one replica's batches; all calls come from the replica's thread.
+    """Copies one replica's batches to its device; all calls come from the replica's thread.
 
-    They have a stream of their own, so that the caller can queue a step while the last one still runs. A pinned batch
-    may be filled anew when the step has returned.
+    GPU copies have their own stream, so that the caller can queue a step while the last one runs. A pinned batch may be
+    filled anew when the step has returned.
     """
 
     def __init__(self, device: torch.device) -> None:

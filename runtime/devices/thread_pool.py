@@ -22,7 +22,7 @@ from mirrorc.torch_internals import is_profiled, seen_by_profiler
 Job = Callable[[], Any]
 Order = (
     tuple[dict[int, Job], int, list[Any]] | None
-)  # jobs, which of them to take, and the list of results; None ends the thread
+)  # jobs by replica, the replica, and the list of results; None ends the thread
 Message = tuple[int, Exception] | None  # a device whose thread failed to start, and why; None for anything else
 _STOP = None
 _LONGEST_SLEEP_SECONDS = 1.0  # Python handles a signal that comes right before a wait only after it
@@ -79,11 +79,11 @@ class DevicePool:
     def run(
         self, jobs: Sequence[Job], on_failure: Callable[[], None], results: list[tuple[bool, Any] | None] | None = None
     ) -> list[tuple[bool, Any]]:
-        """Runs one job on each device, with the caller's context variables; returns success and result or exception of each.
+        """Runs one job on each device, in the caller's context; returns for each (True, result) or (False, exception).
 
         Args:
             on_failure: called at the first failure or an interrupt; it must wake waiting jobs.
-            results: an empty list for the results, readable after an interrupt, too.
+            results: an empty list that receives the results, readable after an interrupt, too.
 
         Raises:
             ExecutionError: a job did not end in time.
@@ -119,7 +119,7 @@ class DevicePool:
         return [result for result in results if result is not None]
 
     def _hand_out(self, waiting: dict[int, Job], results: list[tuple[bool, Any] | None]) -> None:
-        """Idempotent, because a device takes a job only once."""
+        """Sends the jobs that no device has taken; idempotent."""
         if waiting:
             for replica, inbox in enumerate(self._inboxes):
                 inbox.put((waiting, replica, results))
@@ -132,7 +132,7 @@ class DevicePool:
         *,
         is_stopped: bool,
     ) -> None:
-        """The first failure, or ``is_stopped``, stops the others."""
+        """Waits for all results; the first failure, or ``is_stopped``, calls ``on_failure`` once."""
         has_called = False
         while None in results:
             if not has_called and (is_stopped or any(result and not result[0] for result in results)):
@@ -165,7 +165,7 @@ class DevicePool:
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """An interrupt may lose a message of the queue, but no result: the last device sends a message about all."""
+        """Waits for a message. An interrupt may lose one, but no result: the last device sends a message about all."""
         try:
             self._next_message(deadline)
         except queue.Empty:
@@ -176,7 +176,7 @@ class DevicePool:
             ) from None
 
     def _next_message(self, deadline: float) -> Message:
-        """Raises `queue.Empty` at the deadline. Ctrl-C is handled all the while."""
+        """Waits for a message, interruptible by Ctrl-C; raises `queue.Empty` at the deadline."""
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:

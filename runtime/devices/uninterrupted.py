@@ -12,9 +12,9 @@ _TRIES = (*[False] * 9, True)  # True for the last one
 
 
 def completed(function: Callable[[], _T]) -> _T:
-    """The result of a function that is idempotent from any point, repeated after an interrupt or a failure.
+    """Calls a function that is idempotent from any point, again after an interrupt or a failure; returns its result.
 
-    An interrupt is raised after success. Only a persistent failure is raised.
+    An interrupt is raised after success, a failure only if it persists.
     """
     interruption: BaseException | None = None
     for is_last in _TRIES:

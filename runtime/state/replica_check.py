@@ -89,7 +89,7 @@ class ComparedState(StepState):
             yield Copies(key, tensors, self._plan[bucket.index])
 
     def _refuse(self, copies: Sequence[Copies]) -> None:
-        """Returns if only the gaps between variables differ."""
+        """Raises an error about the first variable with different copies; none if only gaps between variables differ."""
         place = {name: i for i, name in enumerate(self.store.tensors)}
         entries = [item for copy in copies for item in copy.of_variables()]
         for name, entry, tensors in sorted(entries, key=lambda item: place[item[0]]):
@@ -116,7 +116,7 @@ class ComparedState(StepState):
 
 
 def make_state(hold: Hold, every: int) -> StepState:
-    """The state of a step, with a comparison of replicas every so many steps; 0 for none."""
+    """The state of a step, compared across replicas before every ``every``-th step; 0 for never."""
     return ComparedState(hold, every) if every else StepState(hold)
 
 
@@ -154,6 +154,6 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(sums: torch.Tensor) -> torch.Tensor:
-    """The sums of the upper and of the lower halves, so that a weight does not push the highest bit out."""
+    """Weighted sums of the upper and of the lower halves, so that a weight does not push the highest bit out."""
     halves = torch.stack([sums >> 32, sums & 0xFFFFFFFF])
     return (halves * torch.arange(1, sums.numel() + 1, device=sums.device)).sum(1)

@@ -1,4 +1,4 @@
-"""A step's state for calls without updates: same variables and layout, fewer writes."""
+"""The state of calls without updates, as a view of a step's state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mirrorc.runtime.state.variables.step_variables import StepVariables
 
 
 class StateView:
-    """Common base of calls other than training steps, over the state of training steps."""
+    """Base of the states of evaluating and accumulating calls, with the step's variables and layout."""
 
     def __init__(self, state: StepState) -> None:
         self._state = state

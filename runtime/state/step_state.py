@@ -33,8 +33,8 @@ class StepState:
 
     Attributes:
         unsent: error feedback of gradient compression.
-        results: of the last step for the caller, by name, such as the gradient norm.
-        torn: torn state, restored or not; None for none.
+        results: the last step's values for the caller, by name, such as the gradient norm.
+        torn: the state torn by the last partial update, restored or not; None without one.
         saved_buffers: values of per-replica buffers, to save and to load.
     """
 
@@ -68,7 +68,7 @@ class StepState:
 
     @property
     def is_whole(self) -> bool:
-        """True if variables and optimizers are all of one step."""
+        """True if all variables and optimizers are of one step."""
         return self._held.is_whole and self.optimizers.is_whole
 
     @is_whole.setter
@@ -177,14 +177,14 @@ class StepState:
         self._held.is_whole = was_whole
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
-        """Without allocation, idempotent from any point."""
+        """Adopts a layout without allocation; idempotent from any point."""
         self._held.store.adopt(layout)
         if laid is not None:
             self.optimizers.adopt(laid)
         self._held.layout += 1
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
-        """Test for a bucket plan that no longer holds the optimizer's state, or for changed rules of row updates."""
+        """Test for buckets that cannot hold the optimizer's state, or for changed rules of row updates."""
         if self.optimizers.write_other_rows(program.buckets):
             return True
         is_to_move = is_stale or not self.store.has_buckets_of(program)
@@ -208,7 +208,7 @@ class StepState:
         return self.loss_scale.begin() if self.loss_scale is not None else 1.0
 
     def begin(self) -> None:
-        """Prepares a step. The optimizer's first step may fail for lack of memory, so it can be undone, unless
+        """Begins a step. The optimizer's first step may run out of memory, so variables are backed up before it, unless
         parameters of other workers may arrive after the failure.
         """
         if self.optimizers.is_fresh and not self.optimizers.are_sharded:
@@ -270,5 +270,5 @@ class StepState:
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """The writer has dropped its record of overwritten content."""
+        """Sets the writer of the gradients in buckets, once it has dropped its record of overwritten content."""
         self._held.gradients_writer = writer

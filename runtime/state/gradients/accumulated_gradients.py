@@ -21,7 +21,7 @@ class Examples:
     """Example counts of a call.
 
     Attributes:
-        calls_elsewhere: of earlier calls with sums on other workers.
+        calls_elsewhere: examples of earlier calls with sums on other workers.
         present_before: replicas with examples on earlier workers.
         num_present: replicas with examples on all workers; 0 without other workers, where the local count applies.
     """
@@ -54,8 +54,8 @@ def _power_below(part: float) -> float:
 
 @dataclass(frozen=True)
 class _Counts:
-    """The calls and variables in the sums; ``unit`` is the weight of each example's loss, or of each call's if losses
-    are sums.
+    """The calls and variables in the sums; ``unit`` is the weight of an example's loss or, if losses are sums, of a
+    call's.
     """
 
     num_calls: int = 0
@@ -73,7 +73,7 @@ class AccumulatedGradients:
     same cases as in a loop with divided losses. The updating step corrects for both.
 
     Attributes:
-        share: the running step's factor of the sums.
+        share: the factor of the sums in the running step.
         is_torn: True after a failed addition, so that sums may be incomplete.
     """
 
@@ -99,7 +99,7 @@ class AccumulatedGradients:
 
     @property
     def used(self) -> frozenset[str]:
-        """Variables with a use in some call; the sums of others are zeros in place of None."""
+        """Variables that a call has used; the sums of others are zeros in place of None."""
         return self._counts.used
 
     def sums_of(self, bucket: int) -> Sequence[torch.Tensor]:
@@ -165,7 +165,7 @@ class AccumulatedGradients:
         total.add_(packed) if self.num_calls else total.copy_(packed)
 
     def add_to(self, bucket: int, replica: int, packed: torch.Tensor, elements: slice = slice(None)) -> None:
-        """Adds a replica's sum, if any, to packed gradients of these elements."""
+        """Adds a replica's sum, if there is one, to packed gradients of ``elements``."""
         if self.num_calls:
             packed.add_(self._sums.flat[bucket][replica][elements], alpha=self.share)
 

@@ -16,9 +16,11 @@ from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_vi
 
 @dataclass(frozen=True)
 class _Unsent:
-    """Residuals in the layout of buckets; ``new`` has those of the running step, ``aside`` those of variables in no bucket.
+    """Residuals by bucket, in the bucket's layout.
 
     Attributes:
+        new: residuals of the running step.
+        aside: residuals of variables in no bucket.
         new_scale: loss scale of the running step; None between steps.
         state: payload results of the last step, by variable; equal on all workers.
         new_state: payload results of the running step, possibly with sums in flight.
@@ -66,7 +68,7 @@ class UnsentGradients:
         self._program = program
 
     def _is_for(self, program: Program) -> bool:
-        """Compares device graphs, since a program's remarks may be replaced."""
+        """Test for the program of the present layout, by its device graphs, since its remarks may be replaced."""
         return self._program is not None and program.device_graphs is self._program.device_graphs
 
     def begin(self, program: Program, scale: float) -> None:
@@ -115,7 +117,7 @@ class UnsentGradients:
         self._unsent, self._program = _Unsent(aside=aside, state=dict(state)), None
 
     def forget(self) -> None:
-        """Drops everything, on all workers, after a step that only some of them made."""
+        """Drops everything, on all workers, after a step that only some of them completed."""
         self._replace({}, {})
 
     def _of_variables(self) -> dict[str, torch.Tensor]:

@@ -9,10 +9,10 @@ from mirrorc.errors import ExecutionError
 
 
 class Callers:
-    """Serialized calls of steps over common variables; see `mirrorc.calls.call_lock.ExclusiveCalls`.
+    """Serializes the calls of steps over common variables; see `mirrorc.calls.call_lock.ExclusiveCalls`.
 
     Attributes:
-        now: the running call's thread and owner, under the key "now"; one dict for all these steps.
+        now: the running call's thread and owner, under the key "now"; a dict that all these steps share.
     """
 
     def __init__(self) -> None:

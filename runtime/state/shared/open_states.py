@@ -55,7 +55,7 @@ def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, i
 
 
 def begin_use(held: HeldState) -> None:
-    """Checks before each call: refuses variables laid out on other devices by an open step, and torn state."""
+    """Refuses a call on torn state, or on variables that an open step has on other devices."""
     refuse_torn(held.store.names.keys())
     held.free_forgotten()
     if not held.is_used:
@@ -64,7 +64,7 @@ def begin_use(held: HeldState) -> None:
 
 
 def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], written: Collection[int]) -> None:
-    """Refuses variables on other devices if either side may write them."""
+    """Refuses variables that an open step has on other devices, if either step may write them."""
     if _first_elsewhere(held, tensors, written) is not None:
         gc.collect()  # an unreachable step holds nothing
     conflict = _first_elsewhere(held, tensors, written)
@@ -91,7 +91,7 @@ def _first_elsewhere(
 
 
 def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
-    """Records other tensors that a step reads, and serializes it with their open steps."""
+    """Records tensors that a step reads as constants, and serializes it with the open steps that hold them."""
     held.note_reads(tensors)
     held.callers.join([other.callers for other in list(_held) if other.is_open and other.first_in_common(tensors)])
 
@@ -99,7 +99,9 @@ def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
 def take_in(
     hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
 ) -> None:
-    """Adds variables of modules outside of the model to a step: those of an open step, or new ones."""
+    """Adds variables of modules outside of the model to a step, and merges the states of open steps with them if
+    possible.
+    """
     held, ids = hold.held, {id(tensors[name]) for name in written if name in tensors}
     _refuse_elsewhere(held, tensors.values(), ids)
     either = held.trained() | ids

@@ -33,12 +33,12 @@ class Hold:
 class HeldState:
     """Variables of one or more steps, and the state of their optimizers.
 
-    Steps take turns in the same memory without copies. Their optimizers update the same parameters, or disjoint ones.
+    Steps take turns in one memory without copies. Their optimizers update equal or disjoint sets of parameters.
 
     Attributes:
-        layout: number of the present layout; views are remade when it changes.
+        layout: number of the present layout; functions are bound anew when it changes.
         was_behind: True if a user's write since the last training step was already mirrored.
-        gradients_writer: of the present gradients in the buckets; None after a failure.
+        gradients_writer: the writer of the present gradients in the buckets; None after a failure.
         remark: the reason for copies between steps; empty without copies.
     """
 
@@ -75,7 +75,9 @@ class HeldState:
         return self.trained() | (buffers - self._unwritten)
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
-        """The first common variable with a possible writer; read-only variables may be common."""
+        """The name of the first common variable that this side or, by the ids ``written``, the other may write; else
+        None.
+        """
         either = self.written().union(written)
         common = (tensor for tensor in tensors if id(tensor) in self.store.names)
         return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
@@ -87,7 +89,9 @@ class HeldState:
         return any(id(tensor) in self._read and self._read[id(tensor)]() is tensor for tensor in tensors)
 
     def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:
-        """Test for steps that can share its memory: same devices, and optimizers of equal or disjoint parameters."""
+        """Test for a new step that can share this memory: equal devices, and optimizers of equal or disjoint
+        parameters.
+        """
         parameters = groups.parameters()
         each = [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
         are_apart = all(parameters == other or parameters.isdisjoint(other) for other in each)
@@ -178,7 +182,7 @@ class HeldState:
         completed(put_in_place)
 
     def let_go(self, hold: Hold) -> None:
-        """Removes a closed step. The last step of some optimizers ends their watch."""
+        """Removes a closed step, and the state of optimizers without further steps."""
         holds = self._optimizers[hold.optimizers]
         holds.discard(hold)
         if not holds:

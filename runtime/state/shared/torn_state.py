@@ -62,7 +62,9 @@ class TornState:
         return list(dict.fromkeys(left))
 
     def guard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuses `state_dict` of the model, its modules and the optimizers, and copies and pickles of the model."""
+        """Makes `state_dict` of the model, its modules and the optimizers raise an error, and copies and pickles of the
+        model.
+        """
         refusal = _Refusal(self)
         owners = [owner for owner in model.modules() if self.concerns([*map(id, owner.parameters(recurse=False))])]
         self._handles += [module.register_state_dict_pre_hook(refusal) for module in owners]
@@ -93,7 +95,7 @@ class TornState:
 
 
 class _Refusal:
-    """A hook against reads and saves of torn state. It stands in the model, so that copies have it, too."""
+    """A hook that raises an error when torn state is saved, or when the model with the hook is copied."""
 
     def __init__(self, torn: TornState) -> None:
         self._torn = torn
