@@ -40,8 +40,8 @@ class BucketOptimizers:
     views of replica 0's flat state, so ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
-        is_captured: capture in CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as torch's
-            fused kernels require.
+        is_captured: True for capture in CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as
+            torch's fused kernels require.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class BucketOptimizers:
         return Laid(state, state.shown())
 
     def _keeps_dealt_state(self, buckets: Sequence[FlatBucket]) -> bool:
-        """Test for sharded state of the same buckets, not replaced by the user."""
+        """Test for sharded state that can stay: its buckets are equal, and the user has not changed it."""
         are_same = [flat.bucket for flat in buckets] == [flat.bucket for flat in self._state.buckets]
         return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
 
     def are_dealt_otherwise(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for sharded state of other buckets, so that it must be gathered first."""
+        """Test for state that is sharded by other buckets, so that it must be gathered first."""
         elementwise = [bucket for bucket in buckets if bucket.rule.elementwise]
         are_others = self.are_sharded and elementwise != [flat.bucket for flat in self._state.buckets]
         return are_others and self.is_dealt and not self.is_stale()

@@ -21,8 +21,9 @@ class UpdateMemory:
     """Memory of an element-wise update besides parameters and gradients.
 
     Attributes:
-        state: dtypes of the state's tensors of bucket length, by entry.
-        temporary_bytes: per element.
+        state: entry of the state -> dtype, for tensors of bucket length.
+        scalars: entry of the state -> dtype, for scalars.
+        temporary_bytes: temporary bytes per element.
     """
 
     state: Mapping[str, torch.dtype]
@@ -31,7 +32,7 @@ class UpdateMemory:
 
 
 class FlatOptimizer:
-    """An optimizer of the user's class with one bucket of one replica, or a shard of it, as its single parameter."""
+    """An optimizer of the user's class whose single parameter is a replica's bucket, or a shard of it."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, group: int, flat: torch.Tensor, rate: torch.Tensor | None = None
@@ -75,7 +76,7 @@ class FlatOptimizer:
         return self.optimizer.state[self.parameter]
 
     def make_state(self) -> None:
-        """Makes the state of the class's constructor, such as Adagrad's in torch 2.11; only trials need it."""
+        """Creates the state that the class's constructor creates, such as Adagrad's in torch 2.11; only trials need it."""
         kind = type(self._source)
         taken = inspect.signature(kind).parameters
         group = {
@@ -95,14 +96,14 @@ class FlatOptimizer:
         self._step(self.optimizer)
 
     def update_divided(self, gradient: torch.Tensor, divisor: float) -> None:
-        """One step on ``gradient / divisor``; the fused kernel divides, possibly in place."""
+        """Runs one step on ``gradient / divisor``; the fused kernel divides, possibly in place."""
         self.parameter.grad = gradient
         with dividing_gradients(self.optimizer, divisor):
             self._step(self.optimizer)
 
 
 class PartOptimizer:
-    """One step of a flat optimizer by parts, each with its step count and its range of the state."""
+    """Runs a step of a flat optimizer in parts, each with a copy of the step count and its range of the state."""
 
     def __init__(self, whole: FlatOptimizer) -> None:
         self._whole = whole
@@ -116,10 +117,10 @@ class PartOptimizer:
     def update(
         self, parts: Callable[[Callable[[int, torch.Tensor], None]], None], divisor: float | None = None
     ) -> None:
-        """One step.
+        """Runs one step.
 
         Args:
-            parts: calls a function with each part of the gradient, in order: its first element, and the 1-D part.
+            parts: calls its argument with each part of the gradient, in order: its first element, and the 1-D part.
             divisor: as in `FlatOptimizer.update_divided`.
         """
         whole, part = self._whole.state, self._part
@@ -156,11 +157,11 @@ class PartOptimizer:
         numbers: Mapping[str, torch.Tensor] | None,
         divisor: float | None = None,
     ) -> dict[str, torch.Tensor]:
-        """One step of some elements with equal step counts; returns the scalars after it.
+        """Runs one step on elements with equal step counts; returns the scalars of the state after it.
 
         Args:
             ranges: start and stop of each range. Without ranges, only the scalars advance.
-            numbers: scalar state entries; None if this step makes the state.
+            numbers: scalars of the state; None if this step creates the state.
             divisor: as in `FlatOptimizer.update_divided`.
         """
         whole, part = self._whole.state, self._part
@@ -181,7 +182,7 @@ class PartOptimizer:
         return {key: value for key, value in part.state.items() if key in SCALAR_STATE}
 
     def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
-        """Other elements stay zero until their first update."""
+        """Saves the state that a range's first update has created; other elements stay zero until theirs."""
         whole = self._whole.state
         for key, value in made.items():
             if key in SCALAR_STATE or not isinstance(value, torch.Tensor):

@@ -63,7 +63,7 @@ class FlatState:
                 self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
-        """A replica with an empty share of a small bucket is absent."""
+        """A bucket's flat optimizers by replica, without replicas whose share is empty."""
         keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
         return {
             replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
@@ -111,8 +111,8 @@ class FlatState:
             optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Views belong to the first replica with an update and to the replicas that share its parameters; others get
-        copies.
+        """Gives each replica its range of a state entry: a view to the first that updates and to those that share its
+        parameters, a copy to others.
         """
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
@@ -148,12 +148,12 @@ class FlatState:
         return all(self._first(flat).state for flat in self.buckets)
 
     def entries(self) -> list[int]:
-        """A key of the present state entries; new state changes it."""
+        """Identifies the present state entries; new state changes it."""
         made = [sum(slots.made) for slots in self.by_slot.values()]
         return [*made, *(id(value) for flat in self.buckets for value in self._first(flat).state.values())]
 
     def parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """Sharded state: bucket, entry and this worker's part, in the same order on all workers."""
+        """Iterates over sharded state as (bucket, entry, this worker's part), in one order on all workers."""
         for flat in self.buckets:
             if flat.bucket.part is not None:
                 for key in sorted(self.whole.get(flat.bucket.index, {})):

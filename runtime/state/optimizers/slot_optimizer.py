@@ -52,7 +52,7 @@ class SlotOptimizer:
         return self._whole.divides_gradients
 
     def update(self, gradient: torch.Tensor, unused: Collection[int], divisor: float | None = None) -> None:
-        """One step; slots at the positions ``unused`` have no update."""
+        """Runs one step, without the slots at positions ``unused``."""
         if self._are_alike and not unused:
             self._update_all(gradient, divisor)
             return
@@ -88,7 +88,7 @@ class SlotOptimizer:
                 self.numbers[key].fill_(state[key])
 
     def _ranges(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Relative to the flat optimizer; adjacent slots form one range."""
+        """The slots' ranges of the flat optimizer's elements; adjacent slots form one range."""
         ranges: list[tuple[int, int]] = []
         following = None
         for place in places:

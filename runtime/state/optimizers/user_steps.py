@@ -29,14 +29,14 @@ class InternalSteps:
 
 
 class UserSteps:
-    """Watches steps of optimizers, and of others with their parameters, by hooks that do not keep the watcher alive.
+    """Watches the user's steps of optimizers, and of other optimizers with the same parameters.
 
     Version counters are not enough: torch's fused implementations write without a count. A class that skips
-    ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do.
+    ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do. The hooks do not keep the watcher alive.
 
     Attributes:
         have_written: True after a user's step with gradients, until `mark_mirrored`.
-        of_others: ids of other stepped parameters, until they are mirrored.
+        of_others: ids of stepped parameters that these optimizers do not have, until `mark_mirrored`.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], internal_steps: InternalSteps) -> None:

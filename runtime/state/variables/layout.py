@@ -19,9 +19,9 @@ class FlatBucket:
     """Memory of a bucket on every replica.
 
     Attributes:
-        parameters: 1-D, by replica; one tensor for all replicas that share it.
-        gradient_slots: by replica, views of the gradients in order of the slots; empty for sparse rows.
-        touched: row indices of the step's sparse gradient, by replica; see `gradients.sparse_rows`.
+        parameters: replica -> 1-D parameters; one tensor for all replicas that share it.
+        gradient_slots: replica -> views of the gradients in order of the slots; empty for sparse rows.
+        touched: replica -> row indices of the step's sparse gradient; see `gradients.sparse_rows`.
     """
 
     bucket: Bucket
@@ -65,11 +65,11 @@ class Layout:
 
     Attributes:
         moved: variables with new memory since the layout before.
-        planned: memory of the buckets, by owner: the number of their optimizers. Owners with common parameters share
-            the memory of equal buckets.
-        aggregates: per-replica variables in the user's model.
+        planned: owner (the number of a step's optimizers) -> its buckets. Owners with common parameters share the
+            memory of equal buckets.
+        aggregates: the per-replica buffers' aggregates in the user's model.
         separate: variables with a separate tensor on every replica.
-        homes: for each variable laid out here, the future memory of the user's tensor; None if it keeps its memory.
+        homes: variable laid out here -> the future memory of the user's tensor; None if it stays in its memory.
         program: weak reference to the last program of the layout.
     """
 
@@ -100,7 +100,9 @@ class Layout:
         )
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
-        """A copy with the variables of another layout under new names, without its buckets; and their former names."""
+        """A copy with another layout's variables under new names, without its buckets; and the former names of those
+        that were added.
+        """
         taken = {name for name in other.values if names[name] not in self.values or name in other.separate}
         both = replace(
             self,
@@ -112,7 +114,9 @@ class Layout:
         return both, taken
 
     def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
-        """A copy with only these variables and those in common memory with them; and the names of all of these."""
+        """A copy with only these variables, those in buckets, and those whose memory they share; and the names of its
+        variables.
+        """
         aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
         remaining = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
         values = {name: values for name, values in self.values.items() if name in remaining}
@@ -122,7 +126,7 @@ class Layout:
     def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
         """Removes buckets that conflict with a new plan.
 
-        Returns another owner's buckets with equal positions, for common use; None if there are none.
+        Returns another owner's buckets with an equal layout, to be shared; None if there are none.
         """
         self.planned.pop(owner, None)
         for other, flats in list(self.planned.items()):

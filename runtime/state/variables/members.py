@@ -15,10 +15,9 @@ class Members:
     """The tensors of a store. It is immutable, since a call in another thread may iterate over it.
 
     Attributes:
-        names: the name of each tensor, by its id.
+        names: id of a tensor -> its name.
         guarded: variables under guards of shape and dtype, so that a change compiles a new program.
-        counters: from the id of a statistic to the id of its counter; forwards write such statistics without a version
-            count.
+        counters: id of a statistic -> id of its counter; forwards write such statistics without a version count.
     """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -65,7 +64,7 @@ class Members:
 
 
 def counters_among(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
-    """The counters of a model's statistics; a statistic and its counter are buffers of one module."""
+    """Maps the ids of a model's statistics to the ids of their counters, which are buffers of the same module."""
     counters = {}
     for name, tensor in tensors.items():
         counter = tensors.get(f"{name.rpartition('.')[0]}.{_COUNTER}".removeprefix("."))

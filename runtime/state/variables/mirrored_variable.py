@@ -61,7 +61,7 @@ def mirrored_variables(program: Program, store: StepVariables, names: Mapping[st
     """The variables of a program by name, tied weights under each of their names.
 
     Args:
-        names: from each further name to the program's name.
+        names: further name -> the program's name.
     """
     variables = {
         name: MirroredVariable(variable, program.devices, store)

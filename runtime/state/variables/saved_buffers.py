@@ -16,9 +16,9 @@ _MODEL, _REPLICAS = "model", "replicas"
 
 
 class SavedBuffers:
-    """Buffers of an earlier run, which the first training program with memory for them takes over.
+    """Per-replica buffers of a checkpoint, until a training program has memory for them.
 
-    Replicas take the saved values only if the model has the buffer of that checkpoint.
+    Replicas take over the saved values only if the model's buffer is the checkpoint's, too.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SavedBuffers:
         """Loads the result of `state_dict`, of a run on as many devices.
 
         Raises:
-            TypeError, ValueError: it is no such result, or of another model.
+            TypeError, ValueError: the argument is no such result, or is of another model or number of devices.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"replica_buffers of a step's state is a dict, as state_dict() gives it, not {state!r:.80}")
@@ -85,7 +85,7 @@ def _check(name: str, buffer: Any, store: StepVariables) -> None:
 
 
 def have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compares values on any devices, in which NaN equals itself."""
+    """Test for equal bits, on any devices; NaN equals itself."""
     one, other = one.detach().cpu().contiguous(), other.detach().cpu().contiguous()
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

@@ -20,7 +20,7 @@ class StepVariables:
     """A step's view of a store: its variables, and the buckets of its optimizers.
 
     Args:
-        names: from the step's names to the store's names.
+        names: the step's name -> the store's name.
         owner: the number of the step's optimizers in the store.
     """
 

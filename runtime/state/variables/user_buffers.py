@@ -17,7 +17,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Member:
-    """A buffer's range of the aggregate, and of its copy; ``is_counted`` if its module counts its forwards."""
+    """A buffer's range of the aggregate (``now``) and of its copy (``then``); ``is_counted`` if its module counts its
+    forwards.
+    """
 
     name: str
     place: slice
@@ -26,7 +28,7 @@ class _Member:
     is_counted: bool
 
     def is_written(self) -> bool:
-        """Compares bits with those of the last aggregation."""
+        """Test for other bits than at the last aggregation."""
         return not torch.equal(_bits(self.now), _bits(self.then))
 
 

@@ -174,7 +174,7 @@ class VariableStore:
         new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
 
     def _moved_by_user(self) -> set[str]:
-        """Memory of other steps over the same model does not count."""
+        """Names of parameters with new memory from the user, not from other steps over the same model."""
         moved = [watched.tensor for trained in self._trained.values() for watched in trained if watched.has_moved()]
         if not moved:
             return set()
@@ -201,7 +201,7 @@ class VariableStore:
         return has_plan and all(name in self._layout.values for name in names)
 
     def has_changes(self) -> bool:
-        """Test for work of `mirror_changes`, limited to writes with a version count."""
+        """Test for variables that `mirror_changes` would mirror, limited to writes with a version count."""
         return any(watched.has_changed() for watched in self._watched.values())
 
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
@@ -234,7 +234,9 @@ class VariableStore:
         return any(has_moved)
 
     def _keeps_its_bits(self, name: str) -> bool:
-        """Its version may have changed: BatchNorm loads its counter from itself if a state_dict lacks it."""
+        """Test for an unwritten aggregate. Its version may have changed: BatchNorm loads its counter from itself if a
+        state_dict lacks it.
+        """
         return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
 
     def written(self, owner: int) -> list[torch.Tensor]:
@@ -248,7 +250,7 @@ class VariableStore:
             mirror_first(flat.parameters)
 
     def _mirror(self, name: str) -> bool:
-        """Returns True if the variable has new memory."""
+        """Mirrors a written variable; returns True if it has new memory."""
         tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
         if name in self._layout.separate:
             assert watched.home is not None

@@ -1,4 +1,4 @@
-"""A user's tensor, with the version and address of mirrorc's last visit."""
+"""A user's tensor, with its version and address when mirrorc last used it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 @dataclass
 class Watched:
-    """A tensor as last seen. ``home`` is its memory in mirrorc's buffers; None for the tensor's own memory."""
+    """A tensor when mirrorc last used it. ``home`` is its memory in mirrorc's buffers; None for the tensor's own
+    memory.
+    """
 
     tensor: torch.Tensor
     version: int
