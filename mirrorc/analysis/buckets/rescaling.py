@@ -24,7 +24,7 @@ def before_rescaling(value: fx.Node) -> fx.Node:
 
 
 def rescalings_of(value: fx.Node) -> list[fx.Node]:
-    """The nodes from a reduced gradient to an update's operand, in order."""
+    """The operations that turn a reduced gradient into ``value``, in order."""
     rescalings = []
     while value.target in ops.RESCALING and value.args and isinstance(value.args[0], fx.Node):
         rescalings.append(value)
@@ -37,12 +37,12 @@ def scaling_factor(node: fx.Node) -> Any:
 
 
 def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
-    """The update itself is last if it scales."""
+    """The `rescalings_of` a value, and last its taker, if that scales."""
     return [*rescalings_of(value), *([taker] if scaling_factor(taker) is not None else [])]
 
 
 def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The updates, or the sums of a program that accumulates. A `store` is none: it takes parameters."""
+    """The nodes that take gradients: updates, or `accumulate` in a program that accumulates."""
     return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate)
 
 
@@ -53,10 +53,11 @@ def taken_by(taker: fx.Node) -> list[tuple[int, fx.Node]]:
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of a gradient.
+    """The effects of a factor on gradients.
 
     Attributes:
-        unscales: it divides by the scale of the loss.
+        clips: the `clip_factor` that it includes.
+        unscales: True if it divides by the scale of the loss.
     """
 
     clips: fx.Node | None
@@ -64,7 +65,7 @@ class Factor:
 
 
 def factor_of(value: Any) -> Factor | None:
-    """None if no gradient may be scaled by this value."""
+    """The effects of a value as a factor; None if no gradient may be scaled by it."""
     if getattr(value, "target", None) is ops.clip_factor:
         return Factor(value, unscales=False)
     if _is_scale(value, torch.ops.aten.reciprocal.default):
@@ -84,7 +85,7 @@ def _is_scale(value: Any, target: Any) -> bool:
 
 
 def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
-    """The elements in a worker's norm: an equal portion if norms are exchanged."""
+    """The elements that a worker measures: its part if workers with a sharded optimizer exchange norms, else all."""
     if not (program.has_sharded_optimizer and are_exchanged):
         return Elements(0, bucket.num_elements)
     if bucket.part is not None:
@@ -98,12 +99,12 @@ def is_checked(commit: fx.Node) -> bool:
 
 
 def truths_of(commit: fx.Node) -> list[fx.Node]:
-    """The numbers among a commit's operands come after these."""
+    """The checks among a commit's operands, which come before norms."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is not ops.norm]
 
 
 def numbers_of(commit: fx.Node) -> list[fx.Node]:
-    """In the order of the rows of the commit's result."""
+    """The norms among a commit's operands, in the order of the rows of its result."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is ops.norm]
 
 
@@ -112,8 +113,8 @@ class NormOperands:
     """The operands of a norm.
 
     Attributes:
-        parts: of buckets, of the operands on any replica.
-        is_exchanged: it is a norm of numbers exchanged by commits.
+        parts: the bucket elements in each operand, on all replicas if norms are exchanged.
+        is_exchanged: True for a norm of norms that commits exchange.
     """
 
     norm_type: float
@@ -130,7 +131,7 @@ class Norms:
         self._all_commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
 
     def of(self, node: fx.Node) -> NormOperands | None:
-        """None if the node is no norm, or takes numbers that the replicas do not exchange."""
+        """The operands of a norm; None if the node is no norm, or takes numbers that the replicas do not exchange."""
         if node.target is not ops.norm:
             return None
         norm_type = float(node.kwargs["norm_type"])  # type: ignore[arg-type]

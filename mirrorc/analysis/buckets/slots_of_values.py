@@ -1,4 +1,4 @@
-"""The slots of gradients, through microbatches."""
+"""The slots whose memory gradients have, also across microbatches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from mirrorc.ir.program import Program
 
 
 def slot_of(value: Any) -> fx.Node | None:
-    """The slot in a value's memory; None if there is none. A region writes a gradient into its argument for the
-    variable.
+    """The slot whose memory a value has; None if there is none.
+
+    A region writes a gradient into the argument that is its variable's slot, or an earlier microbatch's gradient.
     """
     while isinstance(value, fx.Node) and value.target is not ops.slot:
         variable = gradient_of(value)

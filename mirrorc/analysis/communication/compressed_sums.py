@@ -1,4 +1,4 @@
-"""The elements and bytes sent of a pack."""
+"""The elements and bytes of packs that workers exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, int]:
-    """The elements of its pack's sum on one replica."""
+    """The range of a pack that a replica has of the worker's sum."""
     bucket, pack = program.packs[pack_of(node)]
     if program.num_replicas > 1 and bucket.reduces_by_shares:
         return bucket.share(replica, program.num_replicas)
@@ -22,7 +22,7 @@ def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, 
 
 
 def writes_for_all(program: Program, node: fx.Node, replica: int) -> bool:
-    """Tests for a replica that writes its part to the worker's pack."""
+    """Tests for a replica that writes into the worker's pack: each of shares, else the first."""
     bucket, _ = program.packs[pack_of(node)]
     return replica == 0 or bucket.reduces_by_shares
 
@@ -36,7 +36,7 @@ def bytes_of_largest(count: int, num_elements: int, dtype: torch.dtype) -> int:
 
 
 def gradients_of_pack(bucket: Bucket, pack: Pack, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients in a flat tensor of a pack; a cut gradient is a 1-D piece."""
+    """The gradients in ``flat``, the elements of a pack; a gradient that is cut is 1-D."""
     gradients = {}
     for slot in bucket.slots:
         start, stop = max(slot.offset, pack.start), min(slot.offset + slot.num_elements, pack.stop)

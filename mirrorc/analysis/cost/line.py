@@ -22,8 +22,8 @@ class Line:
         """Fits a line to sizes in bytes and times in seconds; neither coefficient is negative.
 
         Args:
-            nominal: the seconds per byte for sizes within a factor of two; None for time in proportion to bytes.
-            telling_bytes: the smallest difference of sizes that counts.
+            nominal: the most seconds per byte for sizes too close to fit; None for no latency.
+            telling_bytes: sizes are too close within this difference, or within a factor of two.
         """
         if not points:
             return cls()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Messages:
-    """The successive messages of a worker in a collective; ``num_bytes`` are those of all."""
+    """A worker's successive messages in a collective; ``num_bytes`` is their total."""
 
     number: int
     num_bytes: float
@@ -30,7 +30,7 @@ def ring_all_to_all(num_bytes: float, num_workers: int) -> Messages:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The speed of a link between workers: alpha, of an empty message, and beta."""
+    """The speed of a link between workers: alpha, the time of an empty message, and beta, the time per byte."""
 
     latency_seconds: float
     seconds_per_byte: float
@@ -48,7 +48,7 @@ def fitted_speed(
 ) -> LinkSpeed:
     """Fits a speed to all-reduces of two sizes (bytes, seconds) and an almost empty one.
 
-    The time per byte is the slope: a token bucket lets the first bytes of both pass at once.
+    The time per byte is the slope between the two sizes, as a token bucket passes the first bytes of both at once.
     """
     per_byte = ring_all_reduce(1, num_workers)
     slope = (large[1] - small[1]) / (per_byte.num_bytes * (large[0] - small[0]))

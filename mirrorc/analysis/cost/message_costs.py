@@ -16,12 +16,12 @@ from mirrorc.ir.routes import Route, route_of, sends_in
 
 @dataclass(frozen=True)
 class MessageCosts:
-    """The cost of messages, by device.
+    """The costs of gradient messages.
 
     Attributes:
-        path_messages: the length of the longest dependency chain of one bucket.
-        path_bytes: the time of the slowest bucket, in bytes. A device sends one message at a time and receives one at a
-            time.
+        bytes_sent, num_messages: by sending device.
+        path_messages: the number of messages in the longest dependency chain of a bucket.
+        path_bytes: the time of the slowest bucket, in bytes, if a device sends and receives one message at a time.
     """
 
     bytes_sent: tuple[int, ...]
@@ -32,7 +32,7 @@ class MessageCosts:
 
 @dataclass(frozen=True)
 class Message:
-    """A send of a gradient or of a partial sum; it needs the messages whose values it contains."""
+    """A send of a gradient or of a partial sum; ``needs`` are the messages whose values it contains."""
 
     node: fx.Node
     route: Route
@@ -68,7 +68,7 @@ def messages(program: Program, buckets: Collection[int] | None = None) -> list[M
 
 
 def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
-    """The routes of a value's received parts, through computed nodes."""
+    """The routes of the messages that a value is computed from."""
     waiting, seen = [value], set()
     while waiting:
         node = waiting.pop()
@@ -98,7 +98,7 @@ def _chains(pending: list[Message]) -> dict[Route, int]:
 
 
 def times_of(pending: list[Message]) -> dict[Route, tuple[int, int]]:
-    """The begin and end of each message of a bucket, in bytes."""
+    """The begin and end of each message of a bucket, in times of a byte."""
     left, times = list(pending), dict[Route, tuple[int, int]]()
     sender_free: dict[int, int] = {}
     receiver_free: dict[int, int] = {}

@@ -23,7 +23,7 @@ class Durations(Protocol):
         """The time until a device's function begins."""
 
     def seconds_of(self, replica: int, node: fx.Node) -> float:
-        """Of a wait, the work after everything has arrived."""
+        """The time of a call; of a wait, only its work after everything has arrived."""
 
     def flight_seconds(self, node: fx.Node) -> float:
         """The time of a launch between workers on an idle link."""
@@ -31,7 +31,7 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedCall:
-    """A call of a device, in seconds from the beginning of the step; ``waited`` for other devices or for the link."""
+    """A device's call, in seconds since the step began; ``waited`` is the time for other devices or the link."""
 
     node: fx.Node
     start: float
@@ -41,7 +41,7 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket on the link between workers, which carries one at a time; launched by the last device."""
+    """A bucket on the link between workers, which carries one at a time; ``launched`` is the last device's launch."""
 
     bucket: int
     kind: str
@@ -62,7 +62,7 @@ class Simulation:
         return max((device_calls[-1].end for device_calls in self.calls if device_calls), default=0.0)
 
     def exposed_seconds(self, bucket: int, kind: str) -> float:
-        """The mean over devices of their waits for one kind of launch."""
+        """The time that a device waits for a bucket's launches of one kind; a mean over devices."""
         waits = [
             call.end - call.start
             for device_calls in self.calls
@@ -109,7 +109,7 @@ class _Run:
         return self._next[replica] < len(self._todo[replica])
 
     def advance(self, replica: int) -> bool:
-        """False if the next call waits for other devices."""
+        """Runs a device's next call; False if it must wait for other devices."""
         node = self._todo[replica][self._next[replica]]
         start = self.now[replica]
         duration = self._durations.seconds_of(replica, node)
@@ -144,7 +144,7 @@ class _Run:
             self.flights.append(Flight(bucket_of(node), name_of(node), launched, begun, self._free))
 
     def _ready(self, replica: int, launch: fx.Node) -> float | None:
-        """None if the time is not known yet."""
+        """The time when a launch's values are there; None if not known yet."""
         if launch.target in ops.BETWEEN_WORKERS:
             return self._arrived.get(_tag(launch, replica))
         came = self._came.get(_tag(launch, replica), {})
@@ -155,7 +155,7 @@ class _Run:
 
 
 def _tag(node: fx.Node, replica: int) -> Any:
-    """Alike for all launches of a collective; a `send` and its `recv` share one."""
+    """A key that is equal for all launches of a collective, or for a `send` and its `recv`."""
     if node.target in (ops.send, ops.recv):
         is_sent = node.target is ops.send
         to = node.kwargs["destination"] if is_sent else replica

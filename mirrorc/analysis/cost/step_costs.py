@@ -1,6 +1,6 @@
-"""The cost of the calls of a step: measured on one program, for any bucket plan of the same model.
+"""The costs of a step's calls, measured on one program and valid for any bucket plan of its model.
 
-Regions differ, but have the same operators in the same order: measured regions become a pace.
+Plans differ in their regions, but not in the order of operators, so that measured regions become a pace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UnknownCostError(ValueError):
 
 @dataclass(frozen=True)
 class Pace:
-    """The progress of a phase over time: from 0 to 1, after each region."""
+    """The progress of forward or backward: after each region, the part of the work (0 to 1), and the seconds."""
 
     parts: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -57,7 +57,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs of the calls of steps; ``lines`` are by `kind_of_call`."""
+    """The measured costs of a step's calls: by replica, by phase (``paces``), and by `kind_of_call` (``lines``)."""
 
     starts: tuple[float, ...]
     paces: tuple[Mapping[str, Pace], ...]
@@ -66,16 +66,16 @@ class StepCosts:
     link: LinkSpeed
 
     def durations(self, program: Program) -> ProgramDurations:
-        """The durations of a lowered program of the same model.
+        """The estimated durations of the calls of a lowered program of the same model.
 
         Raises:
-            UnknownCostError: it has an operation of unknown cost.
+            UnknownCostError: a phase of a replica was not measured.
         """
         return ProgramDurations(self, program)
 
 
 class ProgramDurations:
-    """The durations of one program; see `mirrorc.analysis.cost.simulation.Durations`."""
+    """The durations of one program's calls; see `mirrorc.analysis.cost.simulation.Durations`."""
 
     def __init__(self, costs: StepCosts, program: Program) -> None:
         self._costs, self._program = costs, program
@@ -116,7 +116,7 @@ class ProgramDurations:
         return line.at(size) if line is not None else 0.0
 
     def _seconds_of_update(self, node: fx.Node, kind: str, size: int) -> float:
-        """Uses updates in parts for those that are not, and the reverse."""
+        """Estimates an update in parts from whole ones, or the reverse."""
         is_in_parts = kind.startswith(_IN_PARTS)
         other = kind.replace(_IN_PARTS, _WHOLE, 1) if is_in_parts else kind.replace(_WHOLE, _IN_PARTS, 1)
         line = self._costs.lines.get(other)
@@ -177,7 +177,7 @@ def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]
 
 
 def kind_of_call(program: Program, node: fx.Node) -> str:
-    """Calls of one kind take the same time per byte."""
+    """The kind of a call; calls of one kind take equal time per byte."""
     kind = name_of(node)
     if node.target is ops.wait:
         kind = f"wait {name_of(launch_of(node))}"

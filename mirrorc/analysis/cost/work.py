@@ -17,7 +17,7 @@ _ATTENTION: dict[Any, tuple[int, float]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2.0),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 5.0),
 }
-"""The index of the query argument, and the number of products of queries and keys; torch does not count these."""
+"""The index of the query argument, and the number of products of the size of queries and keys; torch counts none."""
 _PRODUCTS = (out_products.mm_into, out_products.linear_into, out_products.addmm_into)  # of the last two arguments
 
 
@@ -34,7 +34,7 @@ def seconds_of_graph(graph: fx.Graph, machine: Machine) -> float:
 
 
 def seconds_of_operator(node: fx.Node, machine: Machine) -> float:
-    """0 for a view, and for a node without an operator."""
+    """The estimated time of an operator; 0 for a view, or a node without an operator."""
     if node.op != "call_function" or node.target is operator.getitem or not is_operator(node.target):
         return 0.0
     if getattr(node.target, "is_view", False):
@@ -66,7 +66,7 @@ def _num_multiplications(node: fx.Node) -> float:
 
 
 def _now(value: Any) -> Any:
-    """A value with the sizes of its capture."""
+    """A value with its sizes at capture."""
     if isinstance(value, list | tuple):
         return type(value)(map(_now, value))
     return with_sizes_now(value) if isinstance(value, torch.Tensor) else size_now(value)

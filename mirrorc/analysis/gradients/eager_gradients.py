@@ -1,4 +1,4 @@
-"""Gradients that regions take from backwards of plain PyTorch."""
+"""Gradients that a graph takes from a backward of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def taken_gradients(graph: fx.Graph) -> list[TakenGradients]:
 
 
 def places_of_arguments(graph: fx.Graph, values: Sequence[fx.Node]) -> list[int]:
-    """The places of values among a graph's arguments.
+    """The indices of values among a graph's arguments.
 
     Raises:
-        ValueError: one is no argument.
+        ValueError: a value is no argument.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     return [placeholders.index(value) for value in values]

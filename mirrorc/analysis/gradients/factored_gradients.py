@@ -18,7 +18,7 @@ from mirrorc.ir.program import Program
 
 
 class Maker(Enum):
-    """The place where a gradient is made from its factors."""
+    """Where, and by whom, a gradient is computed from its factors."""
 
     SHARES = "by shares at the wait"
     """A share of the sum over all replicas."""
@@ -32,7 +32,7 @@ class Maker(Enum):
 
 @dataclass(frozen=True)
 class FactoredSlot:
-    """A slot whose gradient is packed as factors; ``place`` counts the bucket's slots."""
+    """A slot whose gradient is packed as factors; ``place`` is its index in the bucket."""
 
     place: int
     form: GradientForm
@@ -45,7 +45,7 @@ def stays_factored(gradient: Any) -> bool:
 
 
 def is_left_to_shares(pack: fx.Node) -> bool:
-    """Tests that every use reads factors."""
+    """Tests that every user of a pack reads factors, not the bucket."""
     return all(
         user.target in (ops.gather_factors, ops.all_gather)
         or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_shared_memory)
@@ -63,7 +63,7 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
 
 
 def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
-    """`factored_slots` in a LOWERED program, where this worker may have no examples."""
+    """The `factored_slots` of a bucket of a LOWERED program, also if this worker has no examples."""
     sent = program.buckets[bucket].sent_factors
     if not sent:
         return factored_slots(pack_of_gradients(program, bucket))
@@ -74,25 +74,25 @@ def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
 
 
 def pack_of_gradients(program: Program, bucket: int) -> fx.Node:
-    """The first device's pack of a bucket with gradients, in a LOWERED program."""
+    """The bucket's pack on the first device with examples, in a LOWERED program."""
     graph = list(program.device_graphs.values())[program.first_present].graph
     return next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket)
 
 
 def left_to_shares(pack: fx.Node) -> list[fx.Node]:
-    """The gradients whose shares the devices make from factors, in order of their slots."""
+    """The gradients of which devices compute shares from factors, in the order of slots."""
     gradients: Any = pack.args
     return [gradient for gradient in gradients if stays_factored(gradient)] if is_left_to_shares(pack) else []
 
 
 def factor_values(gradient: fx.Node) -> list[tuple[torch.Tensor, ...]]:
-    """The (fake) tensors, of each of the gradient's parts."""
+    """The (fake) factors of each part of a gradient."""
     factors: Any = gradient.args
     return form_of(gradient).parts([factor.meta["val"] for factor in factors])
 
 
 def maker_of(gradient: fx.Node) -> Maker | None:
-    """None before the gradient is packed or a link is chosen."""
+    """Where a gradient is computed; None before it is packed, or before links are chosen."""
     users = list(gradient.users)
     if any(user.op == "output" for user in users):
         return None

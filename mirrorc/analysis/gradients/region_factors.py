@@ -20,7 +20,7 @@ class FactorsOfRegions:
     """The gradients of an OUTLINED program that all of its regions can give as smaller factors.
 
     Args:
-        whole: is filled with the reason for each gradient that stays whole.
+        whole: an output argument, the reason for each variable whose gradient stays whole.
         due: the variables whose gradients must be factors, whatever their sizes.
     """
 
@@ -50,7 +50,7 @@ class FactorsOfRegions:
         }
 
     def chosen(self, region: str) -> dict[int, FactoredGradient]:
-        """By the index of the gradient among the region's results."""
+        """The gradients of a region that become factors, by result index."""
         return {
             place: gradient
             for place, gradient in self._recognized_in[region].items()
@@ -62,7 +62,7 @@ class FactorsOfRegions:
 
 
 def arguments_of(body: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The arguments of all calls, by placeholder."""
+    """For each placeholder of a region, its arguments in all calls."""
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     return {p: [node.args[i] for node in calls] for i, p in enumerate(placeholders)}  # type: ignore[misc]
 
@@ -100,8 +100,9 @@ def _choose(
     *,
     is_due: bool,
 ) -> bool:
-    """The factors of all microbatches of a replica count together. Due factors were chosen before, alike on all
-    workers.
+    """Decides whether a gradient becomes factors; if not, ``whole`` gets the reason.
+
+    Factors of a replica's microbatches count together. Due gradients were chosen before, alike on all workers.
     """
     if len(of_graph) < len(graphs):
         return False
@@ -133,7 +134,7 @@ _MUCH = 4  # with symbols: how many times larger or smaller factors may become t
 
 
 def _guard_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
-    """The graph runs only for sizes with much the same choice."""
+    """Adds guards, so that the graph runs only for sizes with nearly the same choice."""
     whole = num_elements_now(gradient)
     if are_chosen:
         assume_num_elements(factors, most=whole * _MUCH)

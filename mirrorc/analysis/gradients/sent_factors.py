@@ -20,7 +20,7 @@ from mirrorc.ir.program import Program
 from mirrorc.torch_internals import num_bytes_now, sizes_key
 
 Counts = tuple[int, ...]
-"""Rows of sent factors, by bucket, gradient and replica: the number of parts, and then the rows of each part."""
+"""Numbers of rows of sent factors. For each bucket, gradient and replica: the number of parts, then the rows of each."""
 
 
 # In a captured program, before it is outlined
@@ -28,7 +28,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sendable:
-    """A gradient of a captured program that can be sent as factors; ``value`` is fake."""
+    """A gradient of a captured program that can be sent as factors, ``of_shards``; ``value`` is fake."""
 
     variable: str
     value: torch.Tensor
@@ -68,7 +68,7 @@ def _recognized(graph: fx.Graph, variables: ViewedVariables) -> dict[str, tuple[
 
 
 def sent_factors(program: Program, variable: str) -> SentFactors:
-    """Those of a `sendable` gradient in a captured program."""
+    """The factors to send for a `sendable` gradient of a captured program."""
     gradient = recognize(_gradients(program.shard_graphs[0])[variable])
     assert gradient is not None, "the gradient can be sent as factors"
     factors = _described(gradient.form, fake_rows(gradient), gradient.details)
@@ -77,7 +77,7 @@ def sent_factors(program: Program, variable: str) -> SentFactors:
 
 
 def fake_rows(gradient: FactoredGradient) -> list[torch.Tensor] | None:
-    """None if factors of this form are not sent."""
+    """A gradient's factors as (fake) rows; None if its form is not sent as factors."""
     return gradient.form.to_rows([factor.meta["val"] for factor in gradient.factors])
 
 
@@ -104,13 +104,13 @@ def gradients_of(pack: fx.Node) -> list[fx.Node]:
 
 
 def packed_factors(gradient: fx.Node) -> SentFactors | None:
-    """None if factors of this form are not sent."""
+    """The factors to send for a packed gradient; None if its form is not sent as factors."""
     rows = rows_of(gradient)
     return _described(form_of(gradient), rows[0], details_of(gradient)) if rows is not None else None
 
 
 def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
-    """The (fake) rows, of each part; None if factors of this form are not sent."""
+    """The (fake) rows of each part of a gradient; None if its form is not sent as factors."""
     form = form_of(gradient)
     parts = [form.to_rows(factors) for factors in factor_values(gradient)]
     return None if None in parts else parts  # type: ignore[return-value]
@@ -127,7 +127,10 @@ def packs_of(program: Program, bucket: int) -> list[fx.Node]:
 
 
 def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[torch.Tensor, ...]]]]:
-    """The (fake) factors by replica with examples, gradient and part; other workers are assumed to have as many."""
+    """The (fake) factors of a bucket by replica with examples, gradient and part.
+
+    Other workers are assumed to have as many.
+    """
     packs = [pack for pack in packs_of(program, bucket) if pack.args]
     factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
     is_gathered = any(user.target is ops.gather_factors for pack in packs for user in pack.users)
@@ -148,12 +151,12 @@ def row_counts(program: Program) -> Counts:
 
 
 def no_rows(program: Program) -> Counts:
-    """`row_counts` of the program for a batch without examples."""
+    """The `row_counts` for a batch without examples."""
     return (0,) * sum(program.num_replicas * len(bucket.sent_factors) for bucket in program.buckets)
 
 
 def split_counts(counts: Counts, num_gradients: Sequence[int], num_replicas: int) -> list[list[list[Counts]]]:
-    """The number of rows of each part, by bucket, gradient and replica, from `row_counts`."""
+    """Splits `row_counts` by bucket, gradient and replica, into the number of rows of each part."""
     remaining = iter(counts)
     split = [
         [[tuple(next(remaining) for _ in range(next(remaining))) for _ in range(num_replicas)] for _ in range(number)]

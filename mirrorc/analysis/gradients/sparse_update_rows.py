@@ -12,7 +12,7 @@ from mirrorc.torch_internals import size_now
 
 
 def most_rows(program: Program, index: int) -> int:
-    """Other workers are assumed to look up as much as this one."""
+    """The most rows of a bucket's table that a step writes, if other workers look up as many as this one."""
     bucket = program.buckets[index]
     rows_of_table = bucket.slots[0].shape[0]
     packs = [node for graph in program.graphs() for node in calls_to(graph, ops.pack) if bucket_of(node) == index]
@@ -24,7 +24,7 @@ def most_rows(program: Program, index: int) -> int:
 
 
 def bytes_of_rows_sent(program: Program, index: int) -> int:
-    """Without indices: every device has these."""
+    """The most bytes of the rows of a bucket's table that are sent, without indices, which every device has."""
     bucket = program.buckets[index]
     return most_rows(program, index) * bucket.slots[0].shape[1] * bucket.dtype.itemsize
 
@@ -44,5 +44,5 @@ def is_of_rows(receipt: fx.Node) -> bool:
 
 
 def gives_indices_alone(wait: fx.Node) -> bool:
-    """Tests for a sum of rows that is used for its indices alone."""
+    """Tests for a sum of rows of which only the indices are used."""
     return all(user.target is ops.store_rows for user in wait.users)

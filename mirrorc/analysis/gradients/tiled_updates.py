@@ -1,4 +1,4 @@
-"""Updates in parts."""
+"""Updates that compute factored gradients in parts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Size = tuple[int, int, int]
 """Rows and columns of a sum of products, and the number of addends of each element."""
 
 MOST_INNER = 64
-"""The largest number of addends of a product made in parts: beyond it, the time for the parts exceeds the gain."""
+"""The most addends per element of a product computed in parts: beyond, parts cost more than they gain."""
 _SMALLEST_PART = 8
 
 
 def part_elements_of(wait: fx.Node) -> int | None:
-    """None if the wait makes the share."""
+    """The elements that an update computes at a time of the share of ``wait``; None if the wait computes it."""
     takers = [taker for user in wait.users for taker in (user.users if user.target is ops.clip_value else (user,))]
     numbers = [taker.kwargs.get("part_elements") for taker in takers if taker.target is ops.update]
     return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def share_behind(update: fx.Node) -> fx.Node:
-    """Looks past a bound by elements."""
+    """The share that an update takes, before a clip by value."""
     gradient: Any = update.args[0]
     return gradient.all_input_nodes[0] if gradient.target is ops.clip_value else gradient
 
@@ -39,7 +39,7 @@ def is_made_in_updates(gradient: fx.Node) -> bool:
 
 
 def why_not_in_parts(program: Program, update: fx.Node) -> str:
-    """The reason in a clause; empty if the update can."""
+    """The reason, as a clause, why an update cannot compute its gradient in parts; empty if it can."""
     wait = share_behind(update)
     launches = [source for source in wait.all_input_nodes if source.target in (ops.reduce_scatter, ops.gather_factors)]
     if wait.target is not ops.wait or not launches:
@@ -66,19 +66,20 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
 
 
 def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
-    """A replica without examples packs nothing, and takes part all the same."""
+    """All replicas' linked packs of an update's bucket, to look up what a replica without examples lacks."""
     packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
     return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
 
 
 def has_link(pack: fx.Node) -> bool:
-    """A reduction with a link tells the maker of gradients."""
+    """Tests that a pack's users have links, which decide where factored gradients are computed."""
     return all(user.kwargs.get("link") for user in pack.users)
 
 
 def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:
-    """The elements of the largest part, in whole rows; 0 for no parts. ``num_inner`` counts the addends of each
-    element.
+    """The number of elements of the largest part, in whole rows; 0 if parts gain nothing.
+
+    ``num_inner`` is the number of addends of each element.
     """
     is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
     return min(num_rows, part_elements // width) * width if is_worth_it else 0

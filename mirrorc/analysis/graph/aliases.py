@@ -1,4 +1,4 @@
-"""Memory shared by values."""
+"""Values that may be views of other values, or of variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNDECLARED = frozenset(
 )
 """Operators whose results may share the memory of an argument, although their schemas do not say so.
 
-Composite operators are not listed: all of them may share, as for ``dropout`` and ``sum_to_size``.
+Composite operators such as ``dropout`` need not be listed: `_may_give_any` includes them.
 """
 
 
@@ -45,7 +45,7 @@ def _may_give_any(target: Any) -> bool:
 
 
 def shared_by(value: fx.Node) -> list[fx.Node]:
-    """The values that a value may be a view of, in one graph."""
+    """The operands that a value may be a view of."""
     while value.target is operator.getitem and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     if not is_computed(value):
@@ -64,7 +64,7 @@ def _nodes_in_argument(node: fx.Node, name: str) -> list[fx.Node]:
 
 
 def viewed(value: fx.Node) -> fx.Node | None:
-    """The value that a value is certainly a view of; None if it is no view, or may be a copy."""
+    """The node that ``value`` certainly is a view of; None if ``value`` is no view, or may be a copy."""
     made: Any = value
     while made.target is operator.getitem:
         made = made.args[0]
@@ -76,7 +76,7 @@ def viewed(value: fx.Node) -> fx.Node | None:
 
 
 def origins(value: fx.Node) -> set[fx.Node]:
-    """The possible owners of a value's memory in the same graph: itself, if it is no view."""
+    """The nodes of the graph that may own a value's memory: the value itself, if it is no view."""
     owners: set[fx.Node] = set()
     waiting, seen = [value], {value}
     while waiting:
@@ -90,7 +90,7 @@ def origins(value: fx.Node) -> set[fx.Node]:
 
 
 class ViewedVariables:
-    """The variables whose memory values outside of regions may share."""
+    """Finds the variables that values outside of regions may be views of."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

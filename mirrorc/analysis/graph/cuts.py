@@ -19,12 +19,11 @@ _MIN_GAIN = 2  # the value has at least so many times the products' bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
-    """The nodes to move before a cut, with their new pieces, so that a large value need not pass it for much smaller
-    products.
+    """The nodes to move before a cut, with their new pieces, so that no large value passes it for much smaller products.
 
     Args:
-        piece_of: in the order of the graph; piece 0, the forward, is left as it is.
-        min_bytes: smaller values may pass a cut.
+        piece_of: the piece of each node, in the order of the graph; piece 0, the forward, does not change.
+        min_bytes: smaller values may pass cuts.
     """
     pieces = dict(piece_of)
     moved: dict[fx.Node, int] = {}
@@ -42,7 +41,7 @@ def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[f
 
 
 def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """Looks through views."""
+    """The users of a value, and of its views, in other pieces."""
     readers: set[fx.Node] = set()
     pending = [value]
     for node in pending:
@@ -55,7 +54,7 @@ def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.N
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:
-    """The readers and the views for them; None if they need anything else behind the piece."""
+    """The readers, and the views that they need; None if they need any other value from behind ``piece``."""
     needed = set(readers)
     pending = list(readers)
     for node in pending:
@@ -80,7 +79,7 @@ class Cut:
     """The operators of a graph, cut into pieces of forward and of backward; pieces may be empty.
 
     Attributes:
-        meetings: those behind each piece, by its place among all of them.
+        meetings: the meetings of replicas behind a piece, by its index; forward's pieces come first.
     """
 
     forward: Sequence[Sequence[fx.Node]]
@@ -89,13 +88,15 @@ class Cut:
 
 
 def cut_at_meetings(graph: fx.Graph, forward: Sequence[fx.Node], backward: Sequence[Sequence[fx.Node]]) -> Cut:
-    """Cuts the pieces further, where replicas meet. Parts of results stay with their source."""
+    """Cuts forward, and the pieces of backward, where replicas meet. Parts of a result stay with it."""
     meetings = list(calls_to(graph, *ops.MEETINGS))
     if not meetings:
         return Cut([forward], backward)
     position = {node: i for i, node in enumerate(graph.nodes)}
     places = [position[node] for node in meetings]
-    segments: dict[tuple[int, int], list[fx.Node]] = {(0, 0): []}  # by how many meetings come before, and by the piece
+    segments: dict[tuple[int, int], list[fx.Node]] = {
+        (0, 0): []
+    }  # by the number of meetings before them, and by their piece
     for piece, nodes in enumerate((forward, *backward)):
         for node in nodes:
             before = bisect.bisect(places, position[source_of_part(node)])

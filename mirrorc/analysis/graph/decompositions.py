@@ -1,4 +1,4 @@
-"""Decompositions of operators that give the same numbers except for rounding."""
+"""Decompositions of GELU without tanh, equal except for rounding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def decomposition_of(node: fx.Node) -> fx.Graph | None:
-    """Has a placeholder for each tensor of the node, in order."""
+    """The decomposition of a GELU by tanh, with a placeholder for each tensor of the node; None for other nodes."""
     if not is_tanh_gelu(node):
         return None
     return _decomposition(node.target, tuple([tensor.meta["val"].dtype for tensor in tensors_of(node)]))
@@ -48,7 +48,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``aten.gelu_backward(gradient, x, approximate="tanh")`` without tanh, likewise."""
+    """``aten.gelu_backward(gradient, x, approximate="tanh")`` without tanh, computed as in `gelu`."""
     exact = _exact(x)
     share = torch.sigmoid(2 * _SCALE * _argument(exact))
     slope = 2 * _SCALE * (1 + 3 * _CUBIC * (exact * exact))
@@ -62,7 +62,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
         aten.gelu_backward.default: gelu_backward,
     }
 )
-"""For each operator, an equivalent function of its tensors without tanh, for nodes with `is_tanh_gelu`."""
+"""By operator, an equivalent function of its tensors without tanh, for nodes with `is_tanh_gelu`."""
 
 
 def _argument(x: torch.Tensor) -> torch.Tensor:
@@ -74,5 +74,5 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Uses the operator that both backends run unchanged."""
+    """Casts by the operator that both backends run unchanged."""
     return torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x

@@ -58,7 +58,7 @@ _TAKING = frozenset(
         aten.var_mean.correction,
     }
 )
-"""Other operators that are fused with the elementwise operators before them, or need their result for a moment alone."""
+"""Other operators that backends fuse with the elementwise operators before them, or whose operands live only briefly."""
 
 
 def is_cheap(node: fx.Node) -> bool:
@@ -67,7 +67,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def is_fused(user: fx.Node) -> bool:
-    """Tests for a use that needs no stored value."""
+    """Tests for a user that needs no stored operand, because it is fused with it."""
     if not is_compute(user):
         return False
     if viewed(user) is not None:

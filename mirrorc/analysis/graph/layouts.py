@@ -17,7 +17,7 @@ LAYOUT_ONLY: Mapping[Any, str] = {
     aten.contiguous.default: "is its argument, or a copy of it in the format that it names",
     aten._to_copy.default: "copies its elements; with a dtype or a device it does more, and is not looked through",
 }
-"""Operators that change only the memory format, and why. Without ``memory_format`` they are necessary copies."""
+"""Operators that change only the memory format, and what each does. Without ``memory_format`` they are necessary copies."""
 
 BY_POSITION = (
     aten.as_strided.default,
@@ -48,5 +48,5 @@ def reads_strides(target: Any) -> bool:
 
 
 def may_read_memory_in_order(target: Any) -> bool:
-    """Operators outside of torch may draw random numbers in the order of memory."""
+    """Tests for an operator from outside torch, which may draw random numbers in the order of memory."""
     return is_operator(target) and target.namespace not in _OF_TORCH

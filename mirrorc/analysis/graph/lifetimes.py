@@ -1,4 +1,4 @@
-"""Last reads of the results of regions' calls."""
+"""The last reader of a result of a region call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from mirrorc.ir.program import Region
 
 
 def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
-    """None if any reader returns a view, or is neither a region nor an operator of torch."""
+    """The last reader of ``part``, a result of a region call.
+
+    None without readers, or if one returns a view of ``part``, or is neither a region call nor an operator of torch.
+    """
     readers: list[Any] = list(part.users)
     return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None
 

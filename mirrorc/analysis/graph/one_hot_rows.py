@@ -1,4 +1,4 @@
-"""Sums of one-hot rows, and reads of single elements of a row: neither needs all elements."""
+"""Computes sums of one-hot rows, and reads of single elements of rows, from one element of each row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class ValueOp(Generic[V]):
-    """A value's operator with its arguments, its shape and its dtype."""
+    """The operator and arguments that compute a value, and the value's shape and dtype."""
 
     target: Any
     args: tuple[Any, ...]
@@ -24,17 +24,17 @@ class ValueOp(Generic[V]):
 
 
 class RowValues(Protocol[V]):
-    """Values of one kind: nodes in a pass, expressions in the verifier."""
+    """Access to values of type V: nodes in a pass, expressions in the verifier."""
 
     def op_of(self, value: Any) -> ValueOp[V] | None:
-        """None if the value is no tensor, or its maker is unknown."""
+        """The operator that computes a value; None if the value is no tensor, or the operator is unknown."""
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> V: ...
 
 
 @dataclass(frozen=True)
 class _OneHot(Generic[V]):
-    """The place of the element in each row, of size 1 along the rows, and its value."""
+    """One-hot rows: ``index`` is the place of the element in each row (size 1 along the rows), ``element`` its value."""
 
     index: V
     element: Any
@@ -43,24 +43,24 @@ class _OneHot(Generic[V]):
 _MOST_FOLLOWED = 16  # operators between a value and the origin of its rows; a loss has a few
 
 ROW_READERS = frozenset({aten.sum.dim_IntList, aten.gather.default})
-"""Operators with a version for one element of each row."""
+"""Operators that may be computed from one element of each row."""
 
 READ_THROUGH = frozenset({aten.sub.Tensor, torch.ops.prims.convert_element_type.default})
-"""Operators whose elements follow from those of their operands, so that the whole is not needed."""
+"""Elementwise operators: an element of the result follows from elements of the operands."""
 
 ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Tensor}
-"""All operators that matter here."""
+"""All operators by which rows are recognized."""
 
 
 def by_elements(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """The result of an operator of `ROW_READERS` from one element of each row; None if it needs them all."""
+    """Computes an operator of `ROW_READERS` from one element of each row; None if it needs all elements."""
     return sum_of_one_hot(values, op) if op.target is aten.sum.dim_IntList else element_of_row(values, op)
 
 
 def sum_of_one_hot(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """The elements of summed one-hot rows; None for other operators.
+    """Computes a sum of one-hot rows from the one element of each; None for other operators.
 
-    Zero is added, since a zero sum is never negative zero.
+    Adds zero to the elements, as a sum is never negative zero.
     """
     if op.target is not aten.sum.dim_IntList or op.kwargs or len(op.args) != 3 or op.args[2] is not True:
         return None
@@ -75,7 +75,7 @@ def sum_of_one_hot(values: RowValues[V], op: ValueOp[V]) -> V | None:
 
 
 def element_of_row(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """The result of a gather, bit for bit, from elements of operands."""
+    """Computes a gather from gathered operands, bit for bit; None for other operators, or if nothing is gained."""
     if op.target is not aten.gather.default or op.kwargs or len(op.args) != 3:
         return None
     source, dim, index = op.args
@@ -83,7 +83,10 @@ def element_of_row(values: RowValues[V], op: ValueOp[V]) -> V | None:
 
 
 def _element(values: RowValues[V], source: V, dim: int, index: V, most: int = _MOST_FOLLOWED) -> V | None:
-    """Follows at most ``most`` operators; None if the elements can only be gathered."""
+    """The elements of ``source`` at ``index``, from elements of its operands; None if they can only be gathered.
+
+    Follows at most ``most`` operators.
+    """
     op, at = values.op_of(source), values.op_of(index)
     if op is None or at is None or op.kwargs or op.target not in READ_THROUGH or not op.shape or not most:
         return None
@@ -112,7 +115,7 @@ def _is_constant_in_rows(
 
 
 def _one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]) -> _OneHot[V] | None:
-    """``known`` caches results by the identity of the value."""
+    """The one-hot rows of a value, or None; ``known`` caches results by the identity of the value."""
     if id(value) not in known:
         if len(known) == _MOST_FOLLOWED:
             return None
@@ -162,7 +165,7 @@ def _scaled(
 
 
 def _is_row_of(shape: tuple[int, ...], whole: tuple[int, ...], dim: int, size: int | None) -> bool:
-    """Tests for the shape of the whole with ``size``, or any, along the rows."""
+    """Tests that ``shape`` equals ``whole``, except for ``size`` (None: any) in dimension ``dim``."""
     if len(shape) != len(whole) or (size is not None and shape[dim] != size):
         return False
     return all(size_there == other for i, (size_there, other) in enumerate(zip(shape, whole, strict=True)) if i != dim)

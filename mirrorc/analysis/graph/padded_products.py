@@ -1,4 +1,4 @@
-"""Products with a padded second matrix: a column of the result follows from its own column alone."""
+"""Matrix products with padded columns, which change no other column of the result."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import fx
 aten = torch.ops.aten
 
 FACTORS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
-"""The places of the two matrices among the arguments of each operator that makes a product."""
+"""By operator, the indices of the two multiplied matrices among its arguments."""
 
 
 def places_of_columns(node: fx.Node) -> tuple[int, ...]:
-    """The arguments with a product's columns: the addend, and the second matrix last."""
+    """The indices of the arguments with a product's columns: the addend, if it has them, then the second matrix."""
     first, second = FACTORS[node.target]
     columns = node.args[second].meta["val"].shape[1]  # type: ignore[union-attr]
     others = [i for i in range(len(node.args)) if i not in (first, second)]
@@ -29,7 +29,7 @@ def first_columns(node: fx.Node) -> Any:
 
 
 def columns_before_padding(node: fx.Node) -> Any:
-    """The number of columns before padding, if a node pads rows at their ends."""
+    """The number of columns before a node padded rows at their ends; None for other nodes."""
     if node.target is not aten.constant_pad_nd.default or node.kwargs or len(node.args) != 2:
         return None
     value, padding = node.args

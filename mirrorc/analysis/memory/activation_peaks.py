@@ -60,7 +60,7 @@ class JointTimeline:
         }
 
     def _sizes(self) -> list[int]:
-        """None for views, variables, arguments, and gradients in buckets."""
+        """The bytes of each value; 0 for views, variables, arguments, and gradients in buckets."""
         output: Any = self.nodes[-1].args[0]
         gradients: set[fx.Node] = set(output["gradients"].values())
         in_buckets = {self.owner(self._place[node]) for node in gradients}
@@ -77,7 +77,7 @@ class JointTimeline:
         return place
 
     def again(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> list[int]:
-        """The places of the recomputed values, in order."""
+        """The places of the values that these checkpoints recompute, in order."""
         recomputed = recomputed_values(self.forward, self.backward, self.first, checkpoints.get)
         return sorted(self._place[node] for node in recomputed)
 
@@ -92,7 +92,7 @@ class JointTimeline:
         for place in range(len(self.forward), offset):
             source = self._viewed[place]
             owners[place] = place if source is None else owners[source + offset * (source in again)]
-        last: dict[int, int] = {}  # of each memory, when it is used for the last time
+        last: dict[int, int] = {}  # by memory, the moment of its last use
         used: set[int] = set()
         for moment in range(len(runs) - 1, -1, -1):
             value, inputs = runs[moment]
@@ -116,8 +116,9 @@ class JointTimeline:
         return Peak(most, seconds)
 
     def _runs(self, again: Set[int]) -> tuple[list[tuple[int, list[int]]], float]:
-        """The places of all runs, in order, with their inputs; and the seconds of the copies. A copy has the number of nodes
-        added to its own.
+        """The place of each run, in order, with the places of its inputs; and the seconds of recomputation.
+
+        A recomputed value has its place plus the number of nodes.
         """
         offset, seconds = len(self.nodes), 0.0
         runs = [(place, self._inputs[place]) for place in range(len(self.forward))]

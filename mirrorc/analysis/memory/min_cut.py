@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 UNCUTTABLE = 2**62
-"""The capacity of an edge outside of all cuts."""
+"""The capacity of an edge that no cut may contain."""
 
 
 class Network:
@@ -23,7 +23,7 @@ class Network:
         self._left += (capacity, 0)
 
     def side_of_source(self) -> set[int]:
-        """The nodes on the source's side of a cut of least capacity: of all such cuts, the one nearest to the source."""
+        """The nodes on the source's side of the minimum cut; of several, the one nearest to the source."""
         while True:
             levels = self._levels()
             if levels[1] < 0:
@@ -31,7 +31,7 @@ class Network:
             self._saturate(levels)
 
     def _levels(self) -> list[int]:
-        """The number of edges with capacity left from the source to each node; -1 if there is no way."""
+        """The number of edges with capacity left from the source to each node; -1 if there is no path."""
         levels = [-1] * len(self._edges_of)
         levels[0] = 0
         waiting = deque([0])

@@ -25,7 +25,7 @@ def recomputed_values(
     """The values that backward computes again wherever it needs them.
 
     Args:
-        first: the first node of backward: its operands are still there from forward.
+        first: the first node of backward, whose operands are still in memory.
     """
     return {node for node in forward if _is_recomputed(node, backward, first, checkpoint_of)}
 
@@ -56,7 +56,7 @@ def is_forward_output(output: fx.Node, node: fx.Node) -> bool:
 
 
 def needed_again(user: fx.Node, again: Set[fx.Node], copies: Container[fx.Node]) -> set[fx.Node]:
-    """The values to compute again for a user: its operands, and their operands without a copy yet."""
+    """The values of ``again`` that a user needs: its operands, and the operands of those without a copy."""
     needed: set[fx.Node] = set()
     pending = [user]
     while pending:
@@ -67,7 +67,7 @@ def needed_again(user: fx.Node, again: Set[fx.Node], copies: Container[fx.Node])
 
 
 def saved_values(nodes: Sequence[fx.Node], backward: Container[fx.Node]) -> list[fx.Node]:
-    """The values of forward read by backward. Values with shared memory count as one, the owner of the memory."""
+    """The values of forward that backward reads; in place of views, the owners of their memory."""
     owners: dict[fx.Node, None] = {}
     for node in nodes:
         if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
@@ -84,7 +84,7 @@ def owner_of(node: fx.Node) -> fx.Node:
 def num_bytes_of(node: fx.Node) -> int:
     """The bytes of a node's value; 0 if it is no tensor.
 
-    A scalar may be a token for memory that an operator keeps, as of `recurrent`: it has its bytes.
+    A scalar may be a token for memory that its operator holds, such as `recurrent`; it has the bytes of that memory.
     """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.dim() == 0:

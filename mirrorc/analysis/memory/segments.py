@@ -20,8 +20,9 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.torch_internals import writes_argument
 
 _PRICES = (2.0, 8.0, 32.0, 128.0, 1e7)
-"""Prices of a byte, in the time of reading a byte: operators up to this price are run again, to keep a byte less. An
-elementwise operator takes about 3 for each byte of its result, a product of width 1024 about 50.
+"""Prices of a stored byte, in times of reading one: operators are recomputed if that costs no more than the price.
+
+An elementwise operator costs about 3 for each byte of its result, a product of width 1024 about 50.
 """
 _NAMESPACES = ("aten", "prims", "mirrorc")
 _SCALE = 1e15  # of seconds, in capacities
@@ -32,8 +33,9 @@ class Choice:
     """A choice of recomputation for a segment.
 
     Attributes:
-        saved: the operators with results saved for backward, if it needs them; all others of the segment are run again.
-        num_bytes: the bytes saved.
+        saved: the operators with results stored for backward, if it needs them; the segment's others are recomputed.
+        num_bytes: the bytes that need not be stored.
+        seconds: the time of recomputation.
     """
 
     saved: frozenset[fx.Node]
@@ -43,14 +45,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive operators of forward; each choice saves more than the one before, at a higher price for a byte."""
+    """Consecutive operators of forward; each choice stores less than the one before, at a higher price per byte."""
 
     nodes: tuple[fx.Node, ...]
     choices: tuple[Choice, ...]
 
 
 class Segments:
-    """Cuts the forward of a graph; nodes in ``fixed`` checkpoints are in no segment."""
+    """Cuts the forward of a graph into segments; nodes in ``fixed`` checkpoints are in none."""
 
     def __init__(self, timeline: JointTimeline, fixed: Mapping[fx.Node, Any]) -> None:
         self._timeline, self._fixed = timeline, fixed
@@ -84,7 +86,7 @@ class Segments:
         return crossing
 
     def cut_into(self, number: int) -> list[Segment]:
-        """At most ``number`` segments that keep about as much for backward each, cut where few bytes cross."""
+        """At most ``number`` segments that store about equal bytes for backward, cut where few bytes cross."""
         before, total = [], 0
         for node in self._nodes:
             total += self._saved_bytes.get(node, 0)
@@ -113,10 +115,10 @@ class Segments:
         return self._cut[key]
 
     def _choice(self, nodes: Sequence[fx.Node], price: float) -> Choice:
-        """The cheapest choice for a segment at this price of a kept byte.
+        """The cheapest choice for a segment at a price per stored byte, by a minimum cut.
 
-        It is a cut of least capacity. Each operator is two nodes of a network: backward has its result, and it is run again
-        for that. The second costs the operator's time, and needs its operands.
+        Each operator is two nodes of a network: "backward has its result", and "it is recomputed for that". The second
+        costs the operator's time, and needs its operands.
         """
         units = dict.fromkeys(_operator_of(node) for node in nodes)
         number = {unit: 2 + 2 * i for i, unit in enumerate(units)}
@@ -152,7 +154,7 @@ class Segments:
         return Choice(frozenset(units.keys() - again), saved, seconds)
 
     def _bytes_to_keep(self, unit: fx.Node, parts: Sequence[fx.Node]) -> int:
-        """None if the first operator of backward reads them at once."""
+        """The bytes of an operator's results; 0 if the first operator of backward reads them at once."""
         if any(self._timeline.first in part.users for part in parts):
             return 0
         return sum(num_bytes_of(owner) for owner in {owner_of(part) for part in parts} if not _is_free(owner))
@@ -170,10 +172,10 @@ class Segments:
 
 
 def is_copied(node: fx.Node) -> bool:
-    """Tests for an operator that gives the same when run twice: one of torch or mirrorc that writes nothing.
+    """Tests for an operator that may run twice: one of torch or mirrorc that writes no argument.
 
-    Capture has made all random ones functions of a seed. Operators of others may have hidden effects, and so may plain
-    PyTorch inside of mirrorc's own (`OPAQUE`).
+    Random operators are functions of a seed since capture. Operators of other libraries may have hidden effects, and so
+    may mirrorc's own with plain PyTorch inside (`OPAQUE`).
     """
     target: Any = node.target
     if not is_compute(node) or target in OPAQUE:

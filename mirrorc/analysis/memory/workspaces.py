@@ -24,9 +24,9 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...], result: Any) -> int:
 
 
 def _is_blocked(image: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Test for copies of a convolution's operands into blocks of channels by oneDNN.
+    """Tests whether oneDNN copies a convolution's operands into blocks of channels.
 
-    They occur for float32 on the CPU, except in channels-last format (oneDNN's manual, "Understanding memory formats").
+    It does for float32 on the CPU, except in channels-last format (oneDNN's manual, "Understanding memory formats").
     """
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     is_last = any(
@@ -51,13 +51,13 @@ def _blocked_weight(weight: torch.Tensor) -> int:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """The larger of two moments: all operands in blocks; the result in blocks and in its own format."""
+    """The workspace at the larger of two moments: all operands in blocks; the result in blocks and in its own format."""
     copied = _blocked(image) if image.shape[1] > _UNBLOCKED_CHANNELS else 0
     return max(copied + _blocked_weight(weight) + _blocked(result) - result.nbytes, _blocked(result))
 
 
 def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any, is_strided: bool) -> int:
-    """The larger of two moments: the image's gradient, if needed; the weight's gradient next to the image's."""
+    """The workspace at the larger of two moments: the image's gradient, if needed; the weight's gradient next to the image's."""
     result_bytes = sum(part.nbytes for part in result if part is not None)
     copied = _blocked(image) if image.shape[1] >= _UNBLOCKED_CHANNELS else 0
     of_weight = _blocked(gradient) + copied + _blocked_weight(weight)
