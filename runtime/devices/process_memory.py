@@ -13,12 +13,11 @@ _M_TOP_PAD = -2  # of <malloc.h>
 def cache_freed_memory() -> None:
     """Makes glibc cache freed blocks of up to 32 MB for the next step.
 
-    glibc adapts to the largest freed block. Blocks of up to this size come from a heap, and the end of a heap returns
-    to the system only when twice this size is free there. This function frees one block of 32 MB. Otherwise a
-    convolutional net spends 5% of its steps in page faults.
+    Otherwise, a convolutional net spends 5% of its steps in page faults. glibc caches blocks up to the largest one
+    freed so far, so this function frees one of 32 MB.
 
-    Other threads have heaps of 64 MB, and glibc returns a fully free heap, unless its ``M_TOP_PAD`` is as large
-    (``heap_trim`` in glibc's malloc/arena.c): else a device with several heaps spends 8% of its steps in page faults.
+    Heaps of threads have 64 MB; glibc returns a free one unless ``M_TOP_PAD`` is as large (``heap_trim`` in
+    malloc/arena.c), which costs a device with several heaps 8% of its steps.
     """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "malloc_trim"):

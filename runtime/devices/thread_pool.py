@@ -119,7 +119,6 @@ class DevicePool:
         return [result for result in results if result is not None]
 
     def _hand_out(self, waiting: dict[int, Job], results: list[tuple[bool, Any] | None]) -> None:
-        """Sends the jobs that no device has taken; idempotent."""
         if waiting:
             for replica, inbox in enumerate(self._inboxes):
                 inbox.put((waiting, replica, results))

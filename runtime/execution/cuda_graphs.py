@@ -73,9 +73,9 @@ class Capturer(Protocol):
 class CudaCapturer:
     """Captures with `torch.cuda.graph`, all into a single private memory pool.
 
-    Graphs may share a pool if no value in it must survive the replay of another graph. None must: inputs, loss, variables
-    and the optimizer's state are in memory outside of the pool. A pool is freed with its last graph, so an anchor graph
-    keeps this one. After a failed capture the next graph gets a new pool.
+    Graphs may share a pool because none of its values must survive the replay of another graph: inputs, loss, variables
+    and optimizer state are outside. An anchor graph keeps the pool alive. After a failed capture the next graph gets a
+    new pool.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:

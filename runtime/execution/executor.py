@@ -192,7 +192,6 @@ class Executor:
     def _run_replicas(
         self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
     ) -> float:
-        """Runs all replicas, fills ``results``, and returns the duration in seconds."""
         began = time.perf_counter()
         if self.is_interleaved:
             pool.run_here(lambda: interleave([self._run_interleaved(*call) for call in calls], results))

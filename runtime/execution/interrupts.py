@@ -31,14 +31,14 @@ _handler_of, _set_handler = _functions()
 
 
 class InterruptGuard:
-    """The handler of Ctrl-C (SIGINT) while a step runs in the main thread.
+    """The handler of Ctrl-C (SIGINT) while a step runs in the main thread; without effect in other threads.
 
     Until the commit, the user's handler is called at once and usually raises KeyboardInterrupt. After it, the call is
-    deferred to the step's end. While device threads run, an exception of the user's handler stops the threads and is raised
-    after their end. In other threads, and without a Python handler, the guard does nothing.
+    deferred to the step's end. While device threads run, an exception of the user's handler stops them and is raised
+    after their end.
 
-    An exception at the exit of ``torch.no_grad()`` would leave the caller without gradients, so the guard also restores the
-    thread's settings.
+    The guard also restores the thread's torch settings, as an exception at the exit of ``torch.no_grad()`` leaves
+    gradients off.
 
     Attributes:
         commit: the step's commit point; None until the step has one.

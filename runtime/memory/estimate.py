@@ -176,9 +176,6 @@ class _Tally:
         self._add((with_state or copies)[0], "optimizer_state", scalars * len(bucket.slots))
 
     def add_user_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:
-        """Counts state of an optimizer that steps by itself with the first replica's parameters; None for an unknown
-        size.
-        """
         owners = self._copies(buckets[0])[0]
         kind = buckets[0].rule.label.split(" ")[0]
         self.remarks.append(

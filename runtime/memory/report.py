@@ -51,10 +51,10 @@ class HeldMemory:
     """Bytes by kind in the memory of one device, or in memory that several devices share.
 
     Attributes:
-        devices: names of the devices with this memory. Shared memory exists once.
+        devices: names of the devices with this memory.
         parameters: all parameters, trained or not, with the gaps between them.
-        gradients: the written parts of buckets, and sums that live until the next step replaces them. With gradient
-            accumulation, the accumulated gradients, too.
+        gradients: the written ranges of buckets, sums that live until the next step replaces them, and accumulated
+            gradients.
         optimizer_state: the present state, or the state after the first step; None if unknown before that step.
         buffers: the buffers of the model, and the constants of its graph.
         activations: the peak of values with a lifetime within a step.
@@ -91,16 +91,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of a step; `str` of it is a table.
+    """The memory of a step on all devices; `str` of it is a table.
 
     Totals count shared memory once, and add the peaks of all devices as if they occurred at the same time. The report
-    excludes the caller's memory (the batch on CPUs, the outputs of a step), unused variables, code, and workspaces of
-    operators.
+    excludes the caller's memory (the batch on CPUs, outputs), unused variables, code, and workspaces of operators.
 
     Attributes:
         devices: the memory of each device, in order of replicas.
-        shared: the memory of several devices. On CPUs, this includes parameters and optimizer state; each device
-            updates its share.
+        shared: the memory of several devices. On CPUs, this includes parameters and optimizer state.
         remarks: unknown or estimated figures, with reasons.
     """
 
@@ -115,33 +113,29 @@ class MemoryReport:
 
     @property
     def parameters(self) -> int:
-        """Bytes on all devices."""
         return sum(row.parameters for row in self.rows)
 
     @property
     def gradients(self) -> int:
-        """Bytes on all devices."""
         return sum(row.gradients for row in self.rows)
 
     @property
     def optimizer_state(self) -> int | None:
-        """Bytes on all devices; None if unknown before the first step."""
+        """None if unknown before the first step."""
         parts = [row.optimizer_state for row in self.rows]
         return None if None in parts else sum(part for part in parts if part is not None)
 
     @property
     def buffers(self) -> int:
-        """Bytes on all devices."""
         return sum(row.buffers for row in self.rows)
 
     @property
     def activations(self) -> int:
-        """Bytes on all devices, each at its own peak."""
+        """The sum of the devices' peaks."""
         return sum(row.activations for row in self.rows)
 
     @property
     def reserved(self) -> int:
-        """Bytes on all devices."""
         return sum(row.reserved for row in self.rows)
 
     @property

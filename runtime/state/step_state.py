@@ -155,8 +155,8 @@ class StepState:
     def prepare_variables_for(self, program: Program) -> None:
         """Mirrors the user's writes to variables for an evaluation, which reads them in place.
 
-        Buckets stay, unless a parameter has new memory from the user: then all parameters stay in the user's memory until
-        the next training step.
+        Buckets stay. If the user has given a parameter new memory, all parameters stay in the user's memory until the
+        next training step.
         """
         self._held.was_behind = self.are_variables_written
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
@@ -208,8 +208,8 @@ class StepState:
         return self.loss_scale.begin() if self.loss_scale is not None else 1.0
 
     def begin(self) -> None:
-        """Begins a step. The optimizer's first step may run out of memory, so variables are backed up before it, unless
-        parameters of other workers may arrive after the failure.
+        """Begins a step; backs variables up before the optimizer's first step, which may run out of memory, unless
+        parameters of other workers may arrive after a failure.
         """
         if self.optimizers.is_fresh and not self.optimizers.are_sharded:
             self._backup = [

@@ -63,14 +63,14 @@ class Binder:
 
     Args:
         constants: tensors from the capture that are neither parameters nor buffers.
-        progress: records the updates of parameters; None for a program without need, see `progress_of`.
+        progress: records the updates; None for a program without need, see `progress_of`.
         unused: bucket -> places of the slots whose updates the last committed step leaves out.
 
     Attributes:
         visitors: (wait, node that reads its share) -> the visitor that does the node's work part by part.
         deferred: wait -> the embedding-table gradients that it defers until the update.
-        all_deferred: the values of ``deferred`` in all functions bound for the present layout.
-        pieces: pieces of the shares bound so far, of all buckets with gradients left as factors.
+        all_deferred: the values of ``deferred`` for the present layout.
+        pieces: pieces of all shares in buckets with gradients left as factors.
         summed_pieces: the subset of ``pieces`` that a reduction sums; other workers' sums may overwrite their memory.
     """
 
@@ -224,9 +224,7 @@ class Binder:
         return pack
 
     def _wait_for_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-        """The function of a wait for sparse rows; it sums them, or collects their indices alone, only if a node uses
-        the result.
-        """
+        """The function of a wait for sparse rows; if a node uses them, it sums them or collects their indices."""
         collective: Any = node.args[0]
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
         flat, pack = self.state.store.buckets[bucket], pack_of(node)
@@ -458,9 +456,7 @@ def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torc
 def _zeros(
     whole: torch.Tensor, plain: Sequence[torch.Tensor], of_shares: FactoredBucket | None
 ) -> Callable[..., torch.Tensor | FactoredBucket]:
-    """The function of a `pack` without gradients: zeroes ``plain``, and returns ``of_shares``, or ``whole`` if that is
-    None.
-    """
+    """The function of a `pack` without gradients: zeroes ``plain``, and returns ``of_shares`` or else ``whole``."""
 
     def pack(**_: Any) -> torch.Tensor | FactoredBucket:
         for part in plain:

@@ -64,8 +64,8 @@ def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
     """The call of a function that requests gradients; it also runs the backwards that compute them.
 
     Each backward starts at its first request, in the same thread. Whenever a gradient is ready, the function resumes
-    within the backward until a request is not met, so buckets are launched during backward. While a backward blocks
-    other replicas, the function waits for none of them.
+    within the backward until a request is not met. While a backward blocks other replicas, the function waits for none
+    of them.
     """
     call: Any = function.call
     if function.pauses:

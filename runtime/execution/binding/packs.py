@@ -19,8 +19,8 @@ def pack_of_cut_bucket(
 ) -> Callable[..., torch.Tensor]:
     """The function of a `pack` in a bucket that is cut into several packs.
 
-    The first pack with elements of a gradient copies all of the gradient into its slot, unless a region has written it
-    there. Later packs must not copy it again, as elements of earlier packs may be sums by then.
+    The first pack with elements of a gradient copies the whole gradient into its slot, unless a region has. Later packs
+    must not copy it again, as elements of earlier packs may be sums by then.
     """
     pack = next(candidate for candidate in bucket.packs if candidate.number == pack_of(node))
     elements = whole[pack.start : pack.stop]

@@ -44,8 +44,8 @@ def _nothing() -> None:
 class CommitPoint:
     """Commits a step on all replicas or on none.
 
-    A step is decided once: by the first replica past the barrier, or by whichever call stops it before. Each is a single
-    operation, indivisible for threads and signals, so all see the same decision. A step may also be skipped.
+    The first replica past the barrier decides the step, unless it was stopped before. Either is a single operation,
+    indivisible for threads and signals. A step may also be skipped.
 
     Args:
         settle: called by each replica of a committed step, before it goes on.
@@ -74,7 +74,7 @@ class CommitPoint:
 
     @property
     def is_committed(self) -> bool:
-        """Test for a commit of the present step or, between steps, of the last one. A committed step cannot be stopped."""
+        """Test for a commit of the present step or, between steps, of the last one."""
         return self._decision.get("step") is TAKES_PLACE
 
     @property
@@ -88,7 +88,7 @@ class CommitPoint:
 
     @property
     def is_binding(self) -> bool:
-        """Test for a step that cannot be stopped any more: it is decided, or the vote of the workers has begun."""
+        """Test for a decided step, or one that the workers vote on: it cannot be stopped."""
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _VOTING)
 
     def begin(self) -> None:

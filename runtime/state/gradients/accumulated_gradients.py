@@ -68,9 +68,9 @@ class _Counts:
 class AccumulatedGradients:
     """Sums of gradients on each replica, over the calls since the last update, in the dtype of their parameters.
 
-    Every example's loss has the same weight, such that the first call's loss has weight 1. With loss scaling, the
-    weight is a fraction of the last update's examples, rounded down to a power of two. Float16 then overflows in the
-    same cases as in a loop with divided losses. The updating step corrects for both.
+    All examples' losses have one weight, with which the first call's loss has weight 1. With loss scaling, it has the
+    call's fraction of the last update's examples, rounded down to a power of two, so that float16 overflows as in a
+    loop with divided losses. The updating step corrects for both.
 
     Attributes:
         share: the factor of the sums in the running step.

@@ -23,7 +23,7 @@ class _Unsent:
         aside: residuals of variables in no bucket.
         new_scale: loss scale of the running step; None between steps.
         state: payload results of the last step, by variable; equal on all workers.
-        new_state: payload results of the running step, possibly with sums in flight.
+        new_state: payload results of the running step, possibly in flight.
     """
 
     plan: tuple[Bucket, ...] = ()

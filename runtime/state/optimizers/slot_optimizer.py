@@ -88,7 +88,6 @@ class SlotOptimizer:
                 self.numbers[key].fill_(state[key])
 
     def _ranges(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """The slots' ranges of the flat optimizer's elements; adjacent slots form one range."""
         ranges: list[tuple[int, int]] = []
         following = None
         for place in places:

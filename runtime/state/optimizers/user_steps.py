@@ -29,10 +29,10 @@ class InternalSteps:
 
 
 class UserSteps:
-    """Watches the user's steps of optimizers, and of other optimizers with the same parameters.
+    """Watches the user's steps of optimizers, and of other optimizers with the same parameters, by hooks.
 
     Version counters are not enough: torch's fused implementations write without a count. A class that skips
-    ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do. The hooks do not keep the watcher alive.
+    ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do.
 
     Attributes:
         have_written: True after a user's step with gradients, until `mark_mirrored`.

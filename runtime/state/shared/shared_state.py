@@ -21,10 +21,7 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Hold:
-    """A step's reference to a shared state; a merge of states replaces its attributes.
-
-    Only the step's own state refers to it, so it ends with that.
-    """
+    """A step's reference to a shared state, which ends with the step; a merge of states replaces its attributes."""
 
     def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, model_name: str) -> None:
         self.held, self.store, self.optimizers, self.model_name = held, store, optimizers, model_name
@@ -182,7 +179,6 @@ class HeldState:
         completed(put_in_place)
 
     def let_go(self, hold: Hold) -> None:
-        """Removes a closed step, and the state of optimizers without further steps."""
         holds = self._optimizers[hold.optimizers]
         holds.discard(hold)
         if not holds:
@@ -199,8 +195,8 @@ class HeldState:
             self.store.free_buckets(optimizers.owner)
 
     def free_forgotten(self) -> None:
-        """Frees the state of unreachable steps. The garbage collector only empties their sets, since it may run in any
-        thread.
+        """Frees the state of unreachable steps. The garbage collector may run in any thread, so it only empties their
+        sets.
         """
         for optimizers, holds in list(self._optimizers.items()):
             if not holds:

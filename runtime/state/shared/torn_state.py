@@ -20,8 +20,8 @@ _torn: weakref.WeakSet[TornState] = weakref.WeakSet()
 class TornState:
     """Parameters and optimizers after a partial update.
 
-    They are restored once the user has written or replaced every parameter and every entry of the optimizers' state.
-    Until then, calls of steps over them are refused. `guard` adds refusals of reads and saves.
+    Calls of steps over them are refused until the user has written or replaced every parameter and every entry of the
+    optimizers' state. `guard` adds refusals of reads and saves.
     """
 
     def __init__(

@@ -100,8 +100,8 @@ class Layout:
         )
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
-        """A copy with another layout's variables under new names, without its buckets; and the former names of those
-        that were added.
+        """A copy with another layout's variables under new names, without its buckets; and the former names of the
+        added variables.
         """
         taken = {name for name in other.values if names[name] not in self.values or name in other.separate}
         both = replace(
@@ -114,7 +114,7 @@ class Layout:
         return both, taken
 
     def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
-        """A copy with only these variables, those in buckets, and those whose memory they share; and the names of its
+        """A copy with only these variables, and those in buckets or memory in common with them; and the names of its
         variables.
         """
         aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]

@@ -28,20 +28,21 @@ class _Member:
     is_counted: bool
 
     def is_written(self) -> bool:
-        """Test for other bits than at the last aggregation."""
         return not torch.equal(_bits(self.now), _bits(self.then))
 
 
 class ShownBuffers:
     """Buffers of one dtype side by side, so that one addition aggregates them all.
 
-    A copy of the last aggregate reveals the user's writes, because not every write counts a version: batch
-    normalization updates its running statistics without. On a GPU the comparison would synchronize. Buffers of modules
-    with a counter of forwards (``num_batches_tracked``) are not compared there, and `VariableStore` reads the counter.
+    A copy of the last aggregate reveals the user's writes, because batch normalization writes its statistics without a
+    version count. On a GPU the comparison would synchronize, so buffers of modules that count their forwards
+    (``num_batches_tracked``) are not compared there: `VariableStore` reads the counter.
 
     Args:
         sizes: the number of elements of each buffer, by name, in order.
         shown: the aggregate in the user's model, 1-D.
+        flats: the values of each replica, 1-D.
+        counted: names of buffers whose module counts its forwards.
     """
 
     def __init__(
@@ -69,10 +70,8 @@ class ShownBuffers:
         return other
 
     def aggregate(self, written: Mapping[str, Aggregation], present: Sequence[int]) -> None:
-        """Aggregates the replicas' values into the user's model.
-
-        Buffers that are not written keep their exact bits, since a mean of equal numbers may be rounded. Replicas without
-        examples rejoin at their next write.
+        """Aggregates the present replicas' values in the user's model. Unwritten buffers keep their exact bits, since a
+        mean of equal numbers may be rounded.
         """
         kinds = {written[name] for name in self.names if name in written}
         if not kinds or not present:

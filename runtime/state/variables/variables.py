@@ -30,9 +30,9 @@ from mirrorc.user.aliased_tensors import refuse_shared_memory, warn_of_holders
 class VariableStore:
     """Memory of every variable on every replica.
 
-    The user's parameters belong to replica 0, as views of its flat buffers. Devices of one memory share variables that
-    no step writes. Each replica has buffers of its own if the forward writes them, and the user's buffer holds their
-    aggregate after every step. The user's writes between steps are detected and mirrored.
+    The user's parameters are views of replica 0's flat buffers. Devices of one memory share variables that no step
+    writes. Each replica has its own copy of a buffer that forward writes, and the user's buffer shows their aggregate
+    after every step. The user's writes between steps are detected and mirrored.
 
     Several steps may hold a store, see `step_variables`; ``owner`` is the number of a step's optimizers.
     """
@@ -126,10 +126,11 @@ class VariableStore:
         """Allocates memory for a program's variables and copies their values; the user's tensors stay in place.
 
         Parameters with new memory from the user get new flat memory, since the user may hold the old one. Other owners'
-        buckets stay if they have no parameter in common with the new ones, and none with new memory.
+        buckets stay unless the new ones contain their parameters, or the user has moved these.
 
         Raises:
-            ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or other processes.
+            ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or other
+                processes.
         """
         old, moved = self._layout, self._moved_by_user()
         if old.program() is program and not moved:
@@ -268,9 +269,7 @@ class VariableStore:
         return has_moved
 
     def count_update(self, owner: int) -> None:
-        """Counts a version of each updated parameter, as torch's optimizers do, so that autograd refuses a stale
-        backward.
-        """
+        """Counts a version of each updated parameter, so that autograd refuses a stale backward."""
         count_write(self._trained.get(owner, []))
 
     def aggregate(self) -> None:
