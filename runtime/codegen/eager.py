@@ -20,8 +20,8 @@ from mirrorc.torch_internals import SizesGivenUp, has_symbols, is_dense, schema_
 class EagerBackend(Backend):
     """Calls the captured operators one by one.
 
-    Some operators return another memory layout than their fake versions. Views then copy where necessary, operators
-    that may read memory in order get arguments in the inferred layout, and ``as_strided`` raises an error.
+    Some operators return another memory layout than their fake versions. Views then copy if necessary, operators that
+    may read memory in order get the inferred layout, and ``as_strided`` raises an error.
     """
 
     name = "eager"

@@ -24,7 +24,7 @@ class GraphFunction:
     Attributes:
         nodes: the node of each source line.
         namespace: bindings of the source's names; may be rebound between calls.
-        marked: nodes with time marks at the end of their calls, in order. The function's beginning has a mark, too.
+        marked: nodes with a time mark at the end of their call, in order. The function's beginning has a mark, too.
         asks: True for a generator that yields requests before calls, see `Asking`.
         pauses: True for a generator that yields for other reasons.
     """

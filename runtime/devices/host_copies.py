@@ -12,8 +12,8 @@ from mirrorc.runtime.devices.events import copied_to, record_event, reserve_for,
 class HostCopies:
     """Copies one replica's batches to its device; all calls come from the replica's thread.
 
-    GPU copies have their own stream, so that the caller can queue a step while the last one runs. A pinned batch may be
-    filled anew when the step has returned.
+    GPU copies have their own stream, so that the caller can queue a step while the last one runs. When the step has
+    returned, a pinned batch may be overwritten.
     """
 
     def __init__(self, device: torch.device) -> None:

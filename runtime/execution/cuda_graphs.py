@@ -73,9 +73,8 @@ class Capturer(Protocol):
 class CudaCapturer:
     """Captures with `torch.cuda.graph`, all into a single private memory pool.
 
-    Graphs may share a pool because none of its values must survive the replay of another graph: inputs, loss, variables
-    and optimizer state are outside. An anchor graph keeps the pool alive. After a failed capture the next graph gets a
-    new pool.
+    No value in the pool needs to survive the replay of another graph: inputs, loss, variables and optimizer state are
+    outside. An anchor graph keeps the pool alive. After a failed capture the next graph gets a new pool.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
@@ -119,7 +118,7 @@ _still_running: list[Graph] = []
 class StepGraph:
     """Runs a replica's function eagerly for a few steps, then captures and replays it.
 
-    Arguments are copied into static device memory, and the loss is written to such memory.
+    Arguments and loss are copied into static device memory.
     """
 
     def __init__(self, capturer: Capturer, device: torch.device) -> None:

@@ -55,8 +55,9 @@ class DryRun:
     """Memory use of a region.
 
     Attributes:
+        steps: the statements that affect memory.
         results: the memory of each output; None for an output without memory.
-        remark: why this is an estimate; empty if it is exact.
+        remark: why the figures are estimates; empty if they are exact.
     """
 
     steps: tuple[DryStep, ...]

@@ -17,9 +17,9 @@ class LiveValue:
     """A value in memory.
 
     Attributes:
-        name: as in the printed program. A value inside a region has its operator's name, or Inductor's name.
+        name: as in the printed program; inside a region, the operator's name or Inductor's name.
         type: as printed, such as ``f32[64, 2048]``; empty for a value outside of the program.
-        num_bytes: of its memory, possibly shared with other values.
+        num_bytes: bytes of its memory, possibly shared with other values.
     """
 
     name: str

@@ -141,7 +141,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Checksum of a tensor's bits, four integers. It differs if one or two bits do, and almost surely if more do.
 
-    The int64 words form a matrix; its row sums and column sums are added with weights, without a synchronization.
+    The int64 words form a matrix; its row sums and column sums are added with weights.
     """
     raw = _bytes(tensor)
     num_words = raw.numel() // 8

@@ -30,7 +30,7 @@ class OtherWorkers:
 
     Attributes:
         vote: votes with the other workers, see `Team.vote`; once it is called, nothing on this worker stops the step.
-        exchange_texts: returns the texts of all workers, as pairs of a worker's name and its text.
+        exchange_texts: returns each worker's name and text.
     """
 
     vote: Callable[[Vote], tuple[bool, torch.Tensor | None]]

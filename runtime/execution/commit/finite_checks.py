@@ -27,9 +27,8 @@ from mirrorc.runtime.workers.protocol.vote import Vote
 
 @dataclass(frozen=True)
 class Examined:
-    """A value, and the sum of its elements on the value's device: if the sum is finite, all elements are.
-
-    A sum that is not finite may have overflowed; then the elements are examined.
+    """A value and the sum of its elements: if the sum is finite, all elements are. Otherwise, the sum may have
+    overflowed, and the elements are examined.
     """
 
     value: torch.Tensor
@@ -103,7 +102,7 @@ def _faults(ranges: Sequence[_Range], value: torch.Tensor, replica: int) -> Iter
 class CheckedCommit(CommitPoint):
     """Commits a step if no replica has found a non-finite value.
 
-    Replicas record their faults before they arrive, so that each knows all faults past the barrier and decides alike.
+    Replicas record their faults before they arrive, so each knows all faults past the barrier and decides alike.
     """
 
     def __init__(

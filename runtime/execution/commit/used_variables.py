@@ -16,10 +16,10 @@ from mirrorc.runtime.state.evaluation_state import EvaluationState
 
 
 class UsedVariables:
-    """Determines at a step's commit the used parameters; updates leave out the others.
+    """Determines the used parameters when a step commits; updates leave out the others.
 
-    An accumulated gradient counts as use. All parameters of a bucket with partial exchange count as used, since the
-    sent elements may be of an earlier step.
+    An accumulated gradient counts as use, and so does a place in a bucket with partial exchange, since the sent
+    elements may be of an earlier step.
     """
 
     def __init__(self, program: Program, state: ProgramState) -> None:

@@ -16,8 +16,8 @@ from mirrorc.torch_internals import copy_each
 class ShownNumbers:
     """Scalars of buckets, each repeated for every parameter of its bucket.
 
-    A write to a repeated scalar may count no version, so the values are compared before every step. Scalars of one
-    dtype and device are adjacent, next to a reference copy.
+    A write to them may count no version, so their values are compared before every step. Scalars of one dtype and
+    device are adjacent, next to a reference copy.
     """
 
     def __init__(self, scalars: Sequence[tuple[torch.Tensor, int]]) -> None:

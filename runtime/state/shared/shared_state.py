@@ -97,7 +97,7 @@ class HeldState:
     def hold(self, tensors: Mapping[str, torch.Tensor], groups: OptimizerGroups, model_name: str) -> Hold:
         """Adds a step, possibly with further variables, such as those of its loss.
 
-        Steps with the same optimizers, or equal lists, share one state and one update.
+        Steps with equal lists of optimizers share one state and one update.
         """
         names = names_in_store(tensors, self.store, model_name)
         self.store.add({names[name]: tensor for name, tensor in tensors.items()}, counters_among(tensors))
@@ -140,7 +140,7 @@ class HeldState:
         return are_same and not (self.is_captured or other.is_captured) and self.trained().isdisjoint(other.trained())
 
     def absorb(self, other: HeldState) -> None:
-        """Merges another state into this one; an interrupt leaves both states as they were, or merged.
+        """Merges another state into this one; an interrupt leaves both unchanged, or merged.
 
         Per-replica buffers stay in place, and parameters until the next layout.
         """

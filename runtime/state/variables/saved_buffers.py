@@ -37,7 +37,7 @@ class SavedBuffers:
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any], store: StepVariables) -> None:
-        """Loads the result of `state_dict`, of a run on as many devices.
+        """Loads the result of `state_dict`.
 
         Raises:
             TypeError, ValueError: the argument is no such result, or is of another model or number of devices.

@@ -67,7 +67,7 @@ class VariableStore:
     def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
         """Prepares a merge with another store under new names; returns its commit, idempotent from any point.
 
-        Per-replica variables stay in their memory. Common variables have the same values in both stores.
+        Per-replica variables stay in their memory. Common variables must be equal in both stores.
         """
         members = self._members.joined(other._members, names)
         layout, taken = self._layout.joined(other._layout.without_buckets(other.tensors), names)
@@ -112,7 +112,7 @@ class VariableStore:
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
         """The tensors that a program reads of a variable, in order of replicas.
 
-        A program that does not write a per-replica buffer reads its aggregate, as a model in eval mode would.
+        A program that does not write a per-replica buffer reads its aggregate.
         """
         name = variable.name
         is_shown = variable.synchronization is Synchronization.MIRRORED and variable.role is Role.BUFFER
