@@ -173,13 +173,14 @@ def default_pipeline(
     """The passes that `mirrorc.compile` runs, in order.
 
     Args:
-        link, all_reduce: None for the choice of `LowerCollectives`, and for the link's own sums.
+        link: None for the best one, see `LowerCollectives`.
+        all_reduce: None for the link's own sums.
         gelu_by_sigmoid, channels_last, pads_products, recomputes, chooses_checkpoints, reuses_arguments,
             reserves_memory: add `DecomposeGelu`, `LayChannelsLast`, `PadProducts`, `RecomputeElementwise`,
             `ChooseCheckpoints`, `ReuseArguments` and `ReserveMemory`.
-        microbatches: the number of parts of a shard, as captured.
+        microbatches: the number of microbatches of a shard, as captured.
         scales_loss: add `UnscaleGradients`; non-finite gradients skip the update.
-        fused_groups: for `ScaleInUpdates`.
+        fused_groups: the groups of `ScaleInUpdates`.
         check_finite: add `CheckFinite`; "skip" skips the update, True raises an error.
         over_workers: add `ReduceOverWorkers`.
         early_update: update each bucket as soon as its own sum is there, unless all sums are needed before.
@@ -240,7 +241,7 @@ def compression_passes(compression: str | TopK | Payload | None) -> list[WorkerC
 
 
 def resolve_sharing(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes, with the open fields of each `FactorGradients` set from the rest of the pipeline."""
+    """Returns the passes, and sets fields of `FactorGradients` that are None from the rest of the pipeline."""
     facts: dict[str, Any] = {}
     if not any(isinstance(step, ShareParameters) for step in passes):
         facts["parameters_are_shared"] = False

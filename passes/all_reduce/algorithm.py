@@ -35,7 +35,7 @@ class AllReduceAlgorithm:
                                                          v1 = wait(r1, bucket=0, replica=1)
                                                          update(v1, bucket=0, replica=1)
 
-    `add_up` makes sums, until some replica holds each element's sum, and `spread` brings them to all replicas. If
+    `add_up` adds up, until some replica holds each element's sum, and `spread` brings them to all replicas. If
     devices share one copy of the parameters, each needs only its share of the sum, and `spread` is left out. Gathered
     factors stay as they are.
 
@@ -64,22 +64,22 @@ class AllReduceAlgorithm:
         return ""
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:
-        """The algorithm for one bucket, and the reason."""
+        """The algorithm for the bucket of ``launch``, and the reason for it."""
         return self, ""
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """Makes the sums; returns the replicas' parts, with each element at least once."""
+        """Adds up; returns sums held by replicas, which together have each element at least once."""
         raise NotImplementedError
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """Brings the whole sum to each replica; returns each one's values in order. By default, holders send to all."""
+        """Sends the whole sum to all replicas; returns each replica's value, in order. By default, holders send to all."""
         return [
             traffic.collected(replica, self.seen_by(replica, traffic, sums), 0, traffic.num_elements)
             for replica in range(traffic.num_replicas)
         ]
 
     def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """The sums to send to a replica from, the preferred holder's first."""
+        """The sums from which a replica gets its elements, the preferred holder's first."""
         return sums
 
     def run(self, program: Program) -> Program:
@@ -120,7 +120,7 @@ def _sums(program: Program) -> list[fx.Node]:
 
 
 def _rounds_begun(program: Program) -> dict[tuple[int, object], int]:
-    """By bucket and pack, the round after those with messages already, such as parameters."""
+    """By bucket and pack, the first round that no message uses yet; parameters may have been sent before."""
     rounds: dict[tuple[int, object], int] = {}
     for send in sends_in(program.mirrored_graph):
         route = route_of(program, send)

@@ -1,4 +1,4 @@
-"""A choice for each bucket."""
+"""Chooses an all-reduce algorithm for each bucket."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Auto(AllReduceAlgorithm):
 
     @property
     def sends(self) -> bool:
-        """The chosen algorithms decide for each bucket."""
+        """False: the chosen algorithms decide for each bucket."""
         return False
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:

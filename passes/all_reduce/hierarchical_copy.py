@@ -1,4 +1,4 @@
-"""Hierarchical copies."""
+"""All-reduce within groups of devices, then between groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class HierarchicalCopy(AllReduceAlgorithm):
     these, and send the whole sum to their groups.
 
     Messages between groups, often over a slower connection, are as few as possible. The main device of a group rotates:
-    bucket i has the group's device i mod its size.
+    for bucket i, it is device i mod the group's size.
 
     Attributes:
         groups: two at least; their sizes differ by one at most.

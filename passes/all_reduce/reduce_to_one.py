@@ -1,4 +1,4 @@
-"""Reduction to one device."""
+"""All-reduce on one device, which sends the sum to all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class ReduceToOne(AllReduceAlgorithm):
-    """Every device sends its bucket to one, which adds them up and sends the sum to all others.
+    """Sends all buckets to one device, which adds them up and sends the sum to all others.
 
     Two messages follow each other, whatever the number of devices, but the one device receives and sends N - 1 buckets.
 
     Attributes:
         order: the numbers of all devices in the order of addition; None for 0, 1, 2 and so on, with the bits of native
             sums.
-        dtype: a floating-point dtype for sums, if more precise than the bucket's; None for the bucket's.
+        dtype: a floating-point dtype to add in, where it is wider than the bucket's; None for the bucket's.
 
     Source: TensorFlow's ``ReductionToOneDevice``.
     """

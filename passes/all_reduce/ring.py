@@ -1,4 +1,4 @@
-"""The ring."""
+"""All-reduce in a ring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class Ring(AllReduceAlgorithm):
-    """The bucket is cut into N chunks, and each device sends one chunk to the next device in each of 2 (N - 1) rounds.
+    """Cuts the bucket into N chunks; in each of 2 (N - 1) rounds, each device sends one chunk to the next device.
 
     In the first N - 1 rounds each device adds its gradients to the received chunk; in the others whole sums go round. A
     device sends 2 (N - 1) / N of the bucket, the least possible.

@@ -1,4 +1,4 @@
-"""Round-robin reduction."""
+"""All-reduce on another device for each bucket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class RoundRobin(AllReduceAlgorithm):
-    """Bucket i is reduced to device i mod k, which sends the sum to all others: `ReduceToOne` with its load
-    distributed.
+    """Adds up bucket i on device i mod k, which sends the sum to all others: `ReduceToOne` with its load distributed.
 
     Attributes:
         num_devices: the number of devices that take turns, from the first; None for all.

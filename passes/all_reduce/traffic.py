@@ -24,7 +24,7 @@ class Held:
     """Consecutive elements of a bucket or pack on a replica: its gradients, or a sum.
 
     Attributes:
-        node: None without elements.
+        node: None if there are no elements.
         start, stop: counted from the start of the bucket or pack.
         is_packed: True if it depends on no message, and is ready when the bucket is packed.
     """
@@ -39,11 +39,11 @@ class Held:
 class Traffic:
     """Writes an algorithm down: each method inserts nodes into the graph, and returns their values.
 
-    Operations on a replica's packed bucket alone stand at the bucket's launch, all others at the replica's wait for the
-    sum, so that backward goes on before. Values without elements are not sent.
+    Operations that need only a replica's packed bucket stand at the bucket's launch; all others stand at the replica's
+    wait for the sum, after more of backward. Values without elements are not sent.
 
     Attributes:
-        number: of the bucket; of the pack, if buckets are sent in packs.
+        number: that of the pack, if buckets are sent in packs; else that of the bucket.
         by_shares: True if each replica needs only its share of the sum.
     """
 
@@ -61,11 +61,11 @@ class Traffic:
         self._round = first_round
 
     def next_round(self) -> None:
-        """Rounds distinguish sends of one chunk between the same replicas."""
+        """Begins the next round. Rounds distinguish sends of equal chunk numbers between two replicas."""
         self._round += 1
 
     def chunks(self, count: int) -> list[tuple[int, int]]:
-        """Chunks of nearly equal lengths, or the replicas' shares."""
+        """Bounds of ``count`` chunks of nearly equal lengths; the replicas' shares, if ``by_shares`` and as many."""
         length = self.num_elements
         if self.by_shares and count == self.num_replicas:
             return [self.share(replica) for replica in range(count)]
@@ -76,12 +76,12 @@ class Traffic:
         return self._bucket.share(replica, self.num_replicas) if self.by_shares else (0, self.num_elements)
 
     def own(self, replica: int, start: int = 0, stop: int | None = None) -> Held:
-        """A replica's gradients in a part of the bucket, or in all of it."""
+        """A replica's packed gradients from ``start`` to ``stop``; by default, all."""
         whole = Held(self._packed[replica], replica, 0, self.num_elements, is_packed=True)
         return self.cut(whole, start, whole.stop if stop is None else stop)
 
     def cut(self, held: Held, start: int, stop: int) -> Held:
-        """Counts from the start of the bucket or pack."""
+        """The elements of a value from ``start`` to ``stop``, counted from the start of the bucket or pack."""
         if (start, stop) == (held.start, held.stop):
             return held
         if start == stop or held.node is None:
@@ -138,8 +138,9 @@ class Traffic:
         return replace(whole, node=self._compute(whole, aten.cat.default, ([held.node for held in some],)))
 
     def collected(self, replica: int, sums: Sequence[Held], start: int, stop: int) -> Held:
-        """Brings elements of the sum to a replica; ``sums`` have each element at least once, and its first holder sends
-        it.
+        """The elements of the sum from ``start`` to ``stop`` on a replica, which gets those that it lacks.
+
+        ``sums`` have each element at least once; its first holder sends it.
         """
         pieces, place = [Held(None, replica, start, start)], start
         while place < stop:
@@ -159,7 +160,7 @@ class Traffic:
         self._launch.graph.erase_node(self._launch)
 
     def _nothing(self, replica: int) -> fx.Node:
-        """Norms of empty shares need an operand."""
+        """An empty value on a replica, as the norm of an empty share needs an operand."""
         gradient = self.own(replica)
         start, _ = self.share(replica)
         return self._compute(gradient, aten.slice.Tensor, (gradient.node, 0, start, start))

@@ -1,4 +1,4 @@
-"""A binomial tree."""
+"""All-reduce in a binomial tree."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class Tree(AllReduceAlgorithm):
-    """Devices at distance 1, 2, 4, ... send their sums to the lower one of two; then the root's sum goes the same way
-    back.
+    """Adds up pairs of devices at distance 1, 2, 4, ..., on the lower one; then the root's sum returns the same way.
 
-    It is for small buckets, as it sends whole ones: 2 ceil(log2(N)) messages follow each other.
+    It suits small buckets, as it sends whole ones: 2 ceil(log2(N)) messages follow each other.
 
     Attributes:
         device: the root.

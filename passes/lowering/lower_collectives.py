@@ -75,7 +75,7 @@ class LowerCollectives:
 
 
 def _of_whole_buckets(program: Program) -> list[str]:
-    """Remarks on parameters sent by optimizers that run on one device; rows of a table are much fewer bytes."""
+    """Remarks on whole buckets of parameters that an optimizer on one device sends."""
     remarks = []
     for node in calls_to(program.mirrored_graph, ops.broadcast):
         bucket = program.buckets[bucket_of(node)]
@@ -91,7 +91,7 @@ def _of_whole_buckets(program: Program) -> list[str]:
 
 
 def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:
-    """The root need not wait."""
+    """Replaces a broadcast by sends and receipts; the root's wait is removed."""
     bucket, root = bucket_of(broadcast), broadcast.kwargs["root"]
     for wait in list(broadcast.users):
         replica = replica_of(wait)

@@ -22,12 +22,12 @@ from mirrorc.printing.printed_values import size_text
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of forward segments to try."""
 _MOST_KEPT = 64
-"""Limit on the average number of kept values of a segment: larger ones gain nothing, and cost time."""
+"""The most stored values of a segment, on average: larger segments gain nothing, and cost time."""
 _MOST_TRIMS = 48
-"""Limit on the segments of a choice that are trimmed afterwards."""
+"""The most segments of a choice to trim afterwards."""
 
 Levels = tuple[int, ...]
-"""The number of choices taken in each segment, one after the other; 0 if it keeps everything."""
+"""For each segment, the number of its choice, counted from 1; 0 to recompute nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ChooseCheckpoints:
     Guarantees: every value is the same expression, bit for bit. The model's own checkpoints stay.
 
     Attributes:
-        max_bytes: for each device; None to leave the program unchanged.
+        max_bytes: the bound of activations on each device; None to leave the program unchanged.
     """
 
     max_bytes: int | None = None
@@ -100,7 +100,7 @@ class _Search:
         return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
 
     def _rank(self, peak: Peak) -> tuple[bool, float, int]:
-        """Best is the least time within the bound, or else the least memory."""
+        """A sort key: least time within the bound comes first, then least memory beyond it."""
         exceeds = peak.num_bytes > self._max_bytes
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
@@ -121,7 +121,7 @@ class _Search:
             low, high = (low, middle) if peak.num_bytes <= self._max_bytes else (middle, high)
 
     def _trimmed(self, segments: Sequence[Segment], levels: Levels, rank: tuple[bool, float, int]) -> Levels:
-        """Without dispensable steps; tries the most expensive first."""
+        """Lowers levels where that improves the rank; tries the most expensive segments first."""
         order = sorted(range(len(segments)), key=lambda i: (-_seconds(segments[i], levels[i]), i))
         for i in [i for i in order if levels[i]][:_MOST_TRIMS]:
             for level in sorted({0, levels[i] - 1}):
@@ -159,7 +159,7 @@ class _Search:
 
 
 def _ladder(segments: Sequence[Segment]) -> list[Levels]:
-    """Each choice has one more step of a segment, the cheapest per byte first."""
+    """Levels from no recomputation to the most, each one step of a segment higher, the cheapest per byte first."""
     steps: list[tuple[float, int, int]] = []
     for i, segment in enumerate(segments):
         before, seconds, price = 0, 0.0, 0.0

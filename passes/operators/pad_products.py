@@ -32,15 +32,15 @@ class PadProducts:
                                              logits = aten.slice(logits_padded, 1, 0, 50257)
                                              loss   = f(logits)
 
-    The result, and elementwise results computed from it, have longer rows in memory. Gradients of weights are made in
-    their buckets, and stay as they are.
+    The result, and elementwise results computed from it, have longer rows in memory. Gradients of weights are
+    computed in their buckets, without padding.
 
     Guarantees: as `LayChannelsLast`.
     Source: torch's compiler on GPUs. Here values for backward need longer rows before the graph is cut.
 
     Attributes:
-        fewest_rows: of the first matrix; with fewer, the copy of the second one costs more than the gain.
-        fewest_elements: of the result; smaller ones are copied soon.
+        fewest_rows: the fewest rows of the first matrix; below, the copy of the second costs more than the gain.
+        fewest_elements: the fewest elements of the result.
     """
 
     fewest_rows: int = 1024
@@ -67,7 +67,7 @@ class PadProducts:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Looks through rearrangements, as gradients of weights are transposed."""
+    """Tests for an output of the graph, also when rearranged, as transposed gradients of weights are."""
     users = node.users
     return any(user.op == "output" or (user.target in REARRANGEMENTS and _is_result(user)) for user in users)
 
@@ -96,7 +96,7 @@ class _PaddedValues(RelaidValues):
         self.num_products += 1
 
     def _missing(self, x: torch.Tensor, weight: torch.Tensor) -> int:
-        """The number of missing columns; 0 to leave the product alone."""
+        """The number of columns to add; 0 to leave the product alone."""
         sizes = (*x.shape, *weight.shape)
         if x.dtype not in _DTYPES or weight.dtype is not x.dtype or not all(isinstance(size, int) for size in sizes):
             return 0

@@ -50,7 +50,7 @@ class ReadRowElements:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """New nodes come before the node to replace."""
+    """Nodes as `RowValues`; new nodes come before ``replaced``."""
 
     program: Program
     replaced: fx.Node

@@ -20,7 +20,7 @@ _MOST_OPERATORS = 16
 """The most operators to run again for one value."""
 
 _SMALL = 8
-"""A value this many times smaller does not count as memory, such as a number for each row."""
+"""A source this many times smaller than a value, such as one number per row, does not count as memory."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _recompute(program: Program, graph: fx.Graph) -> list[str]:
 
 
 class _Recomputation:
-    """Visits values in order, so that their sources are decided before them."""
+    """Decides which values of forward to recompute, in order: sources before their users."""
 
     def __init__(self, graph: fx.Graph, first_of_backward: fx.Node) -> None:
         nodes = list(graph.nodes)
@@ -99,7 +99,7 @@ class _Recomputation:
         return not self._backward.isdisjoint(users) and all(map(is_fused, users))
 
     def _operators(self, value: fx.Node) -> list[fx.Node]:
-        """Cheap operators and their views, back to values in memory, in order."""
+        """The operators to rerun for a value, in order: cheap ones and views, back to values in memory."""
         root, operators, waiting = owner_of(value), {value}, [value]
         while waiting:
             for source in waiting.pop().all_input_nodes:
@@ -123,7 +123,7 @@ class _Recomputation:
 
     @staticmethod
     def _sources(operators: list[fx.Node]) -> list[fx.Node]:
-        """Values read from memory, each memory once."""
+        """The values that these operators read from memory; in place of views, the owners of their memory."""
         read = (source for node in operators for source in node.all_input_nodes if source not in operators)
         return list(dict.fromkeys(map(owner_of, read)))
 

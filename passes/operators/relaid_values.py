@@ -19,7 +19,7 @@ class DependsOnStrides(Exception):
 
 
 class RelaidValues:
-    """The values of a graph with a new layout. One walk, in order: the type of each value is known before its uses."""
+    """Gives values of a graph a new layout, in one walk in order, so that each type is known before its uses."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph

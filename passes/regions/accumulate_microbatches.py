@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AccumulateMicrobatches:
-    """Repeats the graph of a microbatch for each of a shard's, so that activations of only one are in memory at a time.
+    """Repeats the graph of a microbatch for all of a shard, so that activations of only one are in memory at a time.
 
     The first microbatch writes its gradients into their slots. Later ones call variants of the regions that add
     instead::
@@ -101,7 +101,7 @@ class _Regions:
         return {name: region for name, region in regions.items() if name in called}
 
     def adding_variant(self, name: str, places: tuple[int, ...]) -> str:
-        """A variant of a region that adds to its arguments at ``places``."""
+        """The name of a variant of a region that adds to its arguments at ``places``."""
         if (name, places) not in self.adding:
             stem, _, shard = name.partition("_shard")
             names = (
@@ -156,7 +156,7 @@ class _ShardGraph:
         return self._graph
 
     def _argument(self, node: fx.Node, argument: Argument) -> fx.Node:
-        """It has the layout of the microbatches' arguments."""
+        """Inserts an argument of the shard, with the layout of the microbatches' arguments."""
         argument_node = copy_node(self._graph, node, {})
         value = node.meta.get("val")
         if argument.has_examples and isinstance(value, torch.Tensor):
@@ -168,7 +168,7 @@ class _ShardGraph:
         return argument_node
 
     def _copy(self, index: int, source: fx.Graph, arguments: Mapping[str, Argument]) -> dict[str, Any]:
-        """Returns a microbatch's results, with gradients and writes accumulated so far."""
+        """Copies a microbatch's nodes; returns its outputs, with the gradients accumulated so far."""
         values: dict[fx.Node, fx.Node] = {}
         before = self._outputs[-1] if self._outputs else None
         for node in source.nodes:
@@ -212,7 +212,7 @@ class _ShardGraph:
         return earlier if earlier is not None and slot_of(earlier) is not None else self._shared_copy(node)
 
     def _read(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """`Aggregation.SAME` variables are always read anew."""
+        """A variable as the previous microbatch wrote it, or read; `Aggregation.SAME` variables are always read."""
         name = str(node.kwargs["variable"])
         written = before["writes"].get(name) if before is not None else None
         is_same = written is not None and self._program.variables[name].aggregation is Aggregation.SAME
@@ -239,7 +239,7 @@ class _ShardGraph:
         return region_call
 
     def _factored(self, index: int, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> Any:
-        """None before the last microbatch, which has the factors of all."""
+        """The gradient with the factors of all microbatches; None before the last one."""
         factors = self._factors.setdefault(str(node.kwargs["variable"]), [])
         factors += [values[factor] for factor in node.args]  # type: ignore[index]
         if index + 1 < len(self._sizes):
@@ -249,7 +249,7 @@ class _ShardGraph:
         return gradient
 
     def _accumulated(self, name: str, gradient: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """Adds nothing if the region has added already."""
+        """A gradient plus those of earlier microbatches, unless its region has added them already."""
         earlier = before["gradients"][name] if before is not None else None
         if earlier is None or earlier in _operands(gradient):
             return gradient

@@ -29,7 +29,7 @@ from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, nu
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Moves the operator that makes a gradient out of its region, if its arguments, the factors, are smaller than the
+    """Moves the operator that computes a gradient out of its region, if its arguments, the factors, are smaller than the
     gradient::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
@@ -38,15 +38,15 @@ class FactorGradients:
                                                           output {gradients: {w: g}}
 
     The gradient of a linear layer's weight is a matrix product over the examples; that of an embedding's table is zero
-    except for the rows that were looked up (`mirrorc.ir.gradient_forms`). With shared memory, each device makes its
-    share of the gradient from the factors of all replicas. The products cost the same, but each gradient is written
+    except for the rows that were looked up (`mirrorc.ir.gradient_forms`). With shared memory, each device computes
+    its share of the gradient from the factors of all replicas. The products cost the same, but each gradient is written
     once instead of once per replica, and no sum in memory remains.
 
     Some gradients become factors whatever their size: those that workers or devices exchange as factors, and those of
     tables whose optimizer takes rows. On a single CPU, tables' gradients stay rows.
 
     Guarantees: factors are never variables or views of variables, because an update may write a variable before the
-        gradient is made.
+        gradient is computed.
 
     Attributes:
         min_elements: smaller gradients stay whole: they fit in the cache (no gain at 256 x 256, a seventh of the step
@@ -138,7 +138,7 @@ class FactorGradients:
         return names, whole
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
-        """Empty if devices make shares, or if no bucket is reduced by shares."""
+        """The reason why devices compute no shares from factors; empty if they do, or no bucket is reduced by shares."""
         if program.accumulation is not Accumulation.NONE:
             return (
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
@@ -212,7 +212,7 @@ class _Split:
     Attributes:
         remaining, arguments: the former indices of remaining results, and of used arguments.
         results: the remaining results, then the factors.
-        factored: by the former index of the result.
+        factored: the gradients that become factors, by former result index.
         outer_arguments: the calls' arguments for each former placeholder of the body.
     """
 

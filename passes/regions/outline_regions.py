@@ -123,7 +123,7 @@ class _RegionPool:
 
 
 def _body_key(graph: fx.Graph) -> Any:
-    """Equal for the same computation on arguments of the same types."""
+    """A key that is equal for equal computations on arguments of equal types."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -238,7 +238,7 @@ def _call(
 
 
 def _sizes_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """A region needs the symbols in the sizes of values as arguments, too."""
+    """The arguments for the symbols in the sizes of these values, which a region needs, too."""
     symbols = symbols_in([node.meta.get("val") for node in nodes])
     arguments = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
     return [node for node in arguments if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]

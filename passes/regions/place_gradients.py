@@ -96,7 +96,7 @@ class PlaceGradients:
 
 
 def _ways_into_slots(program: Program, names: Mapping[fx.Node, str]) -> dict[str, str]:
-    """If one shard shape leaves a gradient to `pack`, all do."""
+    """How each gradient gets into its slot: by `pack` if it does for any shard shape."""
     ways: dict[str, str] = {}
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
@@ -144,7 +144,10 @@ def _places(
     slots: Mapping[str, tuple[int, Slot]],
     left: list[str],
 ) -> dict[int, Slot]:
-    """Outputs that are gradients, or products in them, in every call, each with a slot of its shape."""
+    """The slots by result index, for results that are gradients, or products in them, in every call.
+
+    ``left`` gets the variables whose gradients have other uses.
+    """
     places: list[dict[int, str]] = []
     for node in nodes:
         direct, used = gradient_places(node, names)
@@ -154,19 +157,19 @@ def _places(
 
 
 def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
-    """The products in a call's results to which another region adds rows."""
+    """The variables, by result index, of a call's products to which another region adds rows."""
     return {part.args[1]: products[part] for part in node.users if part in products}  # type: ignore[misc]
 
 
 def _name_parts(node: fx.Node, products: Mapping[fx.Node, str]) -> None:
-    """The call that adds the rows is marked with the whole gradient."""
+    """Marks a call's products, to which another region adds rows, as gradients of their variables."""
     gradients: Any = node.kwargs["gradients"]
     parts = {variable: place for place, variable in _parts_of(node, products).items()}
     node.kwargs = {**node.kwargs, "gradients": {**gradients, **parts}}
 
 
 def _adding_rows(region: Region, places: Sequence[int]) -> Region:
-    """Adds the rows of these results to the argument with the rest of the gradient."""
+    """A region that adds rows to the argument with the rest of the gradient, for the results at ``places``."""
     graph = copied(region.graph_module.graph)
     results: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for place in places:

@@ -69,7 +69,7 @@ class PlaceVariables:
         return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
 
     def _owners(self, program: Program) -> dict[str, int]:
-        """Names outside all buckets are ignored: a call may leave out a layer."""
+        """The owner of each variable in a bucket. Other names in ``owners`` are ignored: a call may leave out a layer."""
         replicas = {device.name: replica for replica, device in enumerate(program.devices)}
         named = dict(self.owners)
         for name, device in named.items():

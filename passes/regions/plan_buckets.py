@@ -41,7 +41,7 @@ _LEAST_PART = 16  # a smaller part of a cap is not worth a message of its own
 
 @dataclass
 class _Grouping:
-    """The gradients of each bucket; ``num_packs`` are those of cut buckets, by the name of the first gradient."""
+    """The variables of each bucket; ``num_packs`` has the number of packs of cut buckets, by first variable."""
 
     closed: list[list[Variable]]
     remarks: list[str]
@@ -64,7 +64,7 @@ class PlanBuckets:
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]        <- as planned, in the program's bucket table
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]
 
-    Needs: a captured graph whose output lists gradients in program order, or in the order of the chief's.
+    Needs: a captured graph whose output lists gradients in program order, or in the chief's order.
     Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
     Source: PyTorch DDP (Li et al., 2020).
 
@@ -75,7 +75,7 @@ class PlanBuckets:
         packs, of elements 0 ... 1054207: 0 at 0 ... 527103, 1 at 527104 ... 1054207
 
     Attributes:
-        bucket_cap_mb, first_bucket_mb: those of `mirrorc.packing.ByBytes`, in MiB.
+        bucket_cap_mb, first_bucket_mb: the caps of `mirrorc.packing.ByBytes`, in MiB.
         packing: another plan, in place of these caps.
     """
 
@@ -211,7 +211,7 @@ def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collecti
 def _equal(
     plan: EqualPacks | EqualSplits, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]
 ) -> _Grouping:
-    """One bucket for each gradient, where the plan declines."""
+    """Groups gradients into buckets to be cut equally; where the plan declines, each gradient has its own bucket."""
     number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
     alone = [[program.variables[gradient.name]] for gradient in gradients]
     if number == 0:
@@ -242,7 +242,7 @@ def _equal(
 def _equal_packs(
     buckets: Sequence[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Packs by completion in backward: the number of a bucket, and its elements."""
+    """The bucket and elements of each pack, in the order of completion in backward."""
     packs: list[tuple[int, int, tuple[int, int]]] = []  # the time of completion, the bucket, its elements
     for bucket in buckets:
         for start, stop in equal_ranges(bucket.num_elements, num_packs.get(bucket.slots[0].variable, 1)):
@@ -252,7 +252,7 @@ def _equal_packs(
 
 
 def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[Bucket]:
-    """The packs are numbered in the order of these ranges."""
+    """Gives buckets their packs, numbered in the order of ``ranges`` (bucket and elements)."""
     if len(ranges) == len(buckets):
         return buckets
     if program.workers.shards_optimizer:
@@ -314,7 +314,7 @@ def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFa
 
 
 def _excess_text(buckets: Sequence[Bucket], plan: ByBytes) -> str:
-    """Buckets over their cap were too small for a message without their last gradient."""
+    """A remark on buckets over their cap, which were too small for a message without their last gradient."""
     first, other = plan.caps
     larger = [b for b in buckets if len(b.slots) > 1 and _slot_bytes(b) > (other if b.index else first)]
     if not larger:

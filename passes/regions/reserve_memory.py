@@ -49,7 +49,7 @@ class ReserveMemory:
 
     Attributes:
         wanted: True if the C library allocates the devices' memory; allocators of GPUs keep freed memory.
-        min_bytes: glibc never returns blocks of less than 32 MiB.
+        min_bytes: the smallest result to reserve memory for; glibc never returns blocks of less than 32 MiB.
     """
 
     wanted: bool = True
@@ -108,7 +108,7 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _reserving(region: Region, places: list[int]) -> Region:
-    """The region with an output argument for each of these results."""
+    """The region with an argument for the memory of each result at ``places``."""
     graph = copied(region.graph_module.graph)
     for place in places:
         product: Any = unaliased_product(graph, place)
@@ -123,7 +123,7 @@ def _reserving(region: Region, places: list[int]) -> Region:
 
 
 def _reserve(graph: fx.Graph, regions: Mapping[str, Region], places_of: Mapping[str, list[int]]) -> Iterator[fx.Node]:
-    """Reuses memory after its value's last read."""
+    """Inserts and yields reserved memory for calls; it is reused after its value's last read."""
     busy_until: list[fx.Node] = []  # for each number, the last reader of its present value
     for node in region_calls(graph):
         places = places_of.get(region_of(node), [])

@@ -91,7 +91,7 @@ class ReuseArguments:
         return program.evolve(regions=regions).with_remarks(remark)
 
     def _reuses(self, body: fx.Graph, places: set[int]) -> dict[str, str]:
-        """Values by the arguments to write them into, by name; no value twice."""
+        """For each argument to write into, by name, the name of the value to write; no value twice."""
         reuses: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
@@ -106,7 +106,7 @@ def _is_large(value: Any, min_bytes: int) -> bool:
 
 
 def _last_made_of(argument: fx.Node) -> fx.Node | None:
-    """The only value computed from an argument, by elementwise operators; None if none fits its memory."""
+    """The last elementwise result computed from an argument; None if others are in use, or it does not fit its memory."""
     reached, value = {argument}, argument
     order = list(argument.graph.nodes)
     for node in order[order.index(argument) + 1 :]:
@@ -128,7 +128,7 @@ def _fits(value: fx.Node, argument: fx.Node) -> bool:
 
 
 def _reads_memory(user: fx.Node) -> bool:
-    """A backend stores the operands of products, also behind a view or into a slot."""
+    """Tests for a product, also behind a view or into a slot: backends store its operands."""
     if stored_product(user) is user or user.target in _INTO_SLOTS:
         return True
     return is_compute(user) and viewed(user) is not None and any(_reads_memory(other) for other in user.users)

@@ -21,7 +21,7 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class PackGradients:
-    """Inserts a `pack` on each replica, right after the last gradient of a bucket, and behind the pack before::
+    """Inserts a `pack` on each replica, right after the last gradient of a bucket, and behind the previous pack::
 
         bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
         g0, g1 = bwd_0[0], bwd_0[1]                         ->    g0, g1 = bwd_0[0], bwd_0[1]
@@ -125,7 +125,7 @@ def _pack(
 def _pack_zeros(
     program: Program, graph: fx.Graph, bucket: Bucket, pack: Pack, replica: int, last: fx.Node | None
 ) -> fx.Node:
-    """Follows the bucket's ``last`` pack; without one, the packs of other buckets."""
+    """Inserts a pack of zeros behind the bucket's ``last`` pack; without one, at the end of the graph."""
     with graph.inserting_after(last) if last is not None else contextlib.nullcontext():
         node = call(graph, ops.pack, (), {**pack_keywords(bucket, pack), "replica": replica})
     like = last.meta["val"] if last is not None else any_value(next(iter(program.regions.values())).graph_module.graph)

@@ -20,7 +20,7 @@ from mirrorc.printing.printed_values import type_of
 
 @dataclass(frozen=True)
 class Replicate:
-    """Makes one graph with the interleaved nodes of every device, and the keyword ``replica``::
+    """Builds one graph with the interleaved nodes of all devices, told apart by the keyword ``replica``::
 
         fwd_0 = call_region(x, read, region=fwd_0)        fwd_0   = call_region(x, read, region=fwd_0, replica=0)
         loss  = fwd_0[0]                            ->    loss    = fwd_0[0]
@@ -103,7 +103,7 @@ def _remark(program: Program) -> str:
 
 
 def _calls(source: fx.Graph | None) -> list[list[fx.Node]]:
-    """Groups each node with the parts of its result."""
+    """Groups each node with the `getitem` nodes of its result."""
     calls: list[list[fx.Node]] = []
     for node in source.nodes if source is not None else ():
         if node.target is operator.getitem:

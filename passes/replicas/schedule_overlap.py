@@ -49,7 +49,7 @@ class ScheduleOverlap:
 
 
 def _move_waits(collective: fx.Node) -> None:
-    """A wait without uses belongs to a replica that only takes part in the reduction; it moves with the others."""
+    """Moves a collective's waits to right before their first uses; waits without uses move with the last of them."""
     waits = [user for user in collective.users if user.target is ops.wait]
     used = [node for node in waits if node.users]
     for node in used:

@@ -32,7 +32,7 @@ class UpdateAtOwner:
                                                               wait(b, bucket=0, replica=1)
                                                               store(v_0, bucket=0, replica=0)
 
-    The owner alone has the optimizer's state. All devices first make their updates, and then write those of others.
+    The owner alone has the optimizer's state. All devices first update what they own, and then write the copies from others.
 
     Needs: an owner for each bucket (place-variables).
     Guarantees: bits are those of an update on each device; every other device's copy is written once.

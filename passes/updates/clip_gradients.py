@@ -23,12 +23,12 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound of a norm.
+    """A bound for a norm of gradients.
 
     Attributes:
-        max_norm: math.inf to measure alone.
+        max_norm: math.inf to measure only.
         norm_type: 2 for the Euclidean norm, math.inf for the largest element.
-        group: None for all groups together.
+        group: a group of the optimizer; None for all groups together.
     """
 
     max_norm: float
@@ -157,7 +157,11 @@ def _remark(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: 
 
 
 def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
-    """Raises `PassError` if workers would measure norms separately, in different orders."""
+    """Tests whether replicas exchange their norms of these buckets.
+
+    Raises:
+        PassError: workers would measure norms separately, in different orders.
+    """
     if any(bucket.part is not None for bucket in buckets):
         return True
     if not program.workers.are_several or program.workers.are_alike:
@@ -173,7 +177,7 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A reduced gradient on a replica."""
+    """A reduced gradient on a replica; ``taker`` is None if the replica does not update with it."""
 
     value: fx.Node
     bucket: int
@@ -216,7 +220,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
 
 
 def _set_types_behind(program: Program, commit: fx.Node) -> None:
-    """The exchanged norms have one dtype, the widest of those added."""
+    """Sets the types of nodes that take exchanged norms, which have the widest dtype of all."""
     for user in list(commit.users):
         if user.target in (ops.norm, ops.clip_factor, ops.tell):
             set_type(program, user)
@@ -224,7 +228,7 @@ def _set_types_behind(program: Program, commit: fx.Node) -> None:
 
 
 def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exchanged: bool) -> fx.Node:
-    """All of a sum, or this worker's elements of a sum that each worker has whole."""
+    """The value to measure: a sum, or this worker's elements of a sum that each worker has whole."""
     bucket = program.buckets[reduced.bucket]
     elements = measured_elements(program, bucket, are_exchanged=are_exchanged)
     if bucket.part is not None or elements == Elements(0, bucket.num_elements):
@@ -233,7 +237,7 @@ def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exch
 
 
 def _empty_shares(program: Program, sums: Sequence[_Sum], taken: Sequence[_Sum], before: fx.Node) -> Iterator[_Sum]:
-    """The norms of all replicas form one row, so a replica without the widest dtype measures an empty share of it."""
+    """An empty share in the widest dtype, if a replica measures none: the norms of all replicas form one row."""
     widths = [program.buckets[reduced.bucket].dtype.itemsize for reduced in taken]
     for reduced in sorted(sums, key=lambda reduced: -program.buckets[reduced.bucket].dtype.itemsize):
         bucket = program.buckets[reduced.bucket]
@@ -266,7 +270,7 @@ def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum
 
 
 def _move_sums(values: Sequence[fx.Node], anchor: fx.Node) -> None:
-    """Moves values, and their operands since their waits; the order stays."""
+    """Moves values, and their operands back to the waits, before ``anchor``, in the same order."""
     moved: set[fx.Node] = set()
     waiting = [value for value in values if value > anchor]
     while waiting:

@@ -31,7 +31,7 @@ class ScaleInUpdates:
         one of other than 32 bits on CPUs are scaled as before.
 
     Attributes:
-        groups: those that torch's fused kernels update, by number.
+        groups: the numbers of the optimizer's groups that torch's fused kernels update.
     """
 
     groups: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Lets updates make products of factors."""
+"""Lets updates compute products of factors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class UpdateInParts:
     Guarantees: the same gradients, but for the order of additions in a product of fewer rows.
 
     Attributes:
-        part_elements: 2 MiB of 32 bits were fastest on an AMD EPYC with 1 MiB of cache for each core.
+        part_elements: the size of a part; 2 MiB of 32 bits were fastest on an AMD EPYC with 1 MiB of cache for each core.
     """
 
     part_elements: int = 2**19
@@ -77,12 +77,12 @@ class UpdateInParts:
 
 
 def _fewest(size: Any) -> int:
-    """Bounds symbols by the largest size that is added up in parts, as each step tests its true size again."""
+    """A size; if symbolic, at most the largest that is added up in parts: each step tests its true size again."""
     return min(int(size_now(size)), MOST_INNER) if is_symbolic(size) else int(size)
 
 
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
-    """Sizes of the products that devices make from factors, by bucket."""
+    """Sizes of the products that devices compute from factors, by bucket."""
     sizes: dict[int, list[Size]] = defaultdict(list)
     for bucket in program.buckets:
         for slot, sent in zip(bucket.slots, bucket.sent_factors, strict=bucket.is_sent_as_factors):

@@ -128,7 +128,7 @@ def _check(program: Program, bucket: Bucket) -> None:
 
 
 def _sums(program: Program) -> list[list[fx.Node]]:
-    """Packs of each replica's sum."""
+    """For each pack, the values to exchange: the replicas' waits for its sum, or the only replica's pack."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
         sums: list[list[fx.Node]] = [[] for _ in program.packs]
@@ -151,14 +151,14 @@ def _sums(program: Program) -> list[list[fx.Node]]:
 
 
 def _is_sum(wait: fx.Node) -> bool:
-    """Parameters are waited for, too."""
+    """Tests for a wait for a sum, not for parameters."""
     return all(launch.target in ops.REDUCTIONS for launch in wait.all_input_nodes)
 
 
 def _exchange(
     program: Program, bucket: Bucket, pack: Pack, sums: Sequence[Sequence[fx.Node]], last: fx.Node | None
 ) -> fx.Node:
-    """Moves the waits for the pack's sums before its exchange."""
+    """Inserts the exchange of a pack, with the waits for its sums right before it, and returns it."""
     values = sums[pack.number]
     place = values[0]
     if values[0].target is ops.wait:

@@ -45,7 +45,7 @@ class SendLargest(WorkerCompression):
         TopK(self.ratio)  # refuses numbers out of range
 
     def bytes_of_sum(self, num_elements: int, dtype: torch.dtype, num_workers: int) -> int:
-        """The bytes of a whole sum that takes as long."""
+        """The bytes of a whole sum whose exchange takes as long as this one."""
         whole = num_elements * dtype.itemsize
         if not num_elements or not dtype.is_floating_point:
             return whole

@@ -31,7 +31,7 @@ class SendPayload(WorkerCompression):
                                                               update(total_0, bucket=0, replica=0)
 
     The unsent part of earlier steps is added to the sum of a worker's devices (error feedback). Updates take the sum
-    that `mirrorc.compression.Payload.exchange` makes. Factors, and buckets that would take no fewer bytes, are sent
+    that `mirrorc.compression.Payload.exchange` computes. Factors, and buckets that would take no fewer bytes, are sent
     as before.
     """
 
@@ -47,7 +47,7 @@ class SendPayload(WorkerCompression):
         return self._num_bytes({name: meta}, num_workers) or _size(meta)
 
     def _num_bytes(self, gradients: dict[str, torch.Tensor], num_workers: int) -> int:
-        """0 for gradients that are sent whole."""
+        """The bytes of the gradients' payload; 0 if they are sent whole."""
         num_bytes = self.payload.num_bytes(gradients, num_workers)
         if not isinstance(num_bytes, int) or num_bytes < 0:
             raise PassError(

@@ -103,7 +103,7 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
 
 
 def _deal_out_sum(program: Program, bucket: Bucket) -> None:
-    """From gathered factors the worker makes only its part."""
+    """Gives the waits for a bucket's sum only this worker's part, by `scatter_sums` or from gathered factors."""
     graph = program.mirrored_graph
     (exchange,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
     launch = exchange

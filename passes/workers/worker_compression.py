@@ -42,11 +42,11 @@ class WorkerCompression:
         raise NotImplementedError
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        """Returns the new launch."""
+        """Replaces an exchange, and returns the new launch."""
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """The former exchanges sent ``before`` bytes of sums."""
+        """The remarks on the ``new`` launches; the exchanges that they replace sent ``before`` bytes."""
         raise NotImplementedError
 
     def run(self, program: Program) -> Program:
@@ -68,7 +68,7 @@ class WorkerCompression:
 
 
 def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
-    """Sends a part of an `add_unsent` in place of an exchange."""
+    """Replaces an exchange by an operation that sends a part of each sum and its unsent rest."""
     of_pack = pack_keywords(*program.packs[pack_of(launch)])
     totals = tuple(
         insert(program, launch, ops.add_unsent, (local_sum,), {**of_pack, "replica": replica_of(local_sum)})
@@ -89,6 +89,6 @@ def ring_bytes_text(program: Program, num_bytes: int) -> str:
 
 
 def other_buckets_text(program: Program, new: Sequence[fx.Node]) -> str:
-    """Buckets with former exchanges; may be empty."""
+    """The buckets without a new launch, in words; empty if there are none."""
     others = sorted({bucket.index for bucket in program.buckets} - {bucket_of(launch) for launch in new})
     return numbered("bucket", others) if others else ""

@@ -22,7 +22,7 @@ def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, 
 
 
 def writes_for_all(program: Program, node: fx.Node, replica: int) -> bool:
-    """Tests for a replica that writes into the worker's pack: each of shares, else the first."""
+    """Tests for a replica that writes into the worker's pack: any if they reduce by shares, else the first."""
     bucket, _ = program.packs[pack_of(node)]
     return replica == 0 or bucket.reduces_by_shares
 

@@ -57,7 +57,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The measured costs of a step's calls: by replica, by phase (``paces``), and by `kind_of_call` (``lines``)."""
+    """The measured costs of a step's calls; ``paces`` are by replica and phase, ``lines`` by `kind_of_call`."""
 
     starts: tuple[float, ...]
     paces: tuple[Mapping[str, Pace], ...]

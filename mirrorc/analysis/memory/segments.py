@@ -20,7 +20,7 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.torch_internals import writes_argument
 
 _PRICES = (2.0, 8.0, 32.0, 128.0, 1e7)
-"""Prices of a stored byte, in times of reading one: operators are recomputed if that costs no more than the price.
+"""Prices of a stored byte, in multiples of the time to read one; cheaper recomputation is chosen.
 
 An elementwise operator costs about 3 for each byte of its result, a product of width 1024 about 50.
 """
