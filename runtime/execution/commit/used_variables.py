@@ -18,7 +18,7 @@ from mirrorc.runtime.state.evaluation_state import EvaluationState
 class UsedVariables:
     """Determines the used parameters when a step commits; updates leave out the others.
 
-    An accumulated gradient counts as use, and so does a place in a bucket with partial exchange, since the sent
+    An accumulated gradient counts as use, and so does a parameter in a bucket with partial exchange, since the sent
     elements may be of an earlier step.
     """
 
