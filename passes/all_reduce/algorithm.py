@@ -60,7 +60,7 @@ class AllReduceAlgorithm:
         return True
 
     def objection(self, num_replicas: int) -> str:
-        """The reason not to use it for so many replicas; empty if there is none."""
+        """The reason not to use the algorithm for ``num_replicas``; empty if there is none."""
         return ""
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:

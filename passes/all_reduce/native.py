@@ -1,4 +1,4 @@
-"""The link's own sums."""
+"""All-reduce by the link itself."""
 
 from __future__ import annotations
 

@@ -47,7 +47,6 @@ class Ring(AllReduceAlgorithm):
 
 
 def _passed_on(traffic: Traffic, held: Sequence[Held], chunks: Sequence[int]) -> list[Held]:
-    """The values received when each replica sends to the next one."""
     count = traffic.num_replicas
     received = [traffic.send(held[replica], (replica + 1) % count, chunks[replica]) for replica in range(count)]
     return [received[replica - 1] for replica in range(count)]

@@ -72,7 +72,6 @@ class Traffic:
         return [(length * i // count, length * (i + 1) // count) for i in range(count)]
 
     def share(self, replica: int) -> tuple[int, int]:
-        """The elements of the sum that a replica needs."""
         return self._bucket.share(replica, self.num_replicas) if self.by_shares else (0, self.num_elements)
 
     def own(self, replica: int, start: int = 0, stop: int | None = None) -> Held:

@@ -52,7 +52,6 @@ class DecomposeGelu:
 
 
 def _decompose(node: fx.Node) -> None:
-    """Replaces a GELU by its decomposition; the new names begin with the GELU's."""
     operands = tensors_of(node)
     body = traced_on_fake_tensors(DECOMPOSITIONS[node.target], [source.meta["val"] for source in operands])
     placeholders = [inside for inside in body.nodes if inside.op == "placeholder"]

@@ -29,8 +29,8 @@ class ReadRowElements:
 
     Both occur in the loss of a classifier.
 
-    Guarantees: bits stay, but a row with a non-finite factor sums to its one element, where zeros times that factor
-        made it NaN.
+    Guarantees: bits stay, except that a row with a non-finite factor sums to its one element, and not to NaN (zero times that
+        factor).
     """
 
     name: str = field(default="read-row-elements", init=False)

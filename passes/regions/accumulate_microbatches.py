@@ -263,7 +263,7 @@ class _ShardGraph:
             values[node] = copy_node(self._graph, node, {node.all_input_nodes[0]: joined})
 
     def _joined(self, parts: Sequence[fx.Node], how: str) -> fx.Node:
-        """Joins the microbatches' parts as replicas' parts are joined."""
+        """Joins the outputs of microbatches as those of replicas are joined."""
         if len(parts) == 1:
             return parts[0]
         if how == "concatenated":

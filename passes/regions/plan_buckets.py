@@ -50,7 +50,7 @@ class _Grouping:
 
 @dataclass(frozen=True)
 class PlanBuckets:
-    """Groups gradients into buckets, in the order in which backward makes them.
+    """Groups gradients into buckets, in the order in which backward computes them.
 
     A bucket has one dtype, one update rule and one form of exchange. A table whose optimizer takes rows has its own. A
     gradient that would exceed the cap opens the next bucket, unless the bucket has less than a sixteenth of its cap: a

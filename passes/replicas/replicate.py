@@ -28,8 +28,8 @@ class Replicate:
                                                           loss_1  = fwd_0_1[0]
                                                           output {losses: (loss, loss_1)}
 
-    A replica without examples has no nodes, and None as results. If no replica of a worker has any, its first one
-    attends the sums of the other workers' replicas.
+    A replica without examples has no nodes, and None as results. If no replica of a worker has examples, its
+    first one attends the sums of the other workers' replicas.
 
     Guarantees: replica r runs the graph of its shard shape; no edge joins two replicas.
     """

@@ -82,7 +82,6 @@ def _fewest(size: Any) -> int:
 
 
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
-    """Sizes of the products that devices compute from factors, by bucket."""
     sizes: dict[int, list[Size]] = defaultdict(list)
     for bucket in program.buckets:
         for slot, sent in zip(bucket.slots, bucket.sent_factors, strict=bucket.is_sent_as_factors):

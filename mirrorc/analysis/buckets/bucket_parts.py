@@ -356,7 +356,6 @@ def _pairwise_sums(first: Part, other: Part) -> Iterator[Span | None]:
 
 
 def _places(part: Part) -> Iterator[int]:
-    """The start of each span, counted from the part's first element."""
     place = 0
     for span in part.spans:
         yield place

@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, int]:
-    """The range of a pack that a replica has of the worker's sum."""
+    """The range of the worker's sum of a pack that a replica holds."""
     bucket, pack = program.packs[pack_of(node)]
     if program.num_replicas > 1 and bucket.reduces_by_shares:
         return bucket.share(replica, program.num_replicas)

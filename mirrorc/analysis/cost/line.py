@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """A latency per call and a time per byte."""
-
     seconds: float = 0.0
     seconds_per_byte: float = 0.0
 

@@ -83,7 +83,6 @@ def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
 
 
 def _chains(pending: list[Message]) -> dict[Route, int]:
-    """The length of the longest chain that ends with each message."""
     by_route, lengths = {message.route: message for message in pending}, dict[Route, int]()
     for message in pending:
         waiting = [message]

@@ -66,7 +66,6 @@ def _num_multiplications(node: fx.Node) -> float:
 
 
 def _now(value: Any) -> Any:
-    """A value with its sizes at capture."""
     if isinstance(value, list | tuple):
         return type(value)(map(_now, value))
     return with_sizes_now(value) if isinstance(value, torch.Tensor) else size_now(value)

@@ -19,7 +19,7 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class AddedRows:
-    """Rows that a region adds to the ``product`` of another, which has no other use; ``place`` is the sum's result index."""
+    """Rows that a region adds to another's ``product``, which has no other use; ``place`` is the sum's result index."""
 
     variable: str
     region: str

@@ -20,7 +20,7 @@ _SMALLEST_PART = 8
 
 
 def part_elements_of(wait: fx.Node) -> int | None:
-    """The elements that an update computes at a time of the share of ``wait``; None if the wait computes it."""
+    """The number of elements of a share that its update computes at a time; None if the wait computes the share."""
     takers = [taker for user in wait.users for taker in (user.users if user.target is ops.clip_value else (user,))]
     numbers = [taker.kwargs.get("part_elements") for taker in takers if taker.target is ops.update]
     return next((number for number in numbers if isinstance(number, int)), None)
@@ -66,7 +66,7 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
 
 
 def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
-    """All replicas' linked packs of an update's bucket, to look up what a replica without examples lacks."""
+    """All replicas' linked packs of an update's bucket: those without examples pack nothing."""
     packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
     return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
 

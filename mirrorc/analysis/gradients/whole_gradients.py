@@ -1,4 +1,4 @@
-"""Reasons to make a gradient whole, in the words of remarks."""
+"""Reasons to compute a gradient whole, in the words of remarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from mirrorc.ir.gradient_forms import GradientForm
 
 
 def why_whole(gradient: torch.Tensor, strides: tuple[int, ...] | None, least_elements: int) -> str:
-    """Empty if the gradient can stay factors. ``strides`` are None if its optimizer is not element-wise."""
+    """The reason to compute a gradient whole; empty if it can stay factors.
+
+    ``strides`` are None if its optimizer is not element-wise.
+    """
     if strides is None:
         return "of optimizers that need them whole"
     if gradient.numel() < least_elements:
@@ -17,5 +20,5 @@ def why_whole(gradient: torch.Tensor, strides: tuple[int, ...] | None, least_ele
 
 
 def why_whole_in_microbatches(form: GradientForm) -> str:
-    """Empty if the gradient can stay factors."""
+    """The reason to compute a gradient whole in microbatches; empty if it can stay factors."""
     return "" if form.takes_parts else f"{form.description} that is made of the factors of one microbatch alone"

@@ -74,5 +74,6 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Casts by the operator that both backends run unchanged."""
-    return torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x
+    return (
+        torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x
+    )  # both backends run it unchanged

@@ -67,7 +67,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def is_fused(user: fx.Node) -> bool:
-    """Tests for a user that needs no stored operand, because it is fused with it."""
+    """Tests for a user that backends fuse with the operators of its operands, which need no memory for it."""
     if not is_compute(user):
         return False
     if viewed(user) is not None:

@@ -14,8 +14,6 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class ValueOp(Generic[V]):
-    """The operator and arguments that compute a value, and the value's shape and dtype."""
-
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
