@@ -110,7 +110,7 @@ def with_untold_region(program: Program) -> Program:
     raise AssertionError("some region has a size that it reads in types alone")
 
 
-CAPS = {"first_bucket_mb": 2048 / 2**20, "bucket_cap_mb": 1024 / 2**20}
+CAPS = {"first_bucket_mb": 2048 / 2**20, "bucket_cap_mb": 2048 / 2**20}
 WORKER_1 = World(3, (1, 2, 1)).worker(1)
 
 
