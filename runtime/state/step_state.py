@@ -145,8 +145,7 @@ class StepState:
         user_steps = self.optimizers.user_steps
         if self._held.store.mirror_changes(user_steps.of_others):
             self._held.layout += 1
-        if self.saved_buffers:
-            self.saved_buffers.write(self.store)
+        self.saved_buffers.write(self.store)
         self.optimizers.sync_hyperparameters()
         user_steps.mark_mirrored()
         self._held.was_behind = False

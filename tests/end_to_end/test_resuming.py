@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from typing import Any
@@ -85,6 +86,47 @@ def test_a_resumed_run_has_the_bits_of_one_in_one_go(
         resumed.load(state, *parts)
         assert resumed.train(3, 4) == whole.train(3, 4)
         assert all(map(torch.equal, resumed.bits(), whole.bits()))
+
+
+def test_a_loaded_state_is_copied() -> None:
+    whole, resumed = Run(2), Run(2)
+    with whole.step, resumed.step:
+        whole.train(0, 1)
+        state = whole.save()
+        resumed.load(state, *PARTS)
+        for buffer in state["step"]["replica_buffers"].values():
+            for value in buffer["replicas"]:
+                value.zero_()
+        assert resumed.train(2) == whole.train(2)
+
+
+class Pair:
+    """Two steps with an optimizer each over one model."""
+
+    def __init__(self) -> None:
+        self.model = RunningNorm()
+        optimizers = [torch.optim.SGD(self.model.net[layer].parameters(), lr=0.1) for layer in (0, 3)]
+        options: Any = {"loss_fn": F.cross_entropy, "backend": "eager"}
+        self.steps = [mirrorc.compile(self.model, 2, optimizer=optimizer, **options) for optimizer in optimizers]
+
+    def train(self) -> list[float]:
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randn(8, 6, generator=generator) * torch.arange(1, 9)[:, None]
+        return [step(x, target=torch.arange(8) % 3).item() for step in self.steps]
+
+
+def test_two_steps_over_one_model_resume_without_a_warning() -> None:
+    whole, resumed = Pair(), Pair()
+    whole.train()
+    states = copy.deepcopy([part.state_dict() for part in (whole.model, *whole.steps)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part, state in zip((resumed.model, *resumed.steps), states, strict=True):
+            part.load_state_dict(state)
+        for _ in range(2):
+            assert resumed.train() == whole.train()
+    for step in (*whole.steps, *resumed.steps):
+        step.close()
 
 
 def test_loaded_buffers_wait_for_a_training_call() -> None:

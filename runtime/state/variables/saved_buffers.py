@@ -18,18 +18,18 @@ _MODEL, _REPLICAS = "model", "replicas"
 class SavedBuffers:
     """Per-replica buffers of a checkpoint, until a training program has memory for them.
 
-    Replicas take over the saved values only if the model's buffer is the checkpoint's, too.
+    Replicas get the saved values only if the model's buffer is that of the checkpoint, too. Steps over one model share the
+    buffers that were loaded: the first step to run restores them for all.
     """
 
     def __init__(self) -> None:
-        self._pending: dict[str, Mapping[str, Any]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
+        self._unknown: dict[str, Mapping[str, Any]] = {}  # loaded for variables that the step's first call adds
 
     def state_dict(self, store: StepVariables) -> dict[str, dict[str, Any]]:
         """Copies of the buffers whose replicas differ from the model's, by name."""
-        saved: dict[str, dict[str, Any]] = {name: dict(buffer) for name, buffer in self._pending.items()}
+        saved: dict[str, dict[str, Any]] = {
+            name: _copied(buffer) for name, buffer in (self._unknown | store.loaded_buffers).items()
+        }
         for name, values in store.per_replica().items():
             shown = store.tensors[name].detach()
             if name not in saved and not all(have_equal_bits(value, shown) for value in values):
@@ -46,17 +46,21 @@ class SavedBuffers:
             raise TypeError(f"replica_buffers of a step's state is a dict, as state_dict() gives it, not {state!r:.80}")
         for name, buffer in state.items():
             _check(name, buffer, store)
-        self._pending = dict(state)
+        copies = {name: _copied(buffer) for name, buffer in state.items()}
+        store.load_buffers({name: buffer for name, buffer in copies.items() if name in store.tensors})
+        self._unknown = {name: buffer for name, buffer in copies.items() if name not in store.tensors}
 
     def write(self, store: StepVariables) -> None:
         """Writes the loaded values to the replicas that have memory for them."""
+        if not self._unknown and not store.loaded_buffers:
+            return
         foreign: list[str] = []
-        for name, values in store.per_replica().items():
-            buffer = self._pending.pop(name, None)
-            if buffer is None:
-                continue
+        replicas = store.per_replica()
+        loaded = store.take_loaded_buffers([name for name in store.loaded_buffers if name in replicas])
+        loaded |= {name: self._unknown.pop(name) for name in list(self._unknown) if name in replicas}
+        for name, buffer in loaded.items():
             if have_equal_bits(buffer[_MODEL], store.tensors[name].detach()):
-                for value, saved in zip(values, buffer[_REPLICAS], strict=True):
+                for value, saved in zip(replicas[name], buffer[_REPLICAS], strict=True):
                     value.copy_(saved)
             else:
                 foreign.append(name)
@@ -67,6 +71,10 @@ class SavedBuffers:
                 "too",
                 stacklevel=users_stack_level(),
             )
+
+
+def _copied(buffer: Mapping[str, Any]) -> dict[str, Any]:
+    return {_MODEL: buffer[_MODEL].clone(), _REPLICAS: [value.clone() for value in buffer[_REPLICAS]]}
 
 
 def _check(name: str, buffer: Any, store: StepVariables) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -73,6 +74,21 @@ class StepVariables:
         if id(tensor) not in self._store.names:
             return [tensor.detach()] * len(self.devices)
         return self._store.values(self._names[name])
+
+    @property
+    def loaded_buffers(self) -> dict[str, Mapping[str, Any]]:
+        """The buffers of a checkpoint that wait for memory, by name; steps over one variable share its buffer."""
+        loaded = self._store.loaded_buffers
+        return {name: loaded[other] for name, other in self._names.items() if other in loaded} if loaded else {}
+
+    def load_buffers(self, buffers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces the buffers that wait by others of this step's variables."""
+        self.take_loaded_buffers(self.loaded_buffers)
+        self._store.loaded_buffers |= {self._names[name]: buffer for name, buffer in buffers.items()}
+
+    def take_loaded_buffers(self, names: Collection[str]) -> dict[str, Mapping[str, Any]]:
+        """Removes these buffers, and returns them."""
+        return {name: self._store.loaded_buffers.pop(self._names[name]) for name in names}
 
     def per_replica(self) -> dict[str, list[torch.Tensor]]:
         """The buffers that have a value on each replica, by name, in order of replicas."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -35,6 +36,9 @@ class VariableStore:
     after every step. The user's writes between steps are detected and mirrored.
 
     Several steps may hold a store, see `step_variables`; ``owner`` is the number of a step's optimizers.
+
+    Attributes:
+        loaded_buffers: buffers of a checkpoint, by name, until they have memory on each replica; see `SavedBuffers`.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
@@ -48,6 +52,7 @@ class VariableStore:
         self._freed: set[int] = set()  # owners without further updates
         self._moved: frozenset[int] = frozenset()  # ids of tensors that were views of this store's memory
         self._copies = CopiesOfShown(devices)
+        self.loaded_buffers: dict[str, Mapping[str, Any]] = {}
         self._has_copies = len({device.torch_device for device in devices}) > 1
         _stores.add(self)
 
@@ -76,6 +81,7 @@ class VariableStore:
         def put_in_place() -> None:
             self._members, self._layout, self._watched = members, layout, watched
             self._moved |= other._moved
+            self.loaded_buffers |= {names[name]: buffer for name, buffer in other.loaded_buffers.items()}
             _stores.discard(other)
 
         return put_in_place
