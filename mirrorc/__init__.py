@@ -4,7 +4,7 @@ from importlib.metadata import version
 from typing import Any
 
 from mirrorc import all_reduce_algorithms, cluster, compression, packing
-from mirrorc.api import compile
+from mirrorc.api import compile, plan
 from mirrorc.calls.worker_batch import shard_batch
 from mirrorc.capture.call.call_arguments import PerReplica, replicated
 from mirrorc.capture.call.traced_outputs import summed
@@ -22,18 +22,24 @@ from mirrorc.errors import (
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
 from mirrorc.loss_check.check import LossCheck, check_loss
+from mirrorc.options.communication import Communication
+from mirrorc.options.compiler import Compiler
+from mirrorc.options.debug import Debug
 from mirrorc.options.gradient_clipping import ClipGradNorm
-from mirrorc.options.tf_communication import CommunicationOptions
+from mirrorc.options.memory import Memory
 from mirrorc.pipeline.pipeline_edits import Placed, after, before
 from mirrorc.step import Step, join
 
 __all__ = [
     "CaptureError",
     "ClipGradNorm",
+    "Communication",
     "CommunicationError",
-    "CommunicationOptions",
+    "Compiler",
+    "Debug",
     "ExecutionError",
     "LossCheck",
+    "Memory",
     "MirrorcError",
     "NonFiniteError",
     "PassError",
@@ -57,6 +63,7 @@ __all__ = [
     "join",
     "num_replicas",
     "packing",
+    "plan",
     "replica_id",
     "replicated",
     "shard_batch",
@@ -66,10 +73,13 @@ __all__ = [
 __version__ = version("mirrorc")
 
 
+_FORMER = {
+    "PowerSGD": "its place is examples/power_sgd.py, a payload of one's own for Communication(compression=); copy it",
+    "CommunicationOptions": "give mirrorc.Communication(buckets=bytes_per_pack / 2**20, timeout=..., algorithm='ring')",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "PowerSGD":
-        raise AttributeError(
-            "mirrorc.PowerSGD is no part of mirrorc any more: its place is examples/power_sgd.py, a payload of one's own for "
-            "compression=; copy it, or see mirrorc.compression.Payload"
-        )
+    if name in _FORMER:
+        raise AttributeError(f"mirrorc.{name} is no part of mirrorc any more: {_FORMER[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

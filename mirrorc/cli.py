@@ -109,7 +109,7 @@ def show(
 def opt(
     program: SavedProgram,
     passes: Annotated[
-        str, typer.Option(help="as plan-buckets{bucket_cap_mb=5.0},outline-regions; module:Class for one of your own")
+        str, typer.Option(help="as plan-buckets{buckets=5.0},outline-regions; module:Class for one of your own")
     ],
     output: Annotated[Path | None, typer.Option(help="save the resulting program here")] = None,
     dump: Annotated[Path | None, typer.Option(help="write a file per pass into this directory")] = None,
@@ -129,7 +129,9 @@ def opt(
         directory = checked_directory("it", dump) if dump is not None else None
     loaded = _load(program)
     try:
-        result = run_passes(loaded, pipeline, instruments_for(pipeline, directory, print_after or (), print_after_all))
+        result = run_passes(
+            loaded, pipeline, instruments_for(pipeline, directory, "all" if print_after_all else print_after or ())
+        )
     except (MirrorcError, OSError) as error:
         _fail(error)
     if output is not None:

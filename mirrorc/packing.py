@@ -1,4 +1,4 @@
-"""Packing plans, for ``packing=`` of `mirrorc.compile`: groups of gradients for each reduction, and their order."""
+"""Plans of buckets, for ``buckets`` of `mirrorc.Communication`: groups of gradients for each reduction, and their order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Gradient(NamedTuple):
 
 
 Groups = Callable[[Sequence[Gradient]], Sequence[Sequence[str]]]
-"""A user-defined plan: takes all gradients, in the order of ``gradient_order``, and returns groups of their names. Each
+"""A user-defined plan: takes all gradients, in the order of ``order``, and returns groups of their names. Each
 group is reduced at once; a gradient is in exactly one of them.
 """
 
@@ -61,7 +61,8 @@ class ByBytes:
     first_mb: float = 1.0
 
     def __post_init__(self) -> None:
-        check_caps(self.cap_mb, self.first_mb, ("cap_mb", "first_mb"))
+        _check_cap("cap_mb", self.cap_mb)
+        _check_cap("first_mb", self.first_mb)
 
     @property
     def caps(self) -> tuple[float, float]:
@@ -78,7 +79,7 @@ class EqualPacks:
     last pack has the remainder.
 
     Attributes:
-        num_packs: ``packing=n`` is short for ``EqualPacks(n)``. 0 for no packing: one all-reduce per gradient.
+        num_packs: the number of packs; 0 for no packing: one all-reduce per gradient.
 
     Raises:
         TypeError, ValueError: ``num_packs`` is no whole number of at least 0.
@@ -121,57 +122,54 @@ def _check_number(name: str, number: Any, least: int) -> None:
         raise ValueError(f"{name} is {number}: give {least} or more")
 
 
-Packing = ByBytes | EqualPacks | EqualSplits | int | Groups
 Plan = ByBytes | EqualPacks | EqualSplits | Groups
+Packing = float | Plan
 
 PLANS: Mapping[str, Callable[..., Any]] = {plan.__name__: plan for plan in (ByBytes, EqualPacks, EqualSplits)}
 """The plans with a text form in pipelines, by the name of their class."""
 
 
-def check_caps(cap_mb: Any, first_mb: Any, names: tuple[str, str]) -> None:
-    """Refuses invalid caps, in MiB; ``names`` are the user's names for them."""
-    for name, value in zip(names, (cap_mb, first_mb), strict=True):
-        is_number = not isinstance(value, bool) and isinstance(value, int | float) and not math.isnan(value)
-        if not is_number or value <= 0:
-            raise ValueError(f"{name} is {value!r}: give a positive number of MiB, or math.inf for one bucket")
+def _check_cap(name: str, cap_mb: Any) -> None:
+    is_number = not isinstance(cap_mb, bool) and isinstance(cap_mb, int | float) and not math.isnan(cap_mb)
+    if not is_number or cap_mb <= 0:
+        raise ValueError(f"{name} is {cap_mb!r}: give a positive number of MiB, or math.inf for one bucket")
 
 
-def plan_of(packing: Any) -> Plan:
-    """The plan for the user's ``packing``; a number n stands for ``EqualPacks(n)``.
+def plan_of(buckets: Any) -> Plan:
+    """The plan for the user's ``buckets``; a number stands for `ByBytes` with this cap.
 
     Raises:
         TypeError: it is no plan.
-        ValueError: the number is negative.
+        ValueError: the number is not positive.
     """
-    if isinstance(packing, int) and not isinstance(packing, bool):
-        if packing < 0:
-            raise ValueError(f"packing is {packing}: give a number of packs, or 0 for one all-reduce per gradient")
-        return EqualPacks(packing)
-    if isinstance(packing, ByBytes | EqualPacks | EqualSplits) or (callable(packing) and not isinstance(packing, type)):
-        return packing
+    if isinstance(buckets, int | float) and not isinstance(buckets, bool):
+        _check_cap("buckets", buckets)
+        return ByBytes(float(buckets))
+    if isinstance(buckets, ByBytes | EqualPacks | EqualSplits) or (callable(buckets) and not isinstance(buckets, type)):
+        return buckets
     raise TypeError(
-        f"packing is {packing!r}: give ByBytes(cap_mb), EqualPacks(number) or EqualSplits(number) of mirrorc.packing, a number "
-        "of packs, or a function that takes a list of mirrorc.packing.Gradient and gives groups of their names"
+        f"buckets is {buckets!r}: give a number of MiB, ByBytes(cap_mb), EqualPacks(number) or EqualSplits(number) of "
+        "mirrorc.packing, or a function that takes a list of mirrorc.packing.Gradient and gives groups of their names"
     )
 
 
-def may_cut(packing: Any) -> bool:
+def may_cut(buckets: Any) -> bool:
     """True if a plan may cut a gradient, so that it lies in two packs."""
-    plan = plan_of(packing)
+    plan = plan_of(buckets)
     if isinstance(plan, EqualSplits):
         return plan.num_splits > 1
     return isinstance(plan, EqualPacks) and plan.num_packs > 1
 
 
-def check_order(gradient_order: Any) -> None:
+def check_order(order: Any) -> None:
     allowed = "say 'ready', as backward makes them, 'reversed', or give a key function of a mirrorc.packing.Gradient"
-    if isinstance(gradient_order, str) and gradient_order not in ORDERS:
-        raise ValueError(f"gradient_order is {gradient_order!r}: {allowed}")
-    if not isinstance(gradient_order, str) and (isinstance(gradient_order, type) or not callable(gradient_order)):
-        raise TypeError(f"gradient_order is {gradient_order!r}: {allowed}")
+    if isinstance(order, str) and order not in ORDERS:
+        raise ValueError(f"order is {order!r}: {allowed}")
+    if not isinstance(order, str) and (isinstance(order, type) or not callable(order)):
+        raise TypeError(f"order is {order!r}: {allowed}")
 
 
-def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, registered: Sequence[str]) -> list[Gradient]:
+def in_order(gradients: Sequence[Gradient], order: GradientOrder, registered: Sequence[str]) -> list[Gradient]:
     """The gradients in the user's order.
 
     Args:
@@ -181,24 +179,24 @@ def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, regis
     Raises:
         ValueError: a key function fails, or its keys cannot be compared or ordered.
     """
-    if gradient_order == "ready":
+    if order == "ready":
         return list(gradients)
-    if gradient_order == "reversed":
+    if order == "reversed":
         place = {name: i for i, name in enumerate(registered)}
         return sorted(gradients, key=lambda gradient: -place[gradient.name])
-    assert callable(gradient_order)
+    assert callable(order)
     try:
-        keys = [gradient_order(gradient) for gradient in gradients]
+        keys = [order(gradient) for gradient in gradients]
     except Exception as error:
-        raise _of_the_users("gradient_order", "takes a", error) from error
+        raise _of_the_users("order", "takes a", error) from error
     for gradient, key in zip(gradients, keys, strict=True):
         if why := _why_no_key(key):
-            raise ValueError(f"gradient_order gives {why} for {gradient.name!r}: give numbers, texts or tuples of them")
+            raise ValueError(f"order gives {why} for {gradient.name!r}: give numbers, texts or tuples of them")
     try:
         return [gradient for _, gradient in sorted(zip(keys, gradients, strict=True), key=lambda pair: pair[0])]
     except Exception as error:
         raise ValueError(
-            f"gradient_order gives keys that cannot be compared ({error}): give numbers, texts or tuples of them"
+            f"order gives keys that cannot be compared ({error}): give numbers, texts or tuples of them"
         ) from error
 
 
@@ -218,7 +216,7 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
         TypeError: the plan returns no groups of names.
         ValueError: the plan fails; a name is missing, occurs twice, or is no gradient's; a group is empty or has two dtypes.
     """
-    plan = f"packing={getattr(groups, '__name__', type(groups).__name__)}"
+    plan = f"buckets={getattr(groups, '__name__', type(groups).__name__)}"
     try:
         named_groups = groups(list(gradients))
     except Exception as error:

@@ -30,7 +30,6 @@ from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import counted
 from mirrorc.options.step_options import StepOptions
-from mirrorc.options.worker_options import refuse_to_run
 from mirrorc.passes import SendLargest, SendPayload
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.execution.interrupts import InterruptGuard
@@ -168,7 +167,6 @@ class Step(StepReports):
 
     def joined(self) -> list[JoinedStep]:
         """A list with this step for `mirrorc.join`; empty in a process on its own."""
-        refuse_to_run(self._options.program_workers, self._options.cluster)
         return self._coordinator.joined_steps(self._training.take_part, self._exclusively, lambda: self._lock.is_closed)
 
     def gather_optimizer_state(self) -> None:
@@ -182,7 +180,6 @@ class Step(StepReports):
             ExecutionError: called inside of `join`, of this step or of another, or the step is closed.
             CommunicationError: another worker fails, or makes another call.
         """
-        refuse_to_run(self._options.program_workers, self._options.cluster)
         self._coordinator.gather_optimizer_state(self._exclusively)
 
     def zero_grad(self) -> None:
@@ -272,7 +269,6 @@ class Step(StepReports):
         Raises:
             As a training call; nothing has changed then.
         """
-        refuse_to_run(self._options.program_workers, self._options.cluster)
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             return self._exclusively(lambda: self._evaluate(args, kwargs))
 
@@ -314,7 +310,6 @@ class Step(StepReports):
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
         """Runs a training call; ``purpose`` is called once no other call runs."""
-        refuse_to_run(self._options.program_workers, self._options.cluster)
         self._coordinator.begin_call()
         return self._exclusively(lambda: self._training.run(args, kwargs, purpose()))
 

@@ -141,12 +141,10 @@ PASSES: dict[str, Callable[..., Pass]] = {
 
 def default_pipeline(
     *,
-    bucket_cap_mb: float = ByBytes.cap_mb,
-    first_bucket_mb: float = ByBytes.first_mb,
-    packing: Packing | None = None,
-    gradient_order: GradientOrder = "ready",
+    buckets: Packing = ByBytes(),
+    order: GradientOrder = "ready",
     link: str | None = None,
-    all_reduce: AllReduceAlgorithm | None = None,
+    algorithm: AllReduceAlgorithm | None = None,
     min_factored_elements: int = 2**17,
     part_elements: int = 2**19,
     gelu_by_sigmoid: bool = False,
@@ -174,7 +172,7 @@ def default_pipeline(
 
     Args:
         link: None for the best one, see `LowerCollectives`.
-        all_reduce: None for the link's own sums.
+        algorithm: None for the link's own sums.
         gelu_by_sigmoid, channels_last, pads_products, recomputes, chooses_checkpoints, reuses_arguments,
             reserves_memory: add `DecomposeGelu`, `LayChannelsLast`, `PadProducts`, `RecomputeElementwise`,
             `ChooseCheckpoints`, `ReuseArguments` and `ReserveMemory`.
@@ -200,7 +198,7 @@ def default_pipeline(
         *([PadProducts()] if pads_products else []),
         *([ChooseCheckpoints()] if chooses_checkpoints else []),
         RecomputeCheckpoints(),
-        PlanBuckets(bucket_cap_mb, first_bucket_mb, packing, gradient_order),
+        PlanBuckets(buckets, order),
         *([PlaceVariables(placement, owners)] if has_owners else []),
         OutlineRegions(),
         FactorGradients(min_elements=min_factored_elements, link=link),
@@ -224,7 +222,7 @@ def default_pipeline(
         SendRows(),
         *([SpreadCopies(link=link)] if has_owners else []),
         LowerCollectives(link=link),
-        *([all_reduce] if all_reduce is not None else []),
+        *([algorithm] if algorithm is not None else []),
         *([ScaleInUpdates(fused_groups)] if max_grad_norm is not None or scales_loss else []),
         UpdateInParts(part_elements),
         LowerDevices(),

@@ -19,7 +19,6 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.options.gradient_clipping import measured_norms
 from mirrorc.options.step_options import StepOptions
-from mirrorc.options.worker_options import refuse_to_run
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.memory.report import MemoryReport
@@ -54,7 +53,7 @@ class StepReports(ABC):
     def program(self) -> Program:
         """The lowered program of the last call; ``print(step.program)`` is the schedule."""
         if self._last is None:
-            raise ExecutionError("there is no program yet: it is compiled at the first call, or with example_inputs=")
+            raise ExecutionError("there is no program yet: the first call compiles it, or step.prepare(*batch)")
         return self._last.program
 
     @property
@@ -98,7 +97,7 @@ class StepReports(ABC):
             ExecutionError: there is no program yet, or no other worker.
         """
         if not self.program.workers.are_several:
-            raise ExecutionError("there is no worker besides this one, so nothing is exchanged: compile with world=")
+            raise ExecutionError("there is no worker besides this one, so nothing is exchanged")
         return schedule_hash(self.program)
 
     @property
@@ -189,12 +188,11 @@ class StepReports(ABC):
 
     def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
         last = self._runs.last_update  # another thread may run the step meanwhile
-        refuse_to_run(self._options.program_workers, self._options.cluster)
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
                 "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
             )
-        steps = recorded_steps(self._options.record, last.recorder if last is not None else None)
+        steps = recorded_steps(last.recorder if last is not None else None)
         assert last is not None, "a step without a program has no recorded steps"
         return last.program, steps

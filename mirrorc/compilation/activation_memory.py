@@ -10,6 +10,7 @@ from mirrorc.analysis.memory.activation_peaks import predicted_peak
 from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.errors import CaptureError, PassError
 from mirrorc.ir.program import Program
+from mirrorc.options.memory import bound_text
 from mirrorc.passes import ChooseCheckpoints
 from mirrorc.pipeline.protocol import Instrument, Pass
 from mirrorc.printing.printed_values import size_text
@@ -68,7 +69,7 @@ class BoundedPrograms(Generic[_Compiled]):
         limit = self._bound if isinstance(self._bound, int) else int(self._bound * self.most)
         if whole <= limit or not self._captured.shard_graphs:  # without examples, nothing is kept
             return program, compiled
-        asked = f"activation_memory={self._bound!r} allows {size_text(limit)} for each device"
+        asked = f"activations={bound_text(self._bound)} allows {size_text(limit)} for each device"
         remark = f"{asked}, and everything that forward keeps for backward would take {size_text(whole)}"
         predicted = choice.predicted_peak()
         target = predicted * limit // whole
@@ -95,9 +96,9 @@ class BoundedPrograms(Generic[_Compiled]):
     def _refuse_opaque(self) -> None:
         if any(node.target in OPAQUE for graph in self._captured.shard_graphs for node in graph.nodes):
             raise CaptureError(
-                "activation_memory cannot be kept to by a model that runs as plain PyTorch (capture='autograd'): what its "
+                "Memory(activations=) cannot be kept to by a model that runs as plain PyTorch (capture='autograd'): what its "
                 "forward keeps for backward is in no graph. Remedy: call torch.utils.checkpoint with use_reentrant=False in the "
-                "model, and leave out activation_memory"
+                "model, and leave it out"
             )
 
 

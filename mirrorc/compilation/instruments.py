@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Literal
 
 from mirrorc.dumps.files import DumpFiles, PrintAfter
 from mirrorc.dumps.sinks import dump_sinks
@@ -13,11 +14,11 @@ from mirrorc.verifier.verifier import Verify
 
 
 def instruments_for(
-    passes: Sequence[Pass], dump: Path | None, print_after: Collection[str], print_after_all: bool
+    passes: Sequence[Pass], dump: Path | None, print_after: Collection[str] | Literal["all"]
 ) -> list[Instrument]:
     """The instruments of a pipeline; dumps and prints precede the verifier, to show a broken program."""
     sinks = dump_sinks(dump)
     instruments: list[Instrument] = [DumpFiles(sinks)] if sinks else []
-    if print_after or print_after_all:
-        instruments.append(PrintAfter(None if print_after_all else frozenset(print_after)))
+    if print_after:
+        instruments.append(PrintAfter(None if print_after == "all" else frozenset(print_after)))
     return [*instruments, Verify(), Reproducer(passes, dump)]

@@ -263,7 +263,7 @@ class StepCompiler:
     def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress, *more: Instrument) -> Program:
         options = self._options
         progress.enter("passes", len(pipeline))
-        instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
+        instruments = instruments_for(pipeline, options.dump, options.print_after)
         program = run_passes(program, pipeline, [*instruments, progress, *more])
         check_end(program.stage)
         return program
@@ -285,7 +285,7 @@ class StepCompiler:
     ) -> Executor:
         options = self._options
         step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None and purpose.updates else None
-        is_recording = options.record and purpose.updates and step_graph is None
+        is_recording = purpose.updates and step_graph is None
         recorder = Recorder([clock_for(d, options.timeout_seconds) for d in options.devices]) if is_recording else None
         return Executor(
             program,

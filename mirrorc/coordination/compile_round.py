@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from numbers import Real
 from types import TracebackType
 from typing import Any
 
 from mirrorc.cluster import Cluster, Round, find_place, join
-from mirrorc.ir.workers import World
-from mirrorc.options.tf_communication import CommunicationOptions
+from mirrorc.options.communication import Communication, seconds_of
 
 _DOING = "mirrorc.compile"
 
@@ -20,18 +17,23 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
 
     Arguments that name the workers are checked on entering, all others within it.
 
+    Args:
+        distributed: the option; an invalid value is as "auto".
+        communication: another object is as its default, and is refused within the context.
+
     Raises:
-        TypeError, ValueError: on entering, the description of the workers is wrong, or ``workers=None`` comes with a group.
+        ValueError: on entering, the description of the workers is wrong, or contradicts ``distributed``.
         CommunicationError: on entering, see `mirrorc.cluster.join`.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._arguments = arguments
+    def __init__(self, distributed: Any, communication: Any) -> None:
+        self._distributed = distributed
+        self._communication = communication if isinstance(communication, Communication) else Communication()
         self.cluster: Cluster | None = None
         self.round: Round | None = None
 
     def __enter__(self) -> JointCompilation:
-        self.cluster = _joined_workers(self._arguments)
+        self.cluster = self._joined_workers()
         if self.cluster is not None:
             self.round = self.cluster.begin(_DOING)
         return self
@@ -42,28 +44,23 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
         if error is not None and self.round is not None:
             self.round.fail(error)
 
-
-def _joined_workers(arguments: Mapping[str, Any]) -> Cluster | None:
-    group = arguments["process_group"]
-    if isinstance(arguments["world"], World):
-        return None
-    if arguments["workers"] is None:
-        if group is not None:
+    def _joined_workers(self) -> Cluster | None:
+        group = self._communication.process_group
+        if self._distributed is False:
+            if group is not None:
+                raise ValueError(
+                    "process_group= names workers, and distributed=False trains without others: leave out one of them"
+                )
+            return None
+        try:
+            place = find_place(group)
+        except ValueError as error:
+            raise ValueError(f"{error}; or give distributed=False, to train in this process alone") from None
+        if place.num_workers > 1:
+            return join(group, timeout_seconds=seconds_of(self._communication.timeout))
+        if self._distributed is True:
             raise ValueError(
-                "process_group= names workers, and workers=None trains without others: leave out one of them"
+                "distributed is True, but this process is the only worker: start several (torchrun --nproc-per-node=2), or "
+                "leave distributed out"
             )
         return None
-    try:
-        place = find_place(group)
-    except ValueError as error:
-        raise ValueError(f"{error}; or give workers=None, to train in this process alone") from None
-    return None if place.num_workers == 1 else join(group, **_longest_wait(arguments))
-
-
-def _longest_wait(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """The timeout for `join`; none if it is invalid, which the checks within the context report."""
-    options = arguments["communication_options"]
-    timeout = options.timeout_seconds if isinstance(options, CommunicationOptions) else None
-    seconds: Any = arguments["timeout_seconds"] if timeout is None else timeout
-    is_time = isinstance(seconds, Real) and not isinstance(seconds, bool) and float(seconds) > 0
-    return {"timeout_seconds": float(seconds)} if is_time else {}

@@ -10,7 +10,7 @@ def why_sizes_are_numbers(options: StepOptions) -> str:
     if options.program_workers.are_several and options.exchange != "dense" and not sends_whole(options):
         return "workers may send each other factors of gradients, of which they know how many there are"
     if options.activation_memory is not None:
-        return "activation_memory bounds what a step of known size takes"
+        return "Memory(activations=) bounds what a step of known size takes"
     if options.cuda_graphs:
         return "a CUDA graph is captured for the sizes of a step"
     if options.ladder.names[0] == "autograd":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import ALONE, Workers
@@ -93,6 +95,7 @@ class Option:
         accepts: tests a value of an allowed type, for example that it is positive.
         passes: the passes that implement it, if any.
         places: for an option from outside of the package, a function from its value to passes to insert (`mirrorc.before`).
+        group: the keyword of the `OptionGroup` that has this option as a field; empty for a keyword of its own.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Option:
     passes: NeededPasses | None = None
     excludes: tuple[Exclusion, ...] = ()
     places: Callable[[Any], Sequence[Placed]] | None = None
+    group: str = ""
 
     def is_asked(self, value: Any) -> bool:
         """Tests for a value other than the default, or than a disabled object, such as a disabled GradScaler."""
@@ -128,13 +132,49 @@ class Option:
         return f"{self.name}={text}" if len(text) <= 60 and " object at 0x" not in text else f"{self.name}="
 
 
-class Options:
-    """The table of options; ``withdrawn`` maps former options to the reason and the remedy."""
+class OptionGroup:
+    """Base of the frozen dataclasses that hold options of one topic; each field is a record of the table, made by `option`.
 
-    def __init__(self, records: Sequence[Option], withdrawn: Mapping[str, str]) -> None:
-        self._records = {record.name: record for record in records}
+    Attributes:
+        keyword: the keyword of `mirrorc.compile` that takes the group.
+    """
+
+    keyword: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for record in records_of(type(self)):
+            record.check_kind(getattr(self, record.name))
+
+
+def option(default: Any, allowed: str = "", **record: Any) -> Any:
+    """A field of an `OptionGroup`; the arguments are those of its `Option`."""
+    return field(default=default, metadata={"allowed": allowed, **record})
+
+
+@functools.cache
+def records_of(group: type[OptionGroup]) -> tuple[Option, ...]:
+    """The records of a group's fields."""
+    return tuple(
+        Option(name=each.name, default=each.default, group=group.keyword, **each.metadata)
+        for each in dataclasses.fields(group)  # type: ignore[arg-type]
+    )
+
+
+class Options:
+    """The table of options.
+
+    Attributes:
+        former: former options, with the text that says what to write now; ``{value}`` stands for the value.
+    """
+
+    def __init__(
+        self, records: Sequence[Option], groups: Sequence[type[OptionGroup]], former: Mapping[str, str]
+    ) -> None:
+        self.groups = {group.keyword: group for group in groups}
+        grouped = [record for group in groups for record in records_of(group)]
+        self._records = {record.name: record for record in (*records, *grouped)}
         self._builtin = frozenset(self._records)
-        self._withdrawn = withdrawn
+        self.former = former
 
     def __getitem__(self, name: str) -> Option:
         return self._records[name]
@@ -145,6 +185,12 @@ class Options:
     @property
     def defaults(self) -> dict[str, Any]:
         return {option.name: option.default for option in self}
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of `mirrorc.compile` that are options or groups of options, with their defaults."""
+        alone = {record.name: record.default for record in self if not record.group}
+        return {**alone, **dict.fromkeys(self.groups)}
 
     def declare(self, option: Option) -> None:
         """Adds an option from outside of the package; `mirrorc.compile` takes it as a keyword.
@@ -161,19 +207,39 @@ class Options:
             raise ValueError(f"{name!r} is an option of mirrorc, and stays")
         del self._records[name]
 
-    def with_declared(self, asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `mirrorc.compile`, with those of options from outside of the package, or their defaults.
+    def by_name(self, asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
+        """All options by name, from the keywords of a call; those of groups that are None have their defaults.
+
+        Args:
+            declared: keywords that are no parameters of `mirrorc.compile`.
 
         Raises:
-            TypeError: an argument is no option.
+            TypeError: a keyword is no option, or a group's keyword has another object.
         """
         for name in declared.keys() - (self._records.keys() - self._builtin):
-            if name in self._withdrawn:
-                raise TypeError(f"mirrorc.compile() has no option {name!r} any more: {self._withdrawn[name]}")
-            guess = _closest(name, ("model", "devices", *self._records))
-            raise TypeError(f"mirrorc.compile() got an unexpected keyword argument {name!r}{guess}")
+            raise TypeError(self._why_no_option(name, declared[name]))
+        flat = {name: value for name, value in asked.items() if name not in self.groups}
+        for keyword, kind in self.groups.items():
+            group = kind() if asked[keyword] is None else asked[keyword]
+            if not isinstance(group, kind):
+                raise TypeError(f"{keyword} is {shown(group)}: give a mirrorc.{kind.__name__}, or None")
+            flat |= {record.name: getattr(group, record.name) for record in records_of(kind)}
         outside = {option.name: option.default for option in self if option.name not in self._builtin}
-        return {**asked, **outside, **declared}
+        return {**flat, **outside, **declared}
+
+    def _why_no_option(self, name: str, value: Any) -> str:
+        record = self._records.get(name)
+        if record is not None:
+            return f"{name!r} is a field of a group: give {self._in_group(record, shown(value))}"
+        if name in self.former:
+            return f"mirrorc.compile() has no option {name!r} any more: {self.former[name].format(value=shown(value))}"
+        close = difflib.get_close_matches(name, ("model", "devices", *self.groups, *self._records), n=1)
+        near = self._records.get(close[0]) if close else None
+        guess = self._in_group(near, shown(value)) if near is not None and near.group else repr(*close) if close else ""
+        return f"mirrorc.compile() got an unexpected keyword argument {name!r}{guess and f'; did you mean {guess}'}"
+
+    def _in_group(self, record: Option, value: str) -> str:
+        return f"{record.group}=mirrorc.{self.groups[record.group].__name__}({record.name}={value})"
 
     def check_kinds(self, asked: Mapping[str, Any]) -> None:
         for option in self:
@@ -181,7 +247,7 @@ class Options:
 
     def check_passes(self, request: Request) -> None:
         """Refuses options whose passes are missing because of ``passes=`` or ``disable_passes=``."""
-        passes, disabled = request["passes"], request["disable_passes"]
+        passes, disabled = request["passes"], request["disable"]
         for option in self:
             value = request[option.name]
             if option.passes is None or not option.is_asked(value):
@@ -190,13 +256,13 @@ class Options:
             for name in names:
                 if name in disabled:
                     raise ValueError(
-                        f"{option.text(value)} asks for the pass {name!r}, which disable_passes leaves out: leave out one of them"
+                        f"{option.text(value)} asks for the pass {name!r}, which disable= leaves out: leave out one of them"
                     )
             is_there = passes is not None and {*names} <= {getattr(entry, "name", "") for entry in passes}
             if passes is not None and not (option.passes.may_be_in_passes and is_there):
                 raise ValueError(
                     f"{option.text(value)} has no part in a pipeline given with passes=: {option.passes.remedy_for(value)}, or "
-                    "use add_passes and disable_passes in place of passes"
+                    "use add= and disable= in place of passes="
                 )
 
     def check_exclusions(self, request: Request) -> None:
@@ -234,8 +300,3 @@ def shown(value: Any) -> str:
 
 def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind in _STRICT_KINDS or not isinstance(value, _STRICT_KINDS))
-
-
-def _closest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from mirrorc.cluster import Cluster, Round
 from mirrorc.ir import workers
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
-from mirrorc.options.table import Exchange, LossReduction
+from mirrorc.options.communication import Exchange
+from mirrorc.options.table import LossReduction
 from mirrorc.passes import ShareParameters
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import Backend
@@ -36,10 +37,8 @@ class StepOptions:
     devices: tuple[Device, ...]
     pipeline: Sequence[Pass]
     dump: Path | None
-    print_after: Sequence[str]
-    print_after_all: bool
+    print_after: Sequence[str] | Literal["all"]
     timeout_seconds: float
-    record: bool
     cuda_graphs: bool
     return_outputs: bool
     microbatches: int
@@ -48,7 +47,7 @@ class StepOptions:
     scaler: torch.amp.GradScaler | None  # also None for a disabled one
     autocast: torch.dtype | None
     check_replicas_every: int  # 0 for never
-    program_workers: workers.Workers  # the joined ones, those of world=, or this process alone
+    program_workers: workers.Workers  # the joined ones, those of a plan's world, or this process alone
     cluster: Cluster | None  # the workers that have joined
     compilation: Round | None  # the round in which workers compile this step together
     exchange: Exchange  # the form of workers' gradients
@@ -95,12 +94,3 @@ def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
     if existing is not None and not existing.is_dir():
         raise ValueError(f"{option} is {str(path)!r}, but {existing} is a file: give a directory, existing or new")
     return directory
-
-
-def example_call(example_inputs: tuple[Any, ...] | dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments in ``example_inputs``: a tuple, a dict, or a pair of both."""
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
-    if len(example_inputs) == 2 and isinstance(example_inputs[0], tuple) and isinstance(example_inputs[1], dict):
-        return example_inputs
-    return example_inputs, {}

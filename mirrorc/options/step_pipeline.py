@@ -31,8 +31,8 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
         PassError: the passes are no pipeline of a whole step.
     """
     base = default_pipeline(**parameters) if request["passes"] is None else request["passes"]
-    added = [*OPTIONS.placed(request), *request["add_passes"]]
-    pipeline = resolve_sharing(select_passes(put_in(select_passes(base, ()), added), request["disable_passes"]))
+    added = [*OPTIONS.placed(request), *request["add"]]
+    pipeline = resolve_sharing(select_passes(put_in(select_passes(base, ()), added), request["disable"]))
     remarks = []
     if request["check_replicas_every"] and not request.workers.are_several:
         why = why_replicas_are_not_compared(request.devices, pipeline)
@@ -42,7 +42,8 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
         remarks += [remark] if remark else []
     check_whole(pipeline, request.workers, request.devices, request.asked)
     OPTIONS.check_exclusions(replace(request, pipeline=tuple(pipeline)))
-    check_pass_names("print_after", request["print_after"], pipeline)
+    if request["print_after"] != "all":
+        check_pass_names("print_after", request["print_after"], pipeline)
     return pipeline, remarks
 
 
@@ -55,7 +56,7 @@ def check_whole(
         for name, why in _missing(pipeline, workers, devices):
             raise PassError(f"the pass {name!r} is missing, and {why}; add mirrorc.passes.{_class_of(name)}()")
     except PassError as error:
-        options = listed(f"{o}=" for o in ("passes", "add_passes", "disable_passes", "exact_order") if asked[o])
+        options = listed(f"{o}=" for o in ("passes", "add", "disable", "exact_order") if asked[o])
         raise PassError(f"what {options or 'passes='} gives is no pipeline of a whole step: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Determines the workers of a step, which have joined or belong to ``world=``, and checks their devices."""
+"""Determines the workers of a step, which have joined or belong to a plan's world, and checks their devices."""
 
 from __future__ import annotations
 
@@ -6,25 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mirrorc.cluster import Cluster, Round
-from mirrorc.errors import ExecutionError
+from mirrorc.cluster import Round
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.links import why_memory_is_not_shared
-from mirrorc.ir.workers import ALONE, Workers, World
+from mirrorc.ir.workers import Workers
 from mirrorc.messages.wording import counted
-
-
-def workers_of(world: World | None, rank: int | None) -> Workers:
-    """The workers of a world as worker ``rank`` sees them, 0 for None; without a world, this process alone.
-
-    Raises:
-        ValueError: there is a rank without a world.
-    """
-    if world is None:
-        if rank is not None:
-            raise ValueError(f"rank is {rank}, but there is no world=: give rank only with a mirrorc.World")
-        return ALONE
-    return world.worker(rank or 0)
 
 
 def joined_workers(compilation: Round, devices: Sequence[Device], timeout_seconds: float) -> Workers:
@@ -68,7 +54,7 @@ def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device]
     return names
 
 
-def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable_passes: Sequence[str]) -> None:
+def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable: Sequence[str]) -> None:
     """Refuses several devices on one of several workers unless they share their parameters."""
     if not workers.are_several:
         return
@@ -77,18 +63,9 @@ def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable
             f"this worker, one of several, has {len(devices)} devices, and {why}: a worker would send each gradient as often as "
             "it has devices; give each worker one device"
         )
-    if len(devices) > 1 and "share-parameters" in disable_passes:
+    if len(devices) > 1 and "share-parameters" in disable:
         raise ValueError(
-            f"disable_passes leaves out 'share-parameters', and this worker, one of several, has {len(devices)} devices: these "
+            f"disable= leaves out 'share-parameters', and this worker, one of several, has {len(devices)} devices: these "
             "need to share their parameters, so that a worker sends each sum once; leave the pass in, or give each worker one "
             "device"
-        )
-
-
-def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:
-    """Refuses to run a step that was compiled for a world if no workers have joined (``cluster`` is None)."""
-    if workers.devices_per_worker and cluster is None:
-        raise ExecutionError(
-            f"this step was compiled for worker {workers.rank} of a world of {workers.num_workers}, which is for reading: "
-            "prepare() compiles it, and print(step.program) shows it. Compile without world= to train"
         )

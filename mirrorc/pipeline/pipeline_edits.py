@@ -11,7 +11,7 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
     for compiler_pass in passes:
         _check_pass("passes", compiler_pass)
-    check_pass_names("disable_passes", disabled, passes)
+    check_pass_names("disable", disabled, passes)
     return [compiler_pass for compiler_pass in passes if compiler_pass.name not in disabled]
 
 
@@ -47,12 +47,12 @@ class Placed:
 
 
 def before(anchor: str, compiler_pass: Pass) -> Placed:
-    """Places a pass before the one named ``anchor``, for ``mirrorc.compile(..., add_passes=[...])``."""
+    """Places a pass before the one named ``anchor``, for ``mirrorc.compile(..., compiler=Compiler(add=[...]))``."""
     return Placed(compiler_pass, anchor, is_after=False)
 
 
 def after(anchor: str, compiler_pass: Pass) -> Placed:
-    """Places a pass after the one named ``anchor``, for ``mirrorc.compile(..., add_passes=[...])``."""
+    """Places a pass after the one named ``anchor``, for ``mirrorc.compile(..., compiler=Compiler(add=[...]))``."""
     return Placed(compiler_pass, anchor, is_after=True)
 
 
@@ -67,13 +67,13 @@ def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass
     for placed in additions:
         if not isinstance(placed, Placed):
             raise TypeError(
-                f"add_passes holds {placed!r}: say where it goes, with mirrorc.after('pack-gradients', it) or mirrorc.before"
+                f"add holds {placed!r}: say where it goes, with mirrorc.after('pack-gradients', it) or mirrorc.before"
             )
-        _check_pass("add_passes", placed.compiler_pass)
+        _check_pass("add", placed.compiler_pass)
         names = [compiler_pass.name for compiler_pass in result]
         if placed.anchor not in names:
             raise ValueError(
-                f"add_passes places {placed.compiler_pass.name!r} next to {placed.anchor!r}, which is no pass of the pipeline: "
+                f"add places {placed.compiler_pass.name!r} next to {placed.anchor!r}, which is no pass of the pipeline: "
                 f"{', '.join(names)}"
             )
         result.insert(names.index(placed.anchor) + placed.is_after, placed.compiler_pass)

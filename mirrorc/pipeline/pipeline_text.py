@@ -1,4 +1,4 @@
-"""Pipelines as text: ``plan-buckets{bucket_cap_mb=5.0},outline-regions``, for the command line."""
+"""Pipelines as text: ``plan-buckets{buckets=5.0},outline-regions``, for the command line."""
 
 from __future__ import annotations
 

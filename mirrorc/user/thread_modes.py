@@ -25,7 +25,7 @@ class CallersModes:
                 "hooks",
                 "the step was called within torch.autograd.graph.saved_tensors_hooks (which save_on_cpu is, too): they get "
                 "nothing of what the step keeps for backward. Enter them in forward, which then runs as plain PyTorch; or have "
-                "the step keep less, with activation_memory=",
+                "the step keep less, with memory=mirrorc.Memory(activations=...)",
             )
 
     def _warn(self, kind: str, message: str) -> None:

@@ -46,4 +46,4 @@ ALGORITHMS: Mapping[str, type[AllReduceAlgorithm]] = MappingProxyType(
         )
     }
 )
-"""All algorithms by the names that ``all_reduce=`` of `mirrorc.compile` takes."""
+"""All algorithms by the names that ``algorithm`` of `mirrorc.Communication` takes."""

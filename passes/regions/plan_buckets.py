@@ -24,7 +24,6 @@ from mirrorc.packing import (
     GradientOrder,
     Packing,
     Plan,
-    check_caps,
     check_order,
     equal_ranges,
     groups_of,
@@ -68,37 +67,31 @@ class PlanBuckets:
     Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
     Source: PyTorch DDP (Li et al., 2020).
 
-    Another ``packing`` may give a bucket to each gradient, or to each group of the user's. Or one bucket of each kind
+    Another plan may give a bucket to each gradient, or to each group of the user's. Or one bucket of each kind
     is communicated in packs of equal length, numbered over all buckets as they become complete::
 
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10] fc1.weight[512, 2048] fc1.bias[512]
         packs, of elements 0 ... 1054207: 0 at 0 ... 527103, 1 at 527104 ... 1054207
 
     Attributes:
-        bucket_cap_mb, first_bucket_mb: the caps of `mirrorc.packing.ByBytes`, in MiB.
-        packing: another plan, in place of these caps.
+        buckets: the plan, or the cap of `mirrorc.packing.ByBytes` in MiB.
+        order: the order of gradients in buckets.
     """
 
-    bucket_cap_mb: float = ByBytes.cap_mb
-    first_bucket_mb: float = ByBytes.first_mb
-    packing: Packing | None = None
-    gradient_order: GradientOrder = "ready"
+    buckets: Packing = ByBytes()
+    order: GradientOrder = "ready"
     name: str = field(default="plan-buckets", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.CAPTURED, init=False)
     trains_only: ClassVar = True
 
     def __post_init__(self) -> None:
-        check_caps(self.bucket_cap_mb, self.first_bucket_mb, ("bucket_cap_mb", "first_bucket_mb"))
-        check_order(self.gradient_order)
-        if self.packing is not None:
-            plan_of(self.packing)
-            if (self.bucket_cap_mb, self.first_bucket_mb) != (ByBytes.cap_mb, ByBytes.first_mb):
-                raise ValueError("bucket_cap_mb and first_bucket_mb are the short form of a packing: give one of both")
+        plan_of(self.buckets)
+        check_order(self.order)
 
     @property
     def _plan(self) -> Plan:
-        return ByBytes(self.bucket_cap_mb, self.first_bucket_mb) if self.packing is None else plan_of(self.packing)
+        return plan_of(self.buckets)
 
     def run(self, program: Program) -> Program:
         as_factors = {name: sent_factors(program, name) for name in program.workers.sent_as_factors}
@@ -107,11 +100,11 @@ class PlanBuckets:
         ready = _gradients(program)
         position = {gradient.name: gradient.ready for gradient in ready}
         try:
-            gradients = in_order(ready, self.gradient_order, list(program.variables))
+            gradients = in_order(ready, self.order, list(program.variables))
             planned = self._planned(program, gradients, factored)
         except (TypeError, ValueError) as error:
             raise PassError(f"pass 'plan-buckets': {error}") from error
-        # gradient_order= decides which gradients share a bucket, but buckets are launched in the order in which they are ready
+        # `order` decides which gradients share a bucket, but buckets are launched in the order in which they are ready
         in_launch_order = sorted(planned.closed, key=lambda members: max(position[member.name] for member in members))
         unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
         buckets = [_bucket(i, members, as_factors, unit) for i, members in enumerate(in_launch_order)]
@@ -137,10 +130,10 @@ class PlanBuckets:
         number = counted(sum(len(bucket.slots) for bucket in buckets), "gradient")
         plan, order = self._plan, self._order_text()
         if not isinstance(plan, ByBytes):
-            whose = plan if isinstance(plan, EqualPacks | EqualSplits) else f"the groups of packing={_name(plan)}"
+            whose = plan if isinstance(plan, EqualPacks | EqualSplits) else f"the groups of buckets={_name(plan)}"
             return f"{number} in {counted(len(buckets), 'bucket')}{order}: {whose}"
         if len(buckets) == 1:
-            return f"{number} in one bucket" + ("" if self.gradient_order == "ready" else order)
+            return f"{number} in one bucket" + ("" if self.order == "ready" else order)
         first_mb, cap_mb = (cap / 2**20 for cap in plan.caps)
         return (
             f"{number} in {len(buckets)} buckets{order}: a gradient that would take a bucket "
@@ -148,11 +141,11 @@ class PlanBuckets:
         )
 
     def _order_text(self) -> str:
-        if self.gradient_order == "ready":
+        if self.order == "ready":
             return ", in the order in which backward makes them"
-        if self.gradient_order == "reversed":
+        if self.order == "reversed":
             return ", in the reverse of the order in which the model registers their parameters"
-        return f", in the order of gradient_order={_name(self.gradient_order)}"
+        return f", in the order of order={_name(self.order)}"
 
 
 def _name(function: Any) -> str:

@@ -112,10 +112,8 @@ class Recorder:
         )
 
 
-def recorded_steps(is_recording: bool, recorder: Recorder | None) -> tuple[RecordedStep, ...]:
+def recorded_steps(recorder: Recorder | None) -> tuple[RecordedStep, ...]:
     """Raises `ExecutionError` if there are none."""
-    if not is_recording:
-        raise ExecutionError("no step was recorded: this one was compiled with record=False; compile with record=True")
     steps = recorder.steps() if recorder is not None else ()
     if recorder is not None and recorder.has_begun and not steps:
         raise ExecutionError(

@@ -10,7 +10,7 @@ from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.errors import CommunicationError
 from mirrorc.ir.workers import Workers
 from mirrorc.messages.wording import counted
-from mirrorc.options.table import Exchange
+from mirrorc.options.communication import Exchange
 from mirrorc.printing.printed_values import size_text
 
 

@@ -53,7 +53,7 @@ def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
     if sizes:
         numbers = ", ".join(f"{key}={value!r}" for key, value in sizes.items())
         raise ValueError(
-            f"this state of a step has {numbers}, which an earlier version chose with bucket_cap_mb='auto', and that is "
+            f"this state of a step has {numbers}, which an earlier version measured, and that is "
             f"withdrawn: give these numbers to mirrorc.compile() for the same bits, and leave {', '.join(sizes)} out of the state"
         )
     if {key for key in state if key not in (*_WITHDRAWN, _BUFFERS)} != set(_KEYS):

@@ -1,4 +1,4 @@
-"""The option ``all_reduce``: its short forms, and the options that it excludes."""
+"""The option ``algorithm``: its short forms, and the options that it excludes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mirrorc.passes.all_reduce.auto import Auto
 from mirrorc.pipeline.pipeline_text import parse_passes
 
 
-def checked_all_reduce(request: Request) -> AllReduceAlgorithm | None:
-    """The algorithm of ``all_reduce`` for sums over devices; None for the link's own.
+def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
+    """The algorithm for sums over devices; None for the link's own.
 
     Raises:
         TypeError, ValueError: the value is no algorithm, or cannot be used with the devices or another option.
     """
     workers, devices, asked = request.workers, request.devices, request.asked
-    algorithm = algorithm_of(asked["all_reduce"])
+    algorithm = algorithm_of(asked["algorithm"])
     if objection := algorithm.objection(len(devices)):
-        raise ValueError(f"all_reduce={algorithm.name!r} cannot be used on {_names(devices)}: {objection}")
+        raise ValueError(f"algorithm={algorithm.name!r} cannot be used on {_names(devices)}: {objection}")
     if algorithm.name == "native":
         return None
     if asked["exact_order"] and isinstance(algorithm, Auto):
@@ -32,17 +32,17 @@ def checked_all_reduce(request: Request) -> AllReduceAlgorithm | None:
     name = algorithm.name
     if asked["exact_order"] and algorithm.changes_bits:
         raise ValueError(
-            f"all_reduce={name!r} as it is given cannot be used with exact_order=True: {algorithm.changes_bits}; leave out "
+            f"algorithm={name!r} as it is given cannot be used with exact_order=True: {algorithm.changes_bits}; leave out "
             "one of them, or use 'reduce-to-one' or 'round-robin', which add up in the order of replicas"
         )
     if algorithm.sends and asked["placement"] not in ("auto", "mirrored", "shared"):
         raise ValueError(
-            f"all_reduce={name!r} cannot be used with placement={asked['placement']!r}: gradients are reduced to the device that "
+            f"algorithm={name!r} cannot be used with placement={asked['placement']!r}: gradients are reduced to the device that "
             "owns their parameter there, and to no other; leave out one of them"
         )
     if workers.are_several and algorithm.sends:
         raise ValueError(
-            f"all_reduce={name!r} cannot be used over several workers: it makes sums of messages between the devices of one "
+            f"algorithm={name!r} cannot be used over several workers: it makes sums of messages between the devices of one "
             "process, and workers exchange what their devices have summed up in one memory, by a library; leave it out"
         )
     if algorithm.sends and len(devices) > 1:
@@ -50,7 +50,7 @@ def checked_all_reduce(request: Request) -> AllReduceAlgorithm | None:
         try:
             carrier_of(link, ops.send)
         except ValueError as error:
-            raise ValueError(f"all_reduce={name!r} needs sends: {error}") from error
+            raise ValueError(f"algorithm={name!r} needs sends: {error}") from error
     return algorithm
 
 
@@ -64,20 +64,20 @@ def algorithm_of(algorithm: Any) -> AllReduceAlgorithm:
         return algorithm
     there_are = f"give one of {', '.join(map(repr, ALGORITHMS))}, or an object of mirrorc.all_reduce_algorithms"
     if not isinstance(algorithm, str):
-        raise TypeError(f"all_reduce is {algorithm!r}: {there_are}, such as ReduceToOne(device=1)")
+        raise TypeError(f"algorithm is {algorithm!r}: {there_are}, such as ReduceToOne(device=1)")
     name = algorithm.partition("{")[0].strip()
     if name in link_names():
         raise ValueError(
-            f"all_reduce is {algorithm!r}, which is a link and not an algorithm: give link={algorithm!r}, or {there_are}"
+            f"algorithm is {algorithm!r}, which is a link and not an algorithm: give link={algorithm!r}, or {there_are}"
         )
     if name not in ALGORITHMS and ":" not in name:
-        raise ValueError(f"all_reduce is {algorithm!r}: {there_are}")
+        raise ValueError(f"algorithm is {algorithm!r}: {there_are}")
     try:
         made = parse_passes(algorithm, ALGORITHMS)
     except ValueError as error:
-        raise ValueError(f"all_reduce is {algorithm!r}: {error}; {there_are}") from error
+        raise ValueError(f"algorithm is {algorithm!r}: {error}; {there_are}") from error
     if len(made) != 1 or not isinstance(made[0], AllReduceAlgorithm):
-        raise ValueError(f"all_reduce is {algorithm!r}, which is not one algorithm: {there_are}")
+        raise ValueError(f"algorithm is {algorithm!r}, which is not one algorithm: {there_are}")
     return made[0]
 
 

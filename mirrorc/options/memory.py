@@ -1,0 +1,183 @@
+"""`Memory`: where parameters and optimizer state live, and how much activations take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+
+from mirrorc.ir import ops
+from mirrorc.ir.links import carries_between_workers, why_memory_is_not_shared
+from mirrorc.options.communication import packs_cut_gradients
+from mirrorc.options.option import Exclusion, NeededPasses, OptionGroup, Request, option
+
+PlacementName = Literal["auto", "mirrored", "shared", "central", "least-loaded", "cached"]
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_PERCENT = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?%")
+_BYTES = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[KMG]?)i?B")
+
+
+def activation_bound(activations: int | str | None) -> float | None:
+    """A bound of activations: bytes as an int, or as a float a part of the peak without a bound; None for no bound.
+
+    Raises:
+        ValueError: a text that is neither a percentage nor a size, or a number that is not positive.
+    """
+    if activations is None:
+        return None
+    bound: float = activations if isinstance(activations, int) else 0
+    if isinstance(activations, str):
+        if part := _PERCENT.fullmatch(activations.strip()):
+            bound = float(part["number"]) / 100
+            if bound > 1:
+                bound = 0
+        elif size := _BYTES.fullmatch(activations.strip()):
+            bound = int(float(size["number"]) * _UNITS[size["unit"]])
+    if bound <= 0:
+        raise ValueError(f"activations is {activations!r}: {_ACTIVATIONS}")
+    return None if isinstance(bound, float) and bound == 1.0 else bound
+
+
+def bound_text(bound: float) -> str:
+    """A bound as `Memory.activations` takes it."""
+    return f"'{100 * bound:g}%'" if isinstance(bound, float) else str(bound)
+
+
+_ACTIVATIONS = (
+    "give a size for each device, such as '2GiB' or a number of bytes, a part of what activations would take, such as '50%', or "
+    "None"
+)
+
+
+def _names_owners(placement: Any) -> bool:
+    return placement not in ("auto", "mirrored", "shared")
+
+
+def _placement_passes(placement: Any) -> Sequence[str]:
+    if _names_owners(placement):
+        return ("place-variables", "update-at-owner")
+    return ("share-parameters",) if placement == "shared" else ()
+
+
+def _no_shared_memory(request: Request) -> str:
+    if request["placement"] != "shared" or len(request.devices) == 1:
+        return ""
+    return why_memory_is_not_shared(request.devices)
+
+
+def _mirrored_by_a_worker(request: Request) -> str:
+    if request["placement"] != "mirrored" or not request.workers.are_several or len(request.devices) == 1:
+        return ""
+    return "these need to share their parameters, so that a worker sends each sum once"
+
+
+def _owners_over_workers(request: Request) -> str:
+    if not (request.workers.are_several and _names_owners(request["placement"])):
+        return ""
+    return "an owner updates for the devices of its own process, and each of several workers updates for itself"
+
+
+def _cut_for_owners(request: Request) -> str:
+    if not (_names_owners(request["placement"]) and packs_cut_gradients(request)):
+        return ""
+    return "packs end within gradients there, whose parts would go to owners apart"
+
+
+def _cut_for_workers(request: Request) -> str:
+    if not (request.workers.are_several and packs_cut_gradients(request)):
+        return ""
+    return "packs end within gradients, and workers would get parts of parts"
+
+
+def _no_parts_of_sums(request: Request) -> str:
+    if not request.workers.are_several or carries_between_workers(request.devices, ops.scatter_sums):
+        return ""
+    return "what joins workers there carries no parts of sums"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(OptionGroup):
+    """Where parameters and optimizer state live, and how much activations take, for ``memory=`` of `mirrorc.compile`.
+
+    Attributes:
+        activations: the bound of each device's peak of activations, as `Step.memory` counts them: a size, ``"2GiB"`` or a
+            number of bytes; or ``"50%"`` of the peak without a bound (of the worst device, in the largest batch so far).
+            Backward recomputes the values of forward that take least time. Numbers are the same (with Inductor but for the
+            last bits). The step is compiled several times until it keeps the bound. None for no bound.
+        shard_optimizer: over several workers, each updates a shard of every bucket and has the optimizer's state of that
+            shard alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all workers call
+            `Step.gather_optimizer_state`.
+        placement: the home of parameters, and the devices that update them. "shared": one copy in memory that all devices
+            share, each updating a share. "mirrored": a copy on each device, which it updates whole. "auto": "shared" where
+            possible, else "mirrored". "central": the first device has all sums, updates and the optimizer's state.
+            "least-loaded": parameters are distributed over devices by bytes, the largest first; the owner sums up and updates
+            each, and all others write a copy once a step. "cached": the same for large parameters, and the first device owns
+            small ones. A dict names owners, ``{"embedding.weight": "cpu:0"}``, as a device's name or a `torch.device`, with
+            ``"*"`` for all others: a device, "central", "least-loaded" or "cached". Numbers are the same but for the last
+            bits, where the order of additions or the cuts of compiled regions differ.
+
+    Raises:
+        TypeError, ValueError: a field has another kind or value; names it and the remedy.
+    """
+
+    keyword: ClassVar[str] = "memory"
+
+    activations: int | str | None = option(
+        None,
+        _ACTIVATIONS,
+        kinds=(int, str, NoneType),
+        passes=NeededPasses(
+            ("choose-checkpoints", "recompute-checkpoints"),
+            "put mirrorc.passes.ChooseCheckpoints() there, before RecomputeCheckpoints",
+            may_be_in_passes=True,
+        ),
+    )
+    shard_optimizer: bool = option(
+        False,
+        "say True, to deal the optimizer's state out to the workers, or False",
+        kinds=(bool,),
+        passes=NeededPasses(
+            ("shard-optimizer",),
+            "put mirrorc.passes.ShardOptimizer() behind ReduceOverWorkers() there",
+            may_be_in_passes=True,
+        ),
+        excludes=(
+            Exclusion("on devices of the type {request.device_type!r} yet", _no_parts_of_sums, "leave it out"),
+            Exclusion("buckets", _cut_for_workers, "give a plan of whole gradients, or leave out one of them"),
+        ),
+    )
+    placement: PlacementName | Mapping[str, str | torch.device] = option(
+        "auto",
+        "say 'auto', 'mirrored', 'shared', 'central', 'least-loaded' or 'cached', or give a dict with the owners of "
+        "parameters, such as {'embedding.weight': 'cpu:0', '*': 'least-loaded'}",
+        kinds=(Mapping,),
+        texts=get_args(PlacementName),
+        passes=NeededPasses(
+            _placement_passes,
+            "put mirrorc.passes.ShareParameters() there, or PlaceVariables() behind PlanBuckets() and UpdateAtOwner() behind "
+            "ScheduleOverlap()",
+        ),
+        excludes=(
+            Exclusion("on {request.device_names}", _no_shared_memory, "use 'mirrored', or 'auto'"),
+            Exclusion(
+                "for several devices of one of several workers yet",
+                _mirrored_by_a_worker,
+                "leave it out, or give each worker one device",
+            ),
+            Exclusion(
+                "over several workers",
+                _owners_over_workers,
+                "use shard_optimizer=True, which deals the update out to workers, and leave placement out",
+            ),
+            Exclusion("buckets", _cut_for_owners, "give a plan of whole gradients"),
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        activation_bound(self.activations)
