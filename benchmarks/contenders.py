@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from grouped_options import grouped
 from serving import StepFunction, serve
 from torch import nn
 from workloads import WORKLOADS, Workload
@@ -41,7 +42,7 @@ def _mirrorc(workload: Workload, rank: int, **options: Any) -> StepFunction:
     torch.set_num_threads(NUM_REPLICAS)
     model = workload.make_model()
     devices = [f"cpu:{i}" for i in range(NUM_REPLICAS)]
-    step = mirrorc.compile(model, devices=devices, optimizer=adamw(model), loss_fn=workload.loss_fn, **options)
+    step = mirrorc.compile(model, devices=devices, optimizer=adamw(model), loss_fn=workload.loss_fn, **grouped(options))
     x, y = workload.make_batch(workload.per_replica * NUM_REPLICAS)
     return lambda: step(x, target=y)
 

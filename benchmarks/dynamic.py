@@ -49,7 +49,13 @@ def mirrored(args: argparse.Namespace, dynamic: bool | None) -> tuple[Trainer, m
     model = Model(args.width, args.depth)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     devices = [f"cpu:{i}" for i in range(args.devices)]
-    step = mirrorc.compile(model, devices, optimizer=optimizer, backend=args.backend, dynamic=dynamic, progress=False)
+    step = mirrorc.compile(
+        model,
+        devices,
+        optimizer=optimizer,
+        compiler=mirrorc.Compiler(backend=args.backend, dynamic=dynamic),
+        debug=mirrorc.Debug(progress=False),
+    )
     return step, step
 
 

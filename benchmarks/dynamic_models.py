@@ -86,7 +86,13 @@ def step_of(kind: Kind, args: argparse.Namespace, dynamic: bool | None) -> mirro
     model = kind.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     devices = [f"cpu:{i}" for i in range(args.devices)]
-    return mirrorc.compile(model, devices, optimizer=optimizer, dynamic=dynamic, progress=False)
+    return mirrorc.compile(
+        model,
+        devices,
+        optimizer=optimizer,
+        compiler=mirrorc.Compiler(dynamic=dynamic),
+        debug=mirrorc.Debug(progress=False),
+    )
 
 
 def compare(name: str, kind: Kind, args: argparse.Namespace) -> None:

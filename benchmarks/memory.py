@@ -81,9 +81,8 @@ def compared(
             devices,
             optimizer=optimizer,
             loss_fn=workload.loss_fn,
-            backend=backend,
-            activation_memory=bound,
-            disable_passes=["reserve-memory"] if bound is not None else [],
+            compiler=mirrorc.Compiler(backend=backend, disable=["reserve-memory"] if bound is not None else []),
+            memory=mirrorc.Memory(activations=bound),
         )
         step.prepare(x, target=y)
         reports.append(step.memory())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from contenders import WithLoss, adamw, ddp_step
+from grouped_options import grouped
 from serving import StepFunction, serve
 from torch import nn
 from workloads import WORKLOADS, Workload
@@ -38,8 +39,7 @@ def _mirrorc(
         devices=["cpu"],
         optimizer=adamw(model),
         loss_fn=workload.loss_fn,
-        backend="inductor" if is_compiled else "eager",
-        **options,
+        **grouped({"backend": "inductor" if is_compiled else "eager", **options}),
     )
     x, y = workload.make_batch(workload.per_replica)
     return lambda: step(x, target=y)
@@ -55,7 +55,7 @@ def _ddp(
     sync: bool = True,
 ) -> StepFunction:
     torch.distributed.init_process_group("gloo")
-    module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
+    module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True, buckets=cap_mb)
     if half:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -79,7 +79,7 @@ def _wire(workload: Workload, is_compiled: bool) -> StepFunction:
 NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]] = {
     "mirrorc": (_mirrorc, {}),
     "mirrorc, autograd": (_mirrorc, {"capture": "autograd"}),
-    "mirrorc 25 MB": (_mirrorc, {"bucket_cap_mb": 25.0}),
+    "mirrorc 25 MB": (_mirrorc, {"buckets": 25.0}),
     "mirrorc bfloat16": (_mirrorc, {"compression": "bfloat16"}),
     "mirrorc, TopK": (_mirrorc, {"ratio": 0.01}),
     "mirrorc alone": (_mirrorc, {"workers": None}),

@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 import torch
+from grouped_options import grouped
 from workloads import WORKLOADS, Workload
 
 import mirrorc
@@ -47,7 +48,9 @@ def compiled(workload: Workload, backend: str, option: str) -> mirrorc.Step:
     if option == "scaler":
         given["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     devices = [f"cpu:{i}" for i in range(NUM_REPLICAS)]
-    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=workload.loss_fn, backend=backend, **given)
+    return mirrorc.compile(
+        model, devices, optimizer=optimizer, loss_fn=workload.loss_fn, **grouped({"backend": backend, **given})
+    )
 
 
 def measure(

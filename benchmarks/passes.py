@@ -56,7 +56,7 @@ def measure(num_nodes: int, num_devices: int, bucket_cap_mb: float) -> Stopwatch
     """Compiles one program."""
     program = deep_program(num_nodes, num_devices)
     watch = Stopwatch()
-    run_passes(program, default_pipeline(bucket_cap_mb=bucket_cap_mb), [watch])
+    run_passes(program, default_pipeline(buckets=bucket_cap_mb), [watch])
     return watch
 
 

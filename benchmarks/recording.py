@@ -30,7 +30,7 @@ def compiled(workload: Workload, backend: str, record: bool) -> mirrorc.Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     devices = [f"cpu:{i}" for i in range(NUM_REPLICAS)]
     return mirrorc.compile(
-        model, devices, optimizer=optimizer, loss_fn=workload.loss_fn, backend=backend, record=record
+        model, devices, optimizer=optimizer, loss_fn=workload.loss_fn, compiler=mirrorc.Compiler(backend=backend)
     )
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from grouped_options import grouped
 from torch import nn
 
 import mirrorc
@@ -32,11 +33,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "SparseAdam": lambda parameters: torch.optim.SparseAdam(list(parameters), lr=1e-3),
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "rows": {
-        "disable_passes": ["share-parameters"],
-        "add_passes": [mirrorc.after("send-rows", SendRows(most_in_one_memory=1))],
-    },
-    "whole table": {"disable_passes": ["share-parameters", "send-rows"]},
+    "rows": {"disable": ["share-parameters"], "add": [mirrorc.after("send-rows", SendRows(most_in_one_memory=1))]},
+    "whole table": {"disable": ["share-parameters", "send-rows"]},
 }
 """What is sent, and the options that have it sent."""
 
@@ -58,7 +56,9 @@ def compiled(kind: str, optimizer: str, num_devices: int, backend: str) -> mirro
     model = Bags()
     devices = [f"cpu:{i}" for i in range(num_devices)]
     own = OPTIMIZERS[optimizer](model.parameters())
-    return mirrorc.compile(model, devices, optimizer=own, backend=backend, link="copy", progress=False, **KINDS[kind])
+    return mirrorc.compile(
+        model, devices, optimizer=own, **grouped({"backend": backend, "link": "copy", "progress": False, **KINDS[kind]})
+    )
 
 
 def batches_of(lookups: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

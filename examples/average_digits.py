@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
         optimizer=optimizer,
         loss_fn=F.cross_entropy,
         return_outputs=True,
-        backend=options.backend,
+        compiler=mirrorc.Compiler(backend=options.backend),
     ) as step:
         for _ in tqdm(range(options.epochs), unit="epoch", dynamic_ncols=True):
             for chosen in torch.randperm(len(labels)).split(options.batch):

@@ -57,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> float:
     upper, lower = (torch.tensor(load_digits().data, dtype=torch.float32) / 16).split(32, dim=1)
     model = Contrastive()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    with mirrorc.compile(model, devices=options.devices, optimizer=optimizer, backend=options.backend) as step:
+    with mirrorc.compile(
+        model, devices=options.devices, optimizer=optimizer, compiler=mirrorc.Compiler(backend=options.backend)
+    ) as step:
         progress = tqdm(range(options.epochs), unit="epoch", dynamic_ncols=True, disable=not step.is_chief)
         for _ in progress:
             for chosen in torch.randperm(len(upper)).split(options.batch):

@@ -70,7 +70,9 @@ def train(add_passes: list[mirrorc.Placed], steps: int = 150) -> tuple[float, mi
     images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, add_passes=add_passes) as step:
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, compiler=mirrorc.Compiler(add=add_passes)
+    ) as step:
         for _ in range(steps):
             batch = torch.randint(len(images), (128,))
             loss = step(images[batch], target=labels[batch])

@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         optimizer=optimizer,
         clip_grad_norm=1.0,
         return_outputs=True,
-        backend=options.backend,
+        compiler=mirrorc.Compiler(backend=options.backend),
     ) as step:
         for epoch in range(options.epochs):
             progress = tqdm(torch.randperm(len(train.labels)).split(options.batch), unit="step", dynamic_ncols=True)

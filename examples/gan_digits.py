@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 import torch
+from grouped_options import grouped
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -83,8 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> float:
     for_generator = torch.optim.Adam(generator.parameters(), lr=5e-4, betas=(0.5, 0.999))
     shared = {"devices": options.devices, "backend": options.backend}
     with (
-        mirrorc.compile(CriticLoss(generator, critic), optimizer=for_critic, **shared) as train_critic,
-        mirrorc.compile(GeneratorLoss(generator, critic), optimizer=for_generator, **shared) as train_generator,
+        mirrorc.compile(CriticLoss(generator, critic), optimizer=for_critic, **grouped(shared)) as train_critic,
+        mirrorc.compile(
+            GeneratorLoss(generator, critic), optimizer=for_generator, **grouped(shared)
+        ) as train_generator,
     ):
         progress = tqdm(range(options.epochs), unit="epoch", dynamic_ncols=True)
         for _ in progress:

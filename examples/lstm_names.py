@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         optimizer=optimizer,
         loss_fn=F.cross_entropy,
         clip_grad_norm=1.0,
-        backend=options.backend,
+        compiler=mirrorc.Compiler(backend=options.backend),
     ) as step:
         for epoch in range(options.epochs):
             progress = tqdm(batches(train, options.batch), unit="step", dynamic_ncols=True)

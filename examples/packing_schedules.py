@@ -59,9 +59,8 @@ def program_of(packing: Any) -> Program:
         optimizer=optimizer,
         loss_fn=nn.functional.cross_entropy,
         world=mirrorc.World(2),
-        backend="eager",
-        exchange="dense",
-        packing=packing,
+        compiler=mirrorc.Compiler(backend="eager"),
+        communication=mirrorc.Communication(exchange="dense", buckets=packing),
     ) as step:
         return step.prepare(torch.zeros(8, 16), target=torch.zeros(8, dtype=torch.int64))
 

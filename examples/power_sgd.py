@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from grouped_options import grouped
 from sklearn.datasets import load_digits
 from torch import multiprocessing, nn
 from torch.nn import functional as F
@@ -145,7 +146,7 @@ def losses_of(compression: Payload | None, num_steps: int = 60) -> list[float]:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"loss_fn": F.cross_entropy, "backend": "eager", "exchange": "dense", "compression": compression}
-    with mirrorc.compile(model, 1, optimizer=optimizer, **options) as step:
+    with mirrorc.compile(model, 1, optimizer=optimizer, **grouped(options)) as step:
         losses = []
         for _ in range(num_steps):
             batch = step.shard_batch(torch.randint(len(images), (128,)))

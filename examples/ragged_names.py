@@ -66,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         devices=options.devices,
         optimizer=optimizer,
         loss_fn=F.cross_entropy,
-        backend=options.backend,
-        dynamic=None,
+        compiler=mirrorc.Compiler(backend=options.backend, dynamic=None),
     ) as step:
         for epoch in range(options.epochs):
             progress = tqdm(batches(train, options.batch), unit="step", dynamic_ncols=True)

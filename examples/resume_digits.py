@@ -29,7 +29,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, options.epochs)
         self.step = mirrorc.compile(
-            self.model, options.devices, optimizer=self.optimizer, loss_fn=F.cross_entropy, backend=options.backend
+            self.model,
+            options.devices,
+            optimizer=self.optimizer,
+            loss_fn=F.cross_entropy,
+            compiler=mirrorc.Compiler(backend=options.backend),
         )
         self.batch, self.epoch = options.batch, 0
 

@@ -58,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> float:
         devices=options.devices,
         optimizer=optimizer,
         loss_fn=F.cross_entropy,
-        backend=options.backend,
-        capture="autograd",  # forward and backward run as plain PyTorch; "auto" finds that out, and warns once
+        compiler=mirrorc.Compiler(
+            backend=options.backend, capture="autograd"
+        ),  # forward and backward run as plain PyTorch; "auto" finds that out, and warns once
     )
     with step:
         progress = tqdm(range(options.epochs), unit="epoch", dynamic_ncols=True)

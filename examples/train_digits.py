@@ -74,7 +74,11 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     with mirrorc.compile(
-        model, devices=options.devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend=options.backend
+        model,
+        devices=options.devices,
+        optimizer=optimizer,
+        loss_fn=F.cross_entropy,
+        compiler=mirrorc.Compiler(backend=options.backend),
     ) as step:
         step.prepare(images[: options.batch], target=labels[: options.batch])
         print(step.program)

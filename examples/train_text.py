@@ -217,7 +217,11 @@ def main() -> None:
         return windows(corpus.train, torch.randint(len(corpus.train) - context - 1, (options.batch,)), context)
 
     with mirrorc.compile(
-        model, devices=options.devices, optimizer=optimizer, loss_fn=next_byte_loss, backend=options.backend
+        model,
+        devices=options.devices,
+        optimizer=optimizer,
+        loss_fn=next_byte_loss,
+        compiler=mirrorc.Compiler(backend=options.backend),
     ) as step:
         x, y = draw_batch()
         print(f"\n{step.prepare(x, target=y)}")

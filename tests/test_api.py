@@ -15,6 +15,7 @@ from torch import nn
 import mirrorc
 from mirrorc.capture.front_ends import front_end
 from mirrorc.ir.links import link_names
+from mirrorc.packing import ByBytes
 from mirrorc.runtime.codegen import backends
 
 
@@ -25,7 +26,7 @@ def compiled(model: nn.Module, **options: object) -> mirrorc.Step:
 @pytest.mark.parametrize("name", ["plan-buckets", "lower-collectives", "lower-devices"])
 def test_a_pipeline_that_cannot_run_is_refused_by_an_error_of_mirrorc(name: str) -> None:
     with pytest.raises(mirrorc.MirrorcError):
-        compiled(nn.Linear(3, 2), disable_passes=[name])
+        compiled(nn.Linear(3, 2), disable=[name])
 
 
 @pytest.mark.slow
@@ -36,7 +37,7 @@ def test_a_pipeline_without_a_pass_that_only_makes_it_faster_gives_the_same_bits
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2))
         x, y = torch.randn(5, 3), torch.randn(5, 2)
-        with compiled(model, disable_passes=disabled, bucket_cap_mb=1e-4, first_bucket_mb=1e-4) as step:
+        with compiled(model, disable=disabled, buckets=ByBytes(1e-4, 1e-4)) as step:
             losses = [step(x, target=y) for _ in range(3)]
         found.append([*losses, *(p.detach() for p in model.parameters())])
     assert all(map(torch.equal, *found))
@@ -84,7 +85,7 @@ class OnlyLoss(OnlyScale):
 def test_models_with_unusual_gradients_train_as_on_one_device(kind: type[nn.Module], num_buckets: str) -> None:
     x, y = torch.randn(5, 2), torch.randn(5, 2)
     single, model = kind(), kind()
-    caps = {} if num_buckets == "one" else {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+    caps = {} if num_buckets == "one" else {"buckets": ByBytes(1e-6, 1e-6)}
     with compiled(model, **caps) as step:
         step(x, target=y)
     optimizer = torch.optim.SGD(single.parameters(), lr=0.1)

@@ -297,10 +297,9 @@ def test_the_command_replays_a_reproducer(tmp_path: Path) -> None:
             2,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             loss_fn=torch.nn.functional.cross_entropy,
-            backend="eager",
-            dump=tmp_path / "dump",
-            add_passes=[mirrorc.after("pack-gradients", my_passes.Fails())],
             example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
+            compiler=mirrorc.Compiler(backend="eager", add=[mirrorc.after("pack-gradients", my_passes.Fails())]),
+            debug=mirrorc.Debug(dump=tmp_path / "dump"),
         )
     command = (
         str(caught.value).partition("Reproduce it with: ")[2].replace("mirrorc", f"{sys.executable} -m mirrorc", 1)

@@ -19,6 +19,7 @@ from golden_programs import (
 )
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
@@ -98,9 +99,8 @@ def test_compile_makes_the_same_program() -> None:
         ["cpu:0", "cpu:1"],
         optimizer=golden.optimizer(model),
         loss_fn=golden.loss_fn,
-        backend="eager",
         example_inputs=golden.inputs(golden.num_examples(2)),
-        **golden.buckets,  # type: ignore[arg-type]
+        **grouped({"backend": "eager", **golden.buckets}),  # type: ignore[arg-type]
     ) as step:
         text = step.program.to_text(slots=True, sources=False)
     assert text == golden_program("digits", 2).to_text(slots=True, sources=False)

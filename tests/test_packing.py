@@ -20,6 +20,7 @@ import mirrorc
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.coordination.fingerprint import facts_of_options
 from mirrorc.errors import PassError
+from mirrorc.options.table import grouped
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient, equal_ranges, groups_of, in_order
 from mirrorc.passes import PlanBuckets, default_pipeline
 
@@ -42,8 +43,7 @@ def test_workers_tell_plans_and_orders_of_ones_own_by_their_names() -> None:
             1,
             optimizer=torch.optim.SGD(model.parameters()),
             loss_fn=F.mse_loss,
-            packing=names["plan"],
-            gradient_order=names["Order"](),
+            communication=mirrorc.Communication(order=names["Order"](), buckets=names["plan"]),
         ) as step:
             return facts_of_options(step._options, ModelState(model, F.mse_loss))
 
@@ -124,12 +124,12 @@ def test_gradients_are_put_in_the_order_that_is_asked_for() -> None:
         (lambda: EqualPacks(-1), ValueError, "num_packs is -1: give 0 or more"),
         (lambda: EqualPacks(2.0), TypeError, "num_packs is 2.0: give a whole number"),  # type: ignore[arg-type]
         (lambda: EqualSplits(0), ValueError, "num_splits is 0: give 1 or more"),
-        (lambda: PlanBuckets(packing=-3), ValueError, "packing is -3: give a number of packs"),
-        (lambda: PlanBuckets(packing=EqualPacks), TypeError, "packing is <class"),
-        (lambda: PlanBuckets(packing="all"), TypeError, "packing is 'all': give ByBytes(cap_mb)"),  # type: ignore[arg-type]
-        (lambda: PlanBuckets(5.0, packing=2), ValueError, "short form of a packing: give one of both"),
-        (lambda: PlanBuckets(gradient_order="last"), ValueError, "gradient_order is 'last': say 'ready'"),  # type: ignore[arg-type]
-        (lambda: PlanBuckets(gradient_order=3), TypeError, "gradient_order is 3: say 'ready'"),  # type: ignore[arg-type]
+        (lambda: PlanBuckets(buckets=-3), ValueError, "packing is -3: give a number of packs"),
+        (lambda: PlanBuckets(buckets=EqualPacks), TypeError, "packing is <class"),
+        (lambda: PlanBuckets(buckets="all"), TypeError, "packing is 'all': give ByBytes(cap_mb)"),  # type: ignore[arg-type]
+        (lambda: PlanBuckets(5.0, buckets=EqualPacks(2)), ValueError, "short form of a packing: give one of both"),
+        (lambda: PlanBuckets(order="last"), ValueError, "gradient_order is 'last': say 'ready'"),  # type: ignore[arg-type]
+        (lambda: PlanBuckets(order=3), TypeError, "gradient_order is 3: say 'ready'"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exception], text: str) -> None:
@@ -140,23 +140,23 @@ def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exce
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"packing": ByBytes(5), "bucket_cap_mb": 5}, ValueError, "packing= is given besides bucket_cap_mb="),
-        ({"packing": 2, "first_bucket_mb": 1.0}, ValueError, "packing= is given besides bucket_cap_mb="),
+        ({"buckets": ByBytes(5)}, ValueError, "packing= is given besides bucket_cap_mb="),
+        ({"buckets": EqualPacks(2)}, ValueError, "packing= is given besides bucket_cap_mb="),
         (
-            {"packing": 2, "passes": default_pipeline()},
+            {"passes": default_pipeline(), "buckets": EqualPacks(2)},
             ValueError,
             "packing=2 has no part in a pipeline given with passes=",
         ),
         (
-            {"gradient_order": "reversed", "passes": []},
+            {"order": "reversed", "passes": []},
             ValueError,
             "gradient_order='reversed' has no part in a pipeline",
         ),
-        ({"packing": 2, "disable_passes": ["plan-buckets"]}, ValueError, "which disable_passes leaves out"),
-        ({"packing": "all"}, TypeError, "packing is 'all'"),
-        ({"gradient_order": "last"}, ValueError, "gradient_order is 'last'"),
+        ({"disable": ["plan-buckets"], "buckets": EqualPacks(2)}, ValueError, "which disable_passes leaves out"),
+        ({"buckets": "all"}, TypeError, "packing is 'all'"),
+        ({"order": "last"}, ValueError, "gradient_order is 'last'"),
         (
-            {"packing": 2, "shard_optimizer": True},
+            {"shard_optimizer": True, "buckets": EqualPacks(2)},
             ValueError,
             "shard_optimizer=True cannot be used with packing=2: packs end within gradients",
         ),
@@ -180,8 +180,8 @@ def test_a_wrong_plan_is_refused_when_it_is_asked_and_nothing_has_changed() -> N
     def mine(gradients: Sequence[Gradient]) -> list[list[str]]:
         return [[gradients[0].name]]
 
-    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "backend": "eager", "packing": mine}
+    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "backend": "eager", "buckets": mine}
     refused = pytest.raises(PassError, match="pass 'plan-buckets': packing=mine leaves out ")
-    with mirrorc.compile(model, 2, **options) as step, refused:
+    with mirrorc.compile(model, 2, **grouped(options)) as step, refused:
         step(**mlp_batch(4, torch.float64, 0))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from grouped_options import grouped
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,7 +46,7 @@ def compiled(scene: Scene, model: nn.Module, num_devices: int = 1, **options: An
     """A step of `small_net`; on a GPU, the model moves there."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     options = {"backend": "eager", "loss_fn": F.cross_entropy, **options}
-    return mirrorc.compile(model, scene.logical(num_devices), optimizer=optimizer, **options)
+    return mirrorc.compile(model, scene.logical(num_devices), optimizer=optimizer, **grouped(options))
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -67,7 +68,7 @@ def _trained(
     scene: Scene, each: Callable[[mirrorc.Step, torch.Tensor, torch.Tensor], object], count: int
 ) -> dict[str, torch.Tensor]:
     model = small_net()
-    with compiled(scene, model, 2, bucket_cap_mb=0.001) as step:
+    with compiled(scene, model, 2, buckets=0.001) as step:
         for x, y in batches(count):
             each(step, x, y)
         wait_for(scene)
@@ -177,7 +178,7 @@ def recapture(scene: Scene) -> Figures:
         sys.modules["torch.optim.sgd"], "sgd", lambda parameters, *_, **__: parameters[0].sum().item()
     )
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "backend": "eager", "cuda_graphs": True}
-    with mirrorc.compile(model, ["cuda:0"], optimizer=optimizer, **options) as step:
+    with mirrorc.compile(model, ["cuda:0"], optimizer=optimizer, **grouped(options)) as step:
         for _ in range(3):
             step(x, target=y)
         before, said = state_of(model), ""

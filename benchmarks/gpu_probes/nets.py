@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from grouped_options import grouped
 from torch import nn
 from torch.nn import functional as F
 
@@ -84,7 +85,7 @@ def losses_of(scene: Scene, net: Net, dtype: torch.dtype, backend: str) -> torch
     model = net.make().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "backend": backend}
-    with mirrorc.compile(model, scene.logical(2), optimizer=optimizer, **options) as step:
+    with mirrorc.compile(model, scene.logical(2), optimizer=optimizer, **grouped(options)) as step:
         return torch.stack([step(net.make_batch(16, dtype), target=torch.randint(0, 4, (16,))).cpu() for _ in range(5)])
 
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import torch
+from grouped_options import grouped
 from torch import nn
 from torch.nn import functional as F
 
@@ -42,8 +43,8 @@ def in_threads(scene: Scene, count: int) -> Figures:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(8 * count, width, device=scene.device)
     y = torch.zeros(8 * count, dtype=torch.long, device=scene.device)
-    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "bucket_cap_mb": 1000.0}
-    with mirrorc.compile(model, scene.logical(count), optimizer=optimizer, **options) as step:
+    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "buckets": 1000.0}
+    with mirrorc.compile(model, scene.logical(count), optimizer=optimizer, **grouped(options)) as step:
         step(x, target=y)
         expect(len(step.program.buckets) == 1, f"there are {len(step.program.buckets)} buckets")
         times = timed(scene, lambda: step(x, target=y))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from contenders import WithLoss, adamw
+from grouped_options import grouped
 from workloads import GPT, WORKLOADS, GPTConfig, Workload, next_byte_loss
 
 import mirrorc
@@ -59,7 +60,9 @@ def by_mirrorc(
 ) -> Step:
     """mirrorc's step, which is appended to ``made``, with its batch in pageable or pinned memory, or on the GPU."""
     model = workload.make_model()
-    compiled = mirrorc.compile(model, scene.logical(1), optimizer=adamw(model), loss_fn=workload.loss_fn, **options)
+    compiled = mirrorc.compile(
+        model, scene.logical(1), optimizer=adamw(model), loss_fn=workload.loss_fn, **grouped(options)
+    )
     made.append(compiled)
     x, y = workload.make_batch(workload.per_replica)
     if inputs == "on-gpu":
@@ -146,7 +149,7 @@ def trace(scene: Scene) -> Figures:
     path = scene.out / "steady_step.json"
     options: dict[str, Any] = {"optimizer": adamw(model), "loss_fn": workload.loss_fn}
     kinds = [ProfilerActivity.CPU] + ([] if scene.is_rehearsal else [ProfilerActivity.CUDA])
-    with mirrorc.compile(model, scene.logical(2), **options) as step:
+    with mirrorc.compile(model, scene.logical(2), **grouped(options)) as step:
         for _ in range(10):
             step(x, target=y)
         with profile(activities=kinds) as seen:

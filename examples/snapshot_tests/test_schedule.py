@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.packing import ByBytes
 from mirrorc.testing import ProgramSnapshot, check
 
 WIDTH = 64
@@ -53,10 +54,9 @@ def compiled(devices: Sequence[str]) -> mirrorc.Step:
         devices,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         loss_fn=F.cross_entropy,
-        backend="eager",
-        bucket_cap_mb=0.05,
-        first_bucket_mb=0.02,
         example_inputs=((torch.zeros(8, 16),), {"target": torch.zeros(8, dtype=torch.int64)}),
+        compiler=mirrorc.Compiler(backend="eager"),
+        communication=mirrorc.Communication(buckets=ByBytes(0.05, 0.02)),
     )
 
 

@@ -13,7 +13,7 @@ from mirrorc.options.communication import Communication
 from mirrorc.options.compiler import Compiler
 from mirrorc.options.debug import Debug
 from mirrorc.options.memory import Memory
-from mirrorc.options.option import Exclusion, NeededPasses, Option, Options, Request
+from mirrorc.options.option import Exclusion, NeededPasses, Option, Options, Request, records_of
 from mirrorc.runtime.state.optimizers.loss_scale import is_in_use
 
 LossReduction = Literal["mean", "sum"]
@@ -148,3 +148,13 @@ def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> 
     preset = {name: value for name, value in MODES[asked["mode"]].items() if not OPTIONS[name].is_asked(asked[name])}
     sets = listed(OPTIONS[name].text(value) for name, value in preset.items())
     return {**asked, **preset}, [f"mode={asked['mode']!r} sets {sets or 'nothing, as all of its options are given'}"]
+
+
+def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `mirrorc.compile` for options by name: those of a group are in its dataclass."""
+    keywords = dict(options)
+    for keyword, group in OPTIONS.groups.items():
+        fields = {record.name: keywords.pop(record.name) for record in records_of(group) if record.name in keywords}
+        if fields:
+            keywords[keyword] = group(**fields)
+    return keywords

@@ -118,14 +118,16 @@ def test_a_step_knows_its_workers_and_what_is_normalized() -> None:
             model,
             optimizer=optimizer,
             loss_fn=nn.CrossEntropyLoss(),
-            backend="eager",
             world=mirrorc.World(2, (1, 2)),
             rank=rank,
+            compiler=mirrorc.Compiler(backend="eager"),
         ) as step:
             sizes[rank] = [len(step.shard_batch(x)), len(step.shard_batch({"x": x})["x"])]
             model.eval()
             sizes[rank].append(len(step.shard_batch(x)))
             model.train()
     assert sizes == {0: [3, 3, 2], 1: [2, 2, 3]}
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), backend="eager") as step:
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), compiler=mirrorc.Compiler(backend="eager")
+    ) as step:
         assert step.shard_batch(x) is x

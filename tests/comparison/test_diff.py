@@ -19,6 +19,7 @@ from mirrorc import Program
 from mirrorc.comparison.diff import diff_programs, diff_texts
 from mirrorc.dumps.pass_report import PassReport
 from mirrorc.ir.variables import UpdateRule
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pipeline_edits import select_passes
@@ -26,7 +27,7 @@ from mirrorc.printing.program_text import program_to_text
 from mirrorc.printing.reader import read_program_text
 
 LARGE = [Weight("large", (512,))]  # every device has a share of it
-THREE_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
+THREE_BUCKETS = {"buckets": ByBytes(0.0005, 0.0005)}
 
 
 def lowered(program: Program, *without: str, **options: Any) -> Program:
@@ -107,8 +108,8 @@ CHANGES: dict[str, Change] = {
         ],
     ),
     "other boundaries": (
-        lambda: mlp(bucket_cap_mb=0.00055, first_bucket_mb=0.0002),
-        lambda: mlp(bucket_cap_mb=0.00055, first_bucket_mb=0.0003),
+        lambda: mlp(buckets=ByBytes(0.00055, 0.0002)),
+        lambda: mlp(buckets=ByBytes(0.00055, 0.0003)),
         ["1 gradient moved from bucket 1 to bucket 0: last.bias"],
     ),
     "more devices": (
@@ -393,7 +394,7 @@ def test_every_edit_is_said_and_nothing_else(name: str) -> None:
 
 def test_gradients_that_move_are_grouped_and_counted() -> None:
     weights = [Weight(f"w{i}", (16,)) for i in range(20)]
-    caps = [{"bucket_cap_mb": number * 64 / 2**20, "first_bucket_mb": number * 64 / 2**20} for number in (10, 16)]
+    caps = [{"buckets": ByBytes(number * 64 / 2**20, number * 64 / 2**20)} for number in (10, 16)]
     found = sentences(diff_programs(*(lowered(handmade(2, weights), **options) for options in caps)))
     assert "6 gradients moved from bucket 1 to bucket 0: w9, w8, w7 and 3 more" in found
     assert not [sentence for sentence in found if "merged" in sentence or "split" in sentence]

@@ -23,6 +23,7 @@ import mirrorc
 from mirrorc.compilation import progress
 from mirrorc.compilation.progress import free_terminal
 from mirrorc.ir.program import Program, Region, Stage
+from mirrorc.options.table import grouped
 from mirrorc.runtime.codegen.backends import RegionFunction
 from mirrorc.runtime.codegen.regions import RegionCompiler
 
@@ -70,8 +71,8 @@ def compiled(action: Callable[[], object], size: int = 4, **options: Any) -> mir
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gate = mirrorc.before("plan-buckets", Gate(action))
-    options = {"add_passes": [gate], "loss_fn": nn.functional.mse_loss, "backend": "eager", **options}
-    step = mirrorc.compile(model, 2, optimizer=optimizer, **options)
+    options = {"add": [gate], "loss_fn": nn.functional.mse_loss, "backend": "eager", **options}
+    step = mirrorc.compile(model, 2, optimizer=optimizer, **grouped(options))
     step(torch.ones(size, 3), target=torch.ones(size, 1))
     return step
 

@@ -36,6 +36,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.options import step_options
+from mirrorc.options.table import grouped
 from mirrorc.passes import PlanBuckets, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Instrument, Pass
@@ -91,9 +92,8 @@ def step_with(**options: object) -> mirrorc.Step:
         ["cpu:0", "cpu:1"],
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=torch.nn.functional.cross_entropy,
-        backend="eager",
         example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
-        **options,  # type: ignore[arg-type]
+        **grouped({"backend": "eager", **options}),  # type: ignore[arg-type]
     )
 
 
@@ -182,7 +182,15 @@ def test_of_passes_of_one_name_the_one_that_failed_is_noted() -> None:
 def test_the_index_says_which_pass_could_not_take_the_program(tmp_path: Path) -> None:
     with pytest.raises(PassError, match="add a pass that gives REPLICATED") as caught:
         passes = [one for one in default_pipeline() if one.name != "replicate"]
-        run_passes(captured_two_layers(), passes, instruments_for(passes, tmp_path, (), print_after_all=False))
+        run_passes(
+            captured_two_layers(),
+            passes,
+            instruments_for(
+                passes,
+                tmp_path,
+                (),
+            ),
+        )
     index = (tmp_path / "program-0" / "index.md").read_text(encoding="utf-8")
     assert re.search(r"\| \d\d-pack-gradients, failed: PassError \|.* takes programs from REPLICATED to PACKED", index)
     assert "Reproduce it with: mirrorc opt " in str(caught.value)
@@ -375,7 +383,7 @@ def test_print_after_prints_on_standard_error(capfd: pytest.CaptureFixture[str])
     out, err = capfd.readouterr()
     assert out == "" and re.findall(r"after (\S+) ·", err) == ["pack-gradients", "lower-devices"]
     assert "\x1b[" not in err
-    step_with(print_after_all=True).close()
+    step_with(print_after="all").close()
     assert re.findall(r"after (\S+) ·", capfd.readouterr().err) == NAMES[1:]
     step_with().close()
     assert capfd.readouterr() == ("", "")

@@ -75,7 +75,7 @@ class Both(Twins):
         assert self.step.num_accumulated == 0
 
 
-MIRRORED: dict[str, Any] = {"disable_passes": ("share-parameters",)}
+MIRRORED: dict[str, Any] = {"disable": ("share-parameters",)}
 
 
 CASES = [(2, asgd, MIRRORED), (1, adamw, {}), (3, sgd, {}), (4, asgd, {}), (3, adamw, MIRRORED)]
@@ -314,7 +314,7 @@ class DoubleBuckets:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_what_a_pass_does_to_buckets_is_done_once_with_the_sum(num_devices: int) -> None:
-    with Both(num_devices, add_passes=[mirrorc.after("pack-gradients", DoubleBuckets())]) as both:
+    with Both(num_devices, add=[mirrorc.after("pack-gradients", DoubleBuckets())]) as both:
 
         def double() -> None:
             for parameter in both.twin.parameters():

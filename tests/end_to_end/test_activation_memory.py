@@ -19,6 +19,7 @@ from twins import batches_of, compiled_step
 import mirrorc
 from mirrorc.compilation import step_compiler
 from mirrorc.errors import CaptureError, PassError
+from mirrorc.packing import ByBytes
 from mirrorc.passes import ChooseCheckpoints, default_pipeline
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -44,14 +45,14 @@ def train(
     torch.manual_seed(1)
     width = 36 if isinstance(model, Images) else 6
     given = batches_of(*sizes, features=width, classes=3)
-    return train_mirrored(model, ADAMW, given, num_devices, F.cross_entropy, activation_memory=bound, **options)
+    return train_mirrored(model, ADAMW, given, num_devices, F.cross_entropy, activations=bound, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [
-        (3, {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.002}),
+        (3, {"buckets": ByBytes(0.002, 0.002)}),
         (1, {}),
         (2, {"microbatches": 2}),
         (2, {}),
@@ -79,7 +80,7 @@ def test_compiled_steps_are_those_without_a_bound(num_devices: int) -> None:
 
 
 def compiled(model: nn.Module, bound: float | None, num_devices: int = 2, **options: Any) -> mirrorc.Step:
-    return compiled_step(model, F.cross_entropy, num_devices, optimizer=ADAMW, activation_memory=bound, **options)
+    return compiled_step(model, F.cross_entropy, num_devices, optimizer=ADAMW, activations=bound, **options)
 
 
 def peaks(model: nn.Module, bound: float | None, rows: int = 256, **options: Any) -> list[int]:
@@ -112,7 +113,7 @@ def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
     (batch,) = batches_of(40, classes=3)
     names = []
     for given in (None, 1.0, 2**40):
-        with compiled(Deep(), given, disable_passes=["reserve-memory"]) as step:
+        with compiled(Deep(), given, disable=["reserve-memory"]) as step:
             step.prepare(**batch)
             bodies = [region.graph_module.graph.nodes for region in step.program.regions.values()]
             names.append([[node.name for node in nodes] for nodes in bodies])
@@ -194,12 +195,12 @@ def test_a_bound_that_cannot_be_kept_names_the_least(monkeypatch: pytest.MonkeyP
         (-5, {}, "activation_memory is -5: give a positive number of bytes"),
         (
             0.5,
-            {"disable_passes": ["recompute-checkpoints"]},
+            {"disable": ["recompute-checkpoints"]},
             "asks for the pass 'recompute-checkpoints', which disable_passes",
         ),
         (
             0.5,
-            {"disable_passes": ["choose-checkpoints"]},
+            {"disable": ["choose-checkpoints"]},
             "asks for the pass 'choose-checkpoints', which disable_passes",
         ),
         (0.5, {"passes": default_pipeline()}, r"put mirrorc.passes.ChooseCheckpoints\(\) there"),
@@ -224,7 +225,7 @@ def test_a_pipeline_of_ones_own_may_choose() -> None:
     pipeline = default_pipeline(chooses_checkpoints=True, reserves_memory=False)
     assert max(peaks(Deep(), 0.7, passes=pipeline)) <= 0.7 * whole
     own = [mirrorc.before("recompute-checkpoints", ChooseCheckpoints(0))]
-    assert max(peaks(Deep(), None, add_passes=own)) < 0.8 * whole
+    assert max(peaks(Deep(), None, add=own)) < 0.8 * whole
 
 
 def test_a_model_that_runs_as_plain_pytorch_is_refused() -> None:

@@ -19,6 +19,7 @@ from twins import compiled_step
 import mirrorc
 from mirrorc.all_reduce_algorithms import ALGORITHMS, ReduceToOne
 from mirrorc.ir import ops
+from mirrorc.packing import ByBytes
 
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
 ALGORITHM_NAMES = [*ALGORITHMS]
@@ -68,8 +69,8 @@ THINNED = [case.values for case in thinned(ALGORITHM_NAMES, [1, 2, 3, 4, 8], HOW
 def test_training_agrees_with_one_device(algorithm: str, num_devices: int, how: str) -> None:
     options: dict[str, Any] = {
         "shared": {},
-        "mirrored": {"disable_passes": ["share-parameters"]},
-        "copy": {"disable_passes": ["share-parameters"], "link": "copy"},
+        "mirrored": {"disable": ["share-parameters"]},
+        "copy": {"disable": ["share-parameters"], "link": "copy"},
     }[how]
     options |= {**SMALL_BUCKETS, "all_reduce": algorithm}
     assert_trains_alike(net(), ADAMW, batches(), num_devices, F.cross_entropy, **options)
@@ -100,8 +101,7 @@ def test_two_replicas_with_gradients_of_ones_take_a_quarter_twice() -> None:
 def test_pack_sizes_do_not_change_the_result() -> None:
     found = [
         trained(
-            2, bucket_cap_mb=None, first_bucket_mb=None,
-            communication_options=mirrorc.CommunicationOptions(bytes_per_pack=size, implementation="RING"),
+            2, communication_options=mirrorc.CommunicationOptions(bytes_per_pack=size, implementation="RING"), buckets=ByBytes(None, None),
         )
         for size in (0, 1, 4)
     ]  # fmt: skip
@@ -125,7 +125,7 @@ def test_gradients_that_would_be_factors_are_sent_whole() -> None:
     expected = parameters(train_on_one_device(model, ADAMW, batch, F.cross_entropy).model)
     for named in ((), ("factor-gradients",)):
         found = copy.deepcopy(model)
-        with compiled_step(found, F.cross_entropy, optimizer=ADAMW, all_reduce="ring", disable_passes=named) as step:
+        with compiled_step(found, F.cross_entropy, optimizer=ADAMW, all_reduce="ring", disable=named) as step:
             step(**batch[0])
             said = "no gradient stays factors: ring sends whole gradients between devices"
             assert (said in [str(remark.text) for remark in step.program.remarks]) is not bool(named)
@@ -136,7 +136,7 @@ def test_gradients_that_would_be_factors_are_sent_whole() -> None:
 @pytest.mark.parametrize("algorithm", ["ring", "reduce-to-one"])
 def test_clipping_checks_and_microbatches_work_with_sums_of_messages(algorithm: str) -> None:
     for shares in (True, False):
-        options: dict[str, Any] = {} if shares else {"disable_passes": ["share-parameters"]}
+        options: dict[str, Any] = {} if shares else {"disable": ["share-parameters"]}
         options |= {"clip_grad_norm": 0.1, "clip_grad_value": 0.05, "check_finite": True, "microbatches": 2}
         expected = trained(2, **options)  # it measures norms of parts
         torch.testing.assert_close(trained(2, all_reduce=algorithm, **options), expected, rtol=1e-12, atol=1e-12)
@@ -161,7 +161,7 @@ def test_an_optimizer_that_runs_by_itself_gets_the_whole_sum() -> None:
         return torch.optim.Muon([model.fc1.weight, model.fc2.weight], lr=0.1)
 
     results = []
-    for options in ({}, {"all_reduce": "ring"}, {"all_reduce": "tree", "disable_passes": ["share-parameters"]}):
+    for options in ({}, {"all_reduce": "ring"}, {"all_reduce": "tree", "disable": ["share-parameters"]}):
         model = net()
         model.fc1.bias.requires_grad_(False)
         model.fc2.bias.requires_grad_(False)
@@ -174,7 +174,7 @@ def test_an_optimizer_that_runs_by_itself_gets_the_whole_sum() -> None:
 
 def test_a_program_shows_its_messages_and_what_they_cost() -> None:
     model = net()
-    options = {"all_reduce": ReduceToOne(device=1), "disable_passes": ["share-parameters"]}
+    options = {"all_reduce": ReduceToOne(device=1), "disable": ["share-parameters"]}
     with compiled_step(model, F.cross_entropy, 3, optimizer=ADAMW, **options) as step:
         step(**batches()[0])
         text = str(step.program)

@@ -16,9 +16,10 @@ from twins import Twins, compiled_step
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
+from mirrorc.packing import ByBytes
 from mirrorc.printing.reader import read_program_text
 
-BUCKETS = {"first_bucket_mb": 0.001, "bucket_cap_mb": 0.01}
+BUCKETS = {"buckets": ByBytes(0.01, 0.001)}
 
 
 def asserting_twins(model: nn.Module, devices: int = 2, **options: Any) -> Twins:
@@ -31,8 +32,8 @@ def asserting_twins(model: nn.Module, devices: int = 2, **options: Any) -> Twins
     [
         (1, {}),
         (2, {}),
-        (3, {"disable_passes": ("share-parameters",)}),
-        (2, {"link": "copy", "disable_passes": ("share-parameters",)}),
+        (3, {"disable": ("share-parameters",)}),
+        (2, {"link": "copy", "disable": ("share-parameters",)}),
         (2, {"backend": "inductor"}),
     ],
     ids=["one", "shared", "mirrored", "copy", "inductor"],

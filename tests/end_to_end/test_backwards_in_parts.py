@@ -17,9 +17,10 @@ from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
+from mirrorc.packing import ByBytes, EqualPacks
 from mirrorc.runtime.communication.shared_memory import SharedMemoryCommunicator
 
-ONE_EACH = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}  # a bucket for each gradient, or nearly
+ONE_EACH = {"buckets": ByBytes(1e-4, 1e-4)}  # a bucket for each gradient, or nearly
 
 
 class Tells(torch.autograd.Function):
@@ -123,7 +124,7 @@ WAYS: list[dict[str, Any]] = [
     {"link": "copy"},
     {"placement": "mirrored", "all_reduce": "ring"},
     {"clip_grad_norm": 1e6},
-    {"packing": 3},
+    {"buckets": EqualPacks(3)},
 ]
 
 

@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from twins import batches_of, compiled_step, layers_of_odd_sizes
 
 import mirrorc
+from mirrorc.packing import EqualPacks
 
 PLANS: dict[str, dict[str, Any]] = {
     "default": {},
-    "cut packs": {"packing": 3},
+    "cut packs": {"buckets": EqualPacks(3)},
     "a ring over copies": {"all_reduce": "ring", "link": "copy"},
-    "cut packs in a tree": {"packing": 2, "all_reduce": "tree", "link": "copy"},
+    "cut packs in a tree": {"all_reduce": "tree", "link": "copy", "buckets": EqualPacks(2)},
     "owners": {"placement": "least-loaded"},
 }
 SIZES = (7, 2, 7, 1, 7, 2)  # some batches have fewer examples than there are devices

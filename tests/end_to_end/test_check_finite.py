@@ -21,22 +21,23 @@ from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.options.option import Request
-from mirrorc.options.table import OPTIONS
+from mirrorc.options.table import OPTIONS, grouped
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 ADADELTA = partial(torch.optim.Adadelta, lr=0.5)
-UNSHARED = {"disable_passes": ["share-parameters"]}
+UNSHARED = {"disable": ["share-parameters"]}
 COPIES = {"link": "copy", **UNSHARED}
 WAYS: dict[str, tuple[Any, int, dict[str, Any], bool]] = {  # the optimizer, devices, options, whether in one thread
     "one device": (ADAMW, 1, {}, False),
     "threads": (ADAMW, 2, {}, False),
     "one thread": (ADAMW, 3, {}, True),
-    "one bucket": (ADAMW, 4, {"bucket_cap_mb": math.inf, "first_bucket_mb": math.inf}, False),
+    "one bucket": (ADAMW, 4, {"buckets": ByBytes(math.inf, math.inf)}, False),
     "exact order": (ADAMW, 2, {"exact_order": True}, False),
     "mirrored": (ADAMW, 3, UNSHARED, False),
     "copies": (ADAMW, 2, COPIES, False),
-    "a ring": (ADAMW, 3, COPIES | {"add_passes": [mirrorc.after("lower-collectives", Ring())]}, False),
+    "a ring": (ADAMW, 3, COPIES | {"add": [mirrorc.after("lower-collectives", Ring())]}, False),
     "by itself": (ADADELTA, 3, {}, False),
     "by itself, alone": (ADADELTA, 1, {}, False),
     "by itself, mirrored": (ADADELTA, 2, UNSHARED, False),
@@ -77,9 +78,9 @@ BAD_GRADIENT, BAD_LOSS = {"hard": 0.0}, {"offset": math.inf}
 def maker(optimizer: Any, devices: int, **options: Any) -> Callable[[], Any]:
     def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
         model = Net()
-        own, sizes = optimizer(model.parameters()), {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+        own, sizes = optimizer(model.parameters()), {"buckets": ByBytes(1e-4, 1e-4)}
         given = {"loss_fn": loss_fn, "backend": "eager", "timeout_seconds": 60.0, **sizes, **options}
-        return mirrorc.compile(model, devices, optimizer=own, **given), model, own
+        return mirrorc.compile(model, devices, optimizer=own, **grouped(given)), model, own
 
     return make
 
@@ -268,7 +269,7 @@ def test_finite_sums_that_overflow_are_finite(dtype: torch.dtype) -> None:
         model = Holder()
         own = torch.optim.SGD(model.parameters(), lr=1e-3)
         options: Any = {"loss_reduction": "sum", "backend": "eager", "check_finite": True}
-        with mirrorc.compile(model, devices, optimizer=own, **options) as step:
+        with mirrorc.compile(model, devices, optimizer=own, **grouped(options)) as step:
             factor = torch.full((2, 50), 0.0, dtype=dtype)
             factor[0] = largest
             step(factor)
@@ -303,10 +304,10 @@ def test_what_contradicts_check_finite_is_refused() -> None:
         ({"check_finite": 1}, TypeError, "check_finite is 1: say True"),
         ({"check_finite": "raise"}, ValueError, "check_finite is 'raise'"),
         ({"check_finite": True, "passes": default_pipeline()}, ValueError, "put mirrorc.passes.CheckFinite"),
-        ({"check_finite": "skip", "disable_passes": ["check-finite"]}, ValueError, "which disable_passes leaves out"),
+        ({"check_finite": "skip", "disable": ["check-finite"]}, ValueError, "which disable_passes leaves out"),
     ):
         with pytest.raises(error, match=words):
-            mirrorc.compile(model, 2, optimizer=own, loss_fn=loss_fn, **options)
+            mirrorc.compile(model, 2, optimizer=own, loss_fn=loss_fn, **grouped(options))
     with pytest.raises(ValueError, match="cannot be used with check_finite=True"):
         asked = {**OPTIONS.defaults, "cuda_graphs": True, "check_finite": True}
         OPTIONS.check_exclusions(Request(asked, pipeline=default_pipeline(check_finite=True)))
@@ -316,7 +317,7 @@ def test_what_contradicts_check_finite_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_of_ones_own_may_check() -> None:
-    sizes = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+    sizes = {"buckets": ByBytes(1e-4, 1e-4)}
     left = dict.fromkeys(sizes)  # to the passes
     step, _, _ = maker(ADAMW, 2, passes=default_pipeline(check_finite=True, **sizes), **left)()
     with step, pytest.raises(NonFiniteError, match="'scale'"):

@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc import ExecutionError
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 
-UNSHARED: dict[str, Any] = {"disable_passes": ["share-parameters"], "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+UNSHARED: dict[str, Any] = {"disable": ["share-parameters"], "buckets": ByBytes(1e-4, 1e-4)}
 
 
 class Net(nn.Module):
@@ -36,7 +38,7 @@ def compiled(
     model = Net()
     own = optimizer(model.parameters(), lr=0.01)
     given = {"loss_fn": F.cross_entropy, "backend": "eager", "check_replicas_every": every, **options}
-    return mirrorc.compile(model, devices, optimizer=own, **given), model, own
+    return mirrorc.compile(model, devices, optimizer=own, **grouped(given)), model, own
 
 
 def flip_a_bit(tensor: torch.Tensor) -> None:

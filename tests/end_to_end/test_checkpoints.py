@@ -18,6 +18,8 @@ from selections import exhaustive, slow
 from torch.nn import functional as F
 from twins import batches_of, compiled_step
 
+from mirrorc.packing import ByBytes
+
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
@@ -34,7 +36,7 @@ def train(num_devices: int, **options: Any) -> list[Trained]:
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [
-        (3, {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.002}),
+        (3, {"buckets": ByBytes(0.002, 0.002)}),
         (2, {"microbatches": 2}),
         (1, {}),
         (2, {}),

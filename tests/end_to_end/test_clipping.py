@@ -17,12 +17,14 @@ from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import ClipGradNorm, ExecutionError, NonFiniteError
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05)
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 ADADELTA = partial(torch.optim.Adadelta, lr=0.5)
-SMALL = {"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-3}
-UNSHARED = {"disable_passes": ["share-parameters"]}
+SMALL = {"buckets": ByBytes(1e-3, 1e-3)}
+UNSHARED = {"disable": ["share-parameters"]}
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "shares": (ADAMW, SMALL),
     "one bucket": (SGD, {}),
@@ -172,8 +174,8 @@ def test_fused_updates_scale_gradients_as_they_read_them(name: str, num_devices:
     more: dict[str, Any] = {"lr": 0.05, "fused": True} | ({"momentum": 0.9} if name == "SGD" else {})
     own, plains, twins = (FUSED[name](each.parameters(), **more) for each in (net, plain, twin))
     given: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "clip_grad_norm": 0.02}
-    step = mirrorc.compile(net, num_devices, optimizer=own, **given, **options)
-    other = mirrorc.compile(twin, num_devices, optimizer=twins, exact_order=True, **given, **options)
+    step = mirrorc.compile(net, num_devices, optimizer=own, **grouped({**given, **options}))
+    other = mirrorc.compile(twin, num_devices, optimizer=twins, **grouped({"exact_order": True, **given, **options}))
     with step, other:
         for factor in (1.0, 1e-4, 10.0, 0.0, 1.0):
             if factor == 0.0 and name != "Adagrad":  # which makes no state for another implementation
@@ -291,7 +293,7 @@ def test_what_it_refuses() -> None:
         ({"clip_grad_value": -1}, ValueError, "clip_grad_value is -1"),
         ({"clip_grad_value": math.nan}, ValueError, "clip_grad_value is nan"),
         ({"clip_grad_norm": 1.0, "passes": mirrorc.passes.default_pipeline()}, ValueError, "has no part in a pipeline given"),
-        ({"clip_grad_value": 1.0, "disable_passes": ["clip-gradients"]}, ValueError, "asks for the pass 'clip-gradients'"),
+        ({"clip_grad_value": 1.0, "disable": ["clip-gradients"]}, ValueError, "asks for the pass 'clip-gradients'"),
     ):  # fmt: skip
         with pytest.raises(kind, match=text):
             compiled(**options)

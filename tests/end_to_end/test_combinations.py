@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from twins import batches_of, layers_of_odd_sizes
 
 import mirrorc
+from mirrorc.options.table import grouped
 from mirrorc.packing import ByBytes, EqualSplits
 from mirrorc.passes import ALGORITHMS
 
@@ -45,7 +46,9 @@ class Combination:
     microbatches: int = 1
 
     def compile(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> mirrorc.Step:
-        return mirrorc.compile(model, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **vars(self))
+        return mirrorc.compile(
+            model, optimizer=optimizer, loss_fn=F.mse_loss, **grouped({"backend": "eager", **vars(self)})
+        )
 
 
 NAMED = {"wide.weight": "cpu:0", "*": "cached"}
@@ -55,7 +58,7 @@ SENDING = ("reduce-to-one", "round-robin", *REORDERING)
 OWNED = (*PLACEMENTS[2:], NAMED)
 REFUSED: tuple[tuple[Mapping[str, Sequence[Any]], str], ...] = (
     (
-        {"packing": CUTTING, "placement": OWNED},
+        {"placement": OWNED, "buckets": CUTTING},
         "placement={placement!r} cannot be used with packing={packing!r}: packs end within gradients there",
     ),
     (
@@ -190,16 +193,16 @@ def drawn(random: Random) -> Combination:
 
 def _any_options(random: Random) -> Combination:
     return Combination(
-        packing=random.choice((*PACKINGS, ByBytes(math.inf), 1, 7, by_modules)),
         all_reduce=random.choice(tuple(ALGORITHMS)),
         placement=random.choice((*PLACEMENTS[:-1], "shared", NAMED)),
         devices=random.randint(1, 4),
         link=random.choice(LINKS),
-        gradient_order=random.choice(("ready", "reversed", largest_first)),
+        order=random.choice(("ready", "reversed", largest_first)),
         exchange=random.choice(("auto", "dense", "factors")),
         exact_order=random.random() < 0.2,
         clip_grad_norm=random.choice((None, None, 0.01)),
         microbatches=random.choice((1, 1, 2)),
+        buckets=random.choice((*PACKINGS, ByBytes(math.inf), 1, 7, by_modules)),
     )
 
 
@@ -269,7 +272,7 @@ def test_a_device_that_owns_nothing_measures_gradients_of_two_dtypes(placement: 
         x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         options: dict[str, Any] = {"clip_grad_norm": 0.1, "placement": place, "backend": "eager"}
-        with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=F.cross_entropy, **options) as step:
+        with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=F.cross_entropy, **grouped(options)) as step:
             step(x, target=y)
             found.append([step.grad_norm, *model.parameters()])
     for one, other in zip(*found, strict=True):

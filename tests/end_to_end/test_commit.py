@@ -24,6 +24,7 @@ from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
+from mirrorc.packing import ByBytes
 from mirrorc.runtime.execution import interrupts
 from mirrorc.runtime.execution.commit.commit_point import CommitPoint
 from mirrorc.runtime.execution.interrupts import InterruptGuard
@@ -34,7 +35,7 @@ WITHIN_GUARDS = tuple(f"{torch.__path__[0]}/{folder}/" for folder in ("_dynamo",
 BATCH = {"x": torch.linspace(-1, 1, 36).reshape(6, 6).sin(), "target": torch.tensor([0, 1, 2, 0, 1, 2])}
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 ADADELTA = partial(torch.optim.Adadelta, lr=0.5)
-COPIES = {"link": "copy", "disable_passes": ["share-parameters"]}
+COPIES = {"link": "copy", "disable": ["share-parameters"]}
 WAYS: dict[str, tuple[Any, dict[str, Any], bool]] = {  # the optimizer, options, whether the replicas are interleaved
     "threads": (ADAMW, {}, False),
     "one thread": (ADAMW, {}, True),
@@ -59,7 +60,7 @@ def maker(
 ) -> Callable[[], tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]]:
     def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
         model = Net()
-        own, sizes = optimizer(model.parameters()), {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+        own, sizes = optimizer(model.parameters()), {"buckets": ByBytes(1e-4, 1e-4)}
         step = compiled_step(model, F.cross_entropy, optimizer=own, timeout_seconds=60, **sizes, **options)
         return step, model, own
 

@@ -42,7 +42,7 @@ def test_five_steps_agree_with_one_cpu(devices: list[str], backend: str) -> None
         devices,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
         backend=backend,
-        bucket_cap_mb=0.001,
+        buckets=0.001,
     ) as step:
         for _ in range(5):
             expected.zero_grad()
@@ -129,7 +129,7 @@ def test_steps_that_are_not_finite_are_skipped_or_refused_and_bad_memory_is_foun
     bad[-1, 0] = float("nan")
     for check_finite in (True, "skip"):
         model = make_net()
-        options: Any = {"check_finite": check_finite, "check_replicas_every": 1, "bucket_cap_mb": 0.001}
+        options: Any = {"check_finite": check_finite, "check_replicas_every": 1, "buckets": 0.001}
         with compiled_step(
             model, F.cross_entropy, devices, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), **options
         ) as step:
@@ -186,7 +186,7 @@ def train(
         optimizer=optimizer,
         backend=backend,
         cuda_graphs=cuda_graphs,
-        bucket_cap_mb=0.001,
+        buckets=0.001,
     ) as step:
         for i in range(num_steps * len(sizes)):
             size = sizes[i % len(sizes)]
@@ -240,7 +240,11 @@ def test_a_graph_is_dropped_and_captured_anew() -> None:
 def test_a_loss_that_is_kept_outlives_replays() -> None:
     model = make_net()
     with mirrorc.compile(
-        model, ["cuda:0"], optimizer=OPTIMIZERS["sgd"](model.parameters()), loss_fn=F.cross_entropy, cuda_graphs=True
+        model,
+        ["cuda:0"],
+        optimizer=OPTIMIZERS["sgd"](model.parameters()),
+        loss_fn=F.cross_entropy,
+        compiler=mirrorc.Compiler(cuda_graphs=True),
     ) as step:
         kept = [step(torch.randn(7, 12).double(), target=torch.randint(0, 5, (7,))) for _ in range(8)]
         values = [loss.item() for loss in kept]
@@ -276,7 +280,7 @@ def test_two_logical_devices_have_no_graph() -> None:
             DEVICES["two-logical"],
             optimizer=OPTIMIZERS["sgd"](model.parameters()),
             loss_fn=F.cross_entropy,
-            cuda_graphs=True,
+            compiler=mirrorc.Compiler(cuda_graphs=True),
         )
 
 

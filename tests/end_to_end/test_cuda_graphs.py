@@ -81,7 +81,7 @@ def stand_in(patch: pytest.MonkeyPatch, recorder: CallRecorder) -> None:
 
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> mirrorc.Step:
-    options = {"cuda_graphs": True, "loss_fn": F.cross_entropy, "bucket_cap_mb": 0.0001, **options}
+    options = {"cuda_graphs": True, "loss_fn": F.cross_entropy, "buckets": 0.0001, **options}
     return compiled_step(model, devices=1, optimizer=optimizer, **options)
 
 

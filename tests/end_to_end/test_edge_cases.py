@@ -230,7 +230,7 @@ def test_a_channels_last_model(backend: str, disable_passes: tuple[str, ...]) ->
         }
         for i in range(3)
     ]
-    options = {"backend": backend, "disable_passes": disable_passes}
+    options = {"backend": backend, "disable": disable_passes}
     assert_trains_alike(model, ADAM, batches, 2, F.cross_entropy, tolerance=1e-9, **options)
 
 
@@ -241,7 +241,7 @@ def test_a_transposed_parameter(backend: str, disable_passes: tuple[str, ...]) -
     model = TransposedParameter()
     assert not model.weight.is_contiguous()
     batches = [{"x": normal(8, 3, seed=i), "target": normal(8, 5, seed=10 + i)} for i in range(3)]
-    options = {"backend": backend, "disable_passes": disable_passes}
+    options = {"backend": backend, "disable": disable_passes}
     assert_trains_alike(model, ADAM, batches, 2, F.mse_loss, tolerance=TOLERANCE, **options)
 
 
@@ -307,7 +307,7 @@ class Chooses(nn.Module):
 def test_variables_of_a_second_program_that_has_not_run(disable_passes: tuple[str, ...]) -> None:
     model = Chooses()
     x = torch.ones(4, 2)
-    with compile_eager(model, disable_passes=disable_passes) as step:
+    with compile_eager(model, disable=disable_passes) as step:
         step(x, "a")
         step.prepare(x, "b")
         assert set(step.variables) == {"b.weight", "b.bias"}

@@ -24,6 +24,8 @@ from twins import MlpTwins, Twins, compiled_step
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.ir.program import Program, Stage
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 from mirrorc.passes import Replicate
 from mirrorc.runtime.execution import executor
 
@@ -37,7 +39,7 @@ def refuses(error: type[Exception] | tuple[type[Exception], ...], *words: str) -
 def compile_mlp(model: nn.Module | None = None, devices: Any = 2, **options: Any) -> mirrorc.Step:
     model = model or make_mlp()
     options = {"optimizer": ADAMW(model.parameters()), "loss_fn": F.cross_entropy, "backend": "eager", **options}
-    return mirrorc.compile(model, devices, **options)
+    return mirrorc.compile(model, devices, **grouped(options))
 
 
 # Arguments of compile
@@ -86,13 +88,13 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"loss_reduction": "median"}, ValueError, ("loss_reduction is 'median'", "'mean' or 'sum'")),
         ({"loss_fn": 3}, TypeError, ("loss_fn is 3", "loss_fn(output, target)")),
         ({"loss_fn": nn.MSELoss}, TypeError, ("loss_fn is the class MSELoss", "loss_fn=MSELoss()")),
-        ({"disable_passes": ("fuse",)}, ValueError, ("disable_passes names 'fuse'", "plan-buckets")),
+        ({"disable": ("fuse",)}, ValueError, ("disable_passes names 'fuse'", "plan-buckets")),
         ({"passes": [print]}, TypeError, ("is no pass",)),
         ({"link": "pigeon"}, ValueError, ("link is 'pigeon'", "shared-memory")),
-        ({"bucket_cap_mb": -1}, ValueError, ("bucket_cap_mb is -1", "positive number of MiB")),
-        ({"bucket_cap_mb": "big"}, TypeError, ("bucket_cap_mb is 'big'", "positive number of MiB")),
-        ({"first_bucket_mb": -1.0}, ValueError, ("first_bucket_mb is -1.0", "positive number of MiB")),
-        ({"first_bucket_mb": float("nan")}, ValueError, ("first_bucket_mb is nan", "positive number of MiB")),
+        ({"buckets": -1}, ValueError, ("bucket_cap_mb is -1", "positive number of MiB")),
+        ({"buckets": "big"}, TypeError, ("bucket_cap_mb is 'big'", "positive number of MiB")),
+        ({"buckets": ByBytes(first_mb=-1.0)}, ValueError, ("first_bucket_mb is -1.0", "positive number of MiB")),
+        ({"buckets": ByBytes(first_mb=float("nan"))}, ValueError, ("first_bucket_mb is nan", "positive number of MiB")),
         ({"timeout_seconds": 0}, ValueError, ("timeout_seconds is 0", "positive number of seconds")),
         ({"optimizer": None}, ValueError, ("optimizer is missing", "model.parameters()")),
         ({"optimizer": torch.optim.SGD}, TypeError, ("optimizer is a type", "model.parameters()")),
@@ -101,8 +103,8 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dump": 3}, TypeError, ("dump is 3", "path of a directory")),
         ({"dump": __file__}, ValueError, (f"dump is {__file__!r}", "is a file", "give a directory")),
         ({"dump": Path(__file__) / "x"}, ValueError, (f"but {__file__} is a file", "give a directory")),
-        ({"add_passes": mirrorc.after("replicate", Replicate())}, TypeError, ("add_passes is a Placed", "give a list")),
-        ({"add_passes": None}, TypeError, ("add_passes is None", "[mirrorc.after('pack-gradients', it)]")),
+        ({"add": mirrorc.after("replicate", Replicate())}, TypeError, ("add_passes is a Placed", "give a list")),
+        ({"add": None}, TypeError, ("add_passes is None", "[mirrorc.after('pack-gradients', it)]")),
     ],
     ids=str,
 )
@@ -516,7 +518,7 @@ def test_a_call_within_a_step() -> None:
         ):
             step(**batch)
         handle.remove()
-    step = compile_mlp(model, add_passes=[mirrorc.after("lower-devices", Calls())])
+    step = compile_mlp(model, add=[mirrorc.after("lower-devices", Calls())])
     with step, refuses(ExecutionError, "the step is running, and calls this one", "call step, evaluate or accumulate"):
         step(**batch)
 

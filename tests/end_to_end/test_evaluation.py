@@ -27,7 +27,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
 
-COPIES = {"disable_passes": ("share-parameters",)}
+COPIES = {"disable": ("share-parameters",)}
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 
 
@@ -475,7 +475,7 @@ def test_an_evaluation_works_with_a_captured_optimizers_options() -> None:
     model, _ = make()
     optimizer = torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)
     x, target = batch()
-    with compiled(model, optimizer, check_replicas_every=1, disable_passes=("share-parameters",)) as step:
+    with compiled(model, optimizer, check_replicas_every=1, disable=("share-parameters",)) as step:
         for _ in range(2):
             before = [entry["step"].clone() for entry in optimizer.state.values()]
             assert_close(step.evaluate(x, target=target), loss_only(model, x, target))

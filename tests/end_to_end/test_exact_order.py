@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from twins import compiled_step
 
 import mirrorc
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.protocol import Pass, traits_of
 
@@ -69,7 +70,7 @@ def test_every_pass_with_the_flag_changes_bits() -> None:
     assert flagged == [*FLAGGED, "update-in-parts"]  # of which products as small as here may have the same bits
     with_all = trained(EveryFlag, IMAGES, everything_on())
     for name in FLAGGED:
-        without = trained(EveryFlag, IMAGES, everything_on(), disable_passes=[name])
+        without = trained(EveryFlag, IMAGES, everything_on(), disable=[name])
         assert not are_equal(with_all, without), name
         for one, other in zip(with_all, without, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -81,7 +82,7 @@ def test_leaving_out_a_pass_without_the_flag_keeps_all_bits() -> None:
     optional = []
     for name in (one.name for one in everything_on() if not traits_of(one).changes_bits):
         try:
-            found = trained(EveryFlag, IMAGES, everything_on(), exact_order=True, disable_passes=[name])
+            found = trained(EveryFlag, IMAGES, everything_on(), exact_order=True, disable=[name])
         except mirrorc.MirrorcError:
             continue  # no program can do without it
         optional.append(name)
@@ -93,7 +94,7 @@ def test_leaving_out_a_pass_without_the_flag_keeps_all_bits() -> None:
 def test_in_exact_order_gradients_are_summed_in_the_order_of_replicas_whatever_the_buckets(num_devices: int) -> None:
     """The bits are those of the model's own backward on each shard, added up one replica after the other."""
     expected = in_order(num_devices)
-    for sizes in ({}, {"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-4}, {"bucket_cap_mb": 1e-6}):
+    for sizes in ({}, {"buckets": ByBytes(1e-3, 1e-4)}, {"buckets": 1e-6}):
         found = trained(Plain, INDICES, everything_on(**sizes), num_devices, exact_order=True)
         assert are_equal(found, expected), sizes
 
@@ -134,7 +135,7 @@ class Flagged:
 @pytest.mark.slow
 def test_what_is_left_out_is_named_and_what_changed_bits_says_so() -> None:
     model = EveryFlag()
-    own = {"passes": everything_on(), "add_passes": [mirrorc.after("plan-buckets", Flagged())]}
+    own = {"passes": everything_on(), "add": [mirrorc.after("plan-buckets", Flagged())]}
     example = ((IMAGES,), {"target": TARGET})
     texts = {}
     for exact_order in (False, True):
@@ -150,4 +151,6 @@ def test_what_is_left_out_is_named_and_what_changed_bits_says_so() -> None:
 def test_exact_order_is_true_or_false() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="exact_order is 'yes': say True"):
-        mirrorc.compile(model, 2, optimizer=torch.optim.SGD(model.parameters()), exact_order="yes")  # type: ignore[arg-type]
+        mirrorc.compile(
+            model, 2, optimizer=torch.optim.SGD(model.parameters()), compiler=mirrorc.Compiler(exact_order="yes")
+        )  # type: ignore[arg-type]

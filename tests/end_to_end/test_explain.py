@@ -16,10 +16,12 @@ from torch import nn
 
 import mirrorc
 from mirrorc import ExecutionError
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 from mirrorc.runtime.profiling.explanation import Explanation
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-SMALL = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+SMALL = {"buckets": ByBytes(1e-4, 1e-4)}
 SHARE = "share-parameters"
 
 
@@ -28,7 +30,7 @@ def compiled(
 ) -> mirrorc.Step:
     model = model or make_mlp()
     options = {"loss_fn": F.cross_entropy, "backend": "eager", "timeout_seconds": 60.0, **options}
-    return mirrorc.compile(model, num_devices, optimizer=make_optimizer(model.parameters()), **options)
+    return mirrorc.compile(model, num_devices, optimizer=make_optimizer(model.parameters()), **grouped(options))
 
 
 def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:
@@ -60,7 +62,7 @@ def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:
 @pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_figures_of_real_runs_hold_together(num_devices: int, without: tuple[str, ...], tmp_path: Path) -> None:
-    with compiled(num_devices, disable_passes=without, **SMALL) as step:
+    with compiled(num_devices, disable=without, **SMALL) as step:
         for seed in range(6):
             step(**mlp_batch(7, seed=seed))  # uneven on 2 and 3 devices
         found = step.explain()
@@ -79,7 +81,7 @@ def test_figures_of_real_runs_hold_together(num_devices: int, without: tuple[str
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.parametrize("without", [(), (SHARE,)], ids=["shared", "mirrored"])
 def test_an_optimizer_that_runs_by_itself(num_devices: int, without: tuple[str, ...]) -> None:
-    with compiled(num_devices, CountedSigns, disable_passes=without, **SMALL) as step:
+    with compiled(num_devices, CountedSigns, disable=without, **SMALL) as step:
         for _ in range(3):
             step(**mlp_batch(7))
         found = step.explain()

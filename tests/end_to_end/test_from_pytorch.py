@@ -1296,7 +1296,7 @@ def test_activation_memory_budget() -> None:
         torch.manual_seed(0)
         layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.Sigmoid())]
         model = nn.Sequential(nn.Linear(3, 8), *layers, nn.Linear(8, 2)).double()
-        with compiled(model, activation_memory=bound) as step:
+        with compiled(model, activations=bound) as step:
             step(X, target=Y)
             return max(device.own.activations for device in step.memory().devices)
 

@@ -17,7 +17,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 
-APART = {"link": "copy", "disable_passes": ["share-parameters"]}
+APART = {"link": "copy", "disable": ["share-parameters"]}
 
 
 class Words(nn.Module):
@@ -102,7 +102,7 @@ def test_what_moves_fewer_bytes_is_chosen_and_can_be_asked_for() -> None:
 
 
 def test_devices_that_share_parameters_make_shares_instead() -> None:
-    assert gathered(prepared(disable_passes=[])) == set()
+    assert gathered(prepared(disable=[])) == set()
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_owners_and_algorithms_get_whole_sums() -> None:
             {"table.weight", "wide.weight", "head.weight"},
         ),
     ):
-        assert gathered(prepared(disable_passes=[], **options)) == expected, options
+        assert gathered(prepared(disable=[], **options)) == expected, options
 
 
 class Rows(nn.Module):
@@ -146,9 +146,9 @@ OWNED = "each gradient is added up whole, by the device that owns its variable"
     ("options", "dense", "factors"),
     [
         ({"devices": 1}, "one device sends no gradient", "one device sends no gradient"),
-        ({"disable_passes": []}, NOTHING, NOTHING),
+        ({"disable": []}, NOTHING, NOTHING),
         ({"model": Rows()}, "devices gather rows of table.weight for the optimizer", ""),
-        ({"disable_passes": [], "placement": "central"}, "", OWNED),
+        ({"disable": [], "placement": "central"}, "", OWNED),
         ({"model": Bias()}, "", "no gradient is a product, or rows of a table, that they could gather"),
         ({"capture": "autograd"}, "", "no gradient is a product, or rows of a table, that they could gather"),
         ({}, "", ""),
@@ -162,7 +162,7 @@ def test_what_is_asked_for_and_has_no_effect_is_said(options: dict[str, Any], de
 
 
 def test_factors_are_not_asked_for_where_the_pass_is_left_out() -> None:
-    for left_out in ({"exact_order": True}, {"disable_passes": ["factor-gradients"]}):
+    for left_out in ({"exact_order": True}, {"disable": ["factor-gradients"]}):
         with pytest.raises(
             ValueError, match=r"exchange='factors' cannot be used with this pipeline: the pass 'factor-gradients'"
         ):

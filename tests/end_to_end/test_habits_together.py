@@ -27,7 +27,7 @@ def two(model: Any) -> list[torch.optim.Optimizer]:
     return [by_shares, torch.optim.Adadelta(model[2].parameters(), lr=0.5)]
 
 
-UNSHARED = {"disable_passes": ["share-parameters"]}
+UNSHARED = {"disable": ["share-parameters"]}
 CASES: list[tuple[int, int, Optimizers, dict[str, Any]]] = [
     (2, 2, two, {"clip_grad_norm": 0.05}),
 ]

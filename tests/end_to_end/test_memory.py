@@ -206,7 +206,7 @@ def test_an_update_that_takes_the_most_is_named() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [3, 2])
 def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_devices: int) -> None:
-    told, measured = compare("mlp", num_devices, disable_passes=["update-in-parts"])
+    told, measured = compare("mlp", num_devices, disable=["update-in-parts"])
     factored = 2 * WIDTH * WIDTH * 4
     first, *others = (device.own.gradients for device in told.devices)
     assert all(other == first - factored for other in others)
@@ -216,7 +216,7 @@ def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_d
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> None:
-    whole, _ = compare("mlp", num_devices, disable_passes=["update-in-parts"])
+    whole, _ = compare("mlp", num_devices, disable=["update-in-parts"])
     told, measured = compare("mlp", num_devices)
     assert measured.gradients == pytest.approx(told.gradients, **CLOSE)
     assert told.gradients < whole.gradients / 2
@@ -234,7 +234,7 @@ def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> N
     ],
 )
 def test_passes_and_links_change_what_is_kept(link: str | None, without: list[str]) -> None:
-    told, measured = compare("mlp", 2, link=link, disable_passes=without)
+    told, measured = compare("mlp", 2, link=link, disable=without)
     check(told, measured)
     assert bool(told.shared) == ("share-parameters" not in without)
 
@@ -242,7 +242,7 @@ def test_passes_and_links_change_what_is_kept(link: str | None, without: list[st
 @pytest.mark.slow
 def test_what_a_pass_of_ones_own_makes_is_counted() -> None:
     plain, _ = compare("mlp", 2)
-    told, measured = compare("mlp", 2, add_passes=[mirrorc.after("share-parameters", Bfloat16OnTheWire())])
+    told, measured = compare("mlp", 2, add=[mirrorc.after("share-parameters", Bfloat16OnTheWire())])
     check(told, measured)
     assert told.gradients > plain.gradients
 
@@ -270,7 +270,7 @@ class ShowsWeights:
 @pytest.mark.slow
 def test_views_of_what_a_pass_of_ones_own_makes_are_counted_with_it() -> None:
     plain, _ = compare("mlp", 2)
-    told, measured = compare("mlp", 2, add_passes=[mirrorc.after("insert-update", ShowsWeights())])
+    told, measured = compare("mlp", 2, add=[mirrorc.after("insert-update", ShowsWeights())])
     check(told, measured)
     assert told.activations > plain.activations
 

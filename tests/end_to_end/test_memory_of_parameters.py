@@ -23,7 +23,7 @@ from twins import MlpTwins, compiled_step
 import mirrorc
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
-COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
+COPIES = {"link": "copy", "disable": ("share-parameters",)}
 
 
 def compiled(model: nn.Module, optimizer: Any, num_devices: int = 2, **options: Any) -> mirrorc.Step:

@@ -24,6 +24,8 @@ from twins import Twins, batches_of, compiled_step, make_net
 
 import mirrorc
 from mirrorc.errors import CaptureError, ExecutionError
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 from mirrorc.passes import Replicate, default_pipeline
 
 TOLERANCE = 1e-10
@@ -95,7 +97,7 @@ def test_buffers_go_from_one_microbatch_to_the_next(num_devices: int, microbatch
 @pytest.mark.slow
 def test_compiled_regions_add_to_slots_too() -> None:
     model = make_net()
-    options = {"backend": "inductor", "microbatches": 2, "bucket_cap_mb": 1e-4}
+    options = {"backend": "inductor", "microbatches": 2, "buckets": 1e-4}
     assert_trains_alike(model, ADAMW, batches((7,)), 2, F.cross_entropy, tolerance=TOLERANCE, **options)
 
 
@@ -123,10 +125,10 @@ def test_factors_of_all_microbatches_make_the_gradient(num_devices: int, microba
 @pytest.mark.parametrize(
     "options",
     [
-        {"disable_passes": ["share-parameters"], "link": "copy"},
+        {"disable": ["share-parameters"], "link": "copy"},
         {"check_finite": True, "clip_grad_norm": 1e6},
-        {"disable_passes": ["place-gradients"]},
-        {"exact_order": True, "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
+        {"disable": ["place-gradients"]},
+        {"exact_order": True, "buckets": ByBytes(1e-4, 1e-4)},
         {"loss_reduction": "sum"},
     ],
     ids=lambda options: next(iter(options)),
@@ -222,7 +224,7 @@ def test_microbatches_that_no_shard_is_large_enough_for_leave_a_remark() -> None
     model = nn.Linear(4, 2)
     options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "loss_fn": F.mse_loss, "backend": "eager"}
     remark = "accumulate-microbatches: no shard is run in microbatches: none has as many examples as they need"
-    with mirrorc.compile(model, 2, microbatches=2, **options) as step:
+    with mirrorc.compile(model, 2, microbatches=2, **grouped(options)) as step:
         for num_examples, is_said in ((2, True), (4, False)):
             program = step.prepare(torch.ones(num_examples, 4), target=torch.ones(num_examples, 2))
             assert (remark in map(str, program.remarks)) == is_said
@@ -253,16 +255,16 @@ def test_what_cannot_be_kept_is_refused() -> None:
     model = CountsWhole(4, 4)
     common: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager"}
     with pytest.raises(ValueError, match="microbatches is 0: give a number of parts"):
-        mirrorc.compile(model, 1, microbatches=0, **common)
+        mirrorc.compile(model, 1, microbatches=0, **grouped(common))
     for given in (1.5, True, "2"):
         with pytest.raises(TypeError, match=r"microbatches is .*: give a number of parts"):
-            mirrorc.compile(model, 1, microbatches=given, **common)
+            mirrorc.compile(model, 1, microbatches=given, **grouped(common))
     with pytest.raises(ValueError, match="which disable_passes leaves out"):
-        mirrorc.compile(model, 1, microbatches=2, disable_passes=["accumulate-microbatches"], **common)
+        mirrorc.compile(model, 1, microbatches=2, **grouped({"disable": ["accumulate-microbatches"], **common}))
     with pytest.raises(ValueError, match=r"put mirrorc.passes.AccumulateMicrobatches\(\) there"):
-        mirrorc.compile(model, 1, microbatches=2, passes=default_pipeline(), **common)
+        mirrorc.compile(model, 1, microbatches=2, **grouped({"passes": default_pipeline(), **common}))
     with (
-        mirrorc.compile(model, 1, microbatches=2, return_outputs=True, **common) as step,
+        mirrorc.compile(model, 1, microbatches=2, return_outputs=True, **grouped(common)) as step,
         pytest.raises(CaptureError, match="each microbatch gives one of its own"),
     ):
         step(torch.ones(8, 4))

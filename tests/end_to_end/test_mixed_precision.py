@@ -18,7 +18,7 @@ import mirrorc
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADADELTA = partial(torch.optim.Adadelta, lr=0.5)
-UNSHARED = {"disable_passes": ["share-parameters"]}
+UNSHARED = {"disable": ["share-parameters"]}
 BAD = {2: math.inf, 3: math.nan, 7: -math.inf}  # what is in the batch of a step
 
 
@@ -67,7 +67,7 @@ class Pair(Twins):
     ("make", "num_devices", "options"),
     [
         (SGD, 3, UNSHARED),
-        (ADADELTA, 2, {}), (ADAMW, 1, {}), (SGD, 4, {"bucket_cap_mb": 1e-4}), (SGD, 2, {"backend": "inductor"}),
+        (ADADELTA, 2, {}), (ADAMW, 1, {}), (SGD, 4, {"buckets": 1e-4}), (SGD, 2, {"backend": "inductor"}),
         *exhaustive((ADAMW, 2, {}), (ADADELTA, 3, UNSHARED), (ADAMW, 2, UNSHARED | {"link": "copy"})),
     ],
 )  # fmt: skip
@@ -213,8 +213,8 @@ def test_what_it_refuses() -> None:
             "with check_finite=True: .* what happens to such a step, too",
         ),
         (given | {"passes": mirrorc.passes.default_pipeline()}, ValueError, "scaler= has no part in a pipeline"),
-        (given | {"disable_passes": ["unscale-gradients"]}, ValueError, "asks for the pass 'unscale-gradients'"),
-        (given | {"disable_passes": ["check-finite"]}, ValueError, "asks for the pass 'check-finite'"),
+        (given | {"disable": ["unscale-gradients"]}, ValueError, "asks for the pass 'unscale-gradients'"),
+        (given | {"disable": ["check-finite"]}, ValueError, "asks for the pass 'check-finite'"),
         ({"autocast": torch.float32}, ValueError, "autocast is torch.float32: give torch.bfloat16"),
         ({"autocast": "half"}, ValueError, "autocast is 'half'"),
         ({"autocast": 16}, TypeError, "autocast is 16"),

@@ -22,6 +22,7 @@ import mirrorc
 from mirrorc import CaptureError, PerReplica
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
+from mirrorc.options.table import grouped
 from mirrorc.runtime.execution.binding.step_outputs import StepOutputs
 
 Pair = namedtuple("Pair", ["logits", "hidden"])
@@ -68,7 +69,7 @@ def make(shape_outputs: Callable[..., Any]) -> tuple[Model, torch.optim.Optimize
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, devices: Any = 2, **options: Any) -> mirrorc.Step:
     options = {"backend": "eager", "return_outputs": True, "timeout_seconds": 60, **options}
-    return mirrorc.compile(model, devices, optimizer=optimizer, **options)
+    return mirrorc.compile(model, devices, optimizer=optimizer, **grouped(options))
 
 
 def assert_equal(found: Any, expected: Any, tolerance: float = 1e-12) -> None:

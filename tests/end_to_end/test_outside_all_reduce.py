@@ -15,7 +15,7 @@ from mirrorc.verifier.verifier import verify
 
 
 def trained(all_reduce: str | AllReduceAlgorithm) -> torch.Tensor:
-    step, found = trained_two_layers(3, all_reduce=all_reduce, disable_passes=["share-parameters"])
+    step, found = trained_two_layers(3, all_reduce=all_reduce, disable=["share-parameters"])
     with step:
         if all_reduce != "native":
             assert "line for bucket 0" in str(step.program)

@@ -16,6 +16,7 @@ from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Placement
+from mirrorc.packing import ByBytes
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def trained(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, mirrorc.S
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options |= {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.001}
+    options |= {"buckets": ByBytes(0.001, 0.001)}
     step = compiled_step(model, F.cross_entropy, optimizer=optimizer, **options)
     for _ in range(3):
         step(torch.randn(8, 16), target=torch.randint(4, (8,)))
@@ -51,9 +52,9 @@ def trained(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, mirrorc.S
 
 
 def test_a_placement_from_outside_is_verified_printed_and_run() -> None:
-    model, optimizer, _ = trained(disable_passes=["share-parameters"])
+    model, optimizer, _ = trained(disable=["share-parameters"])
     central = mirrorc.after("schedule-overlap", UpdateCentrally())
-    found, own_optimizer, step = trained(disable_passes=["share-parameters"], add_passes=[central])
+    found, own_optimizer, step = trained(disable=["share-parameters"], add=[central])
     for wanted, parameter in zip(model.parameters(), found.parameters(), strict=True):
         assert torch.equal(parameter, wanted)
         for key, value in optimizer.state[wanted].items():

@@ -24,7 +24,7 @@ from twins import compiled_step
 import mirrorc
 from mirrorc.runtime.state.shared import open_states
 
-COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
+COPIES = {"link": "copy", "disable": ("share-parameters",)}
 ADAMW, SGD = functools.partial(torch.optim.AdamW, lr=0.05), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 in_global: dict[str, nn.Module] = {}

@@ -52,16 +52,16 @@ def by_size(gradient: Gradient) -> int:
 
 PLANS: dict[str, dict[str, Any]] = {
     "default": {},
-    "one pack": {"bucket_cap_mb": math.inf},
-    "small": {"packing": ByBytes(1e-4, 1e-4)},
-    "no packing": {"packing": 0},
-    "2 packs": {"packing": 2},
-    "5 packs": {"packing": EqualPacks(5)},
-    "5 packs, reversed": {"packing": 5, "gradient_order": "reversed"},
-    "3 packs by size": {"packing": 3, "gradient_order": by_size},
-    "splits": {"packing": EqualSplits(2)},
-    "groups": {"packing": by_layers},
-    "groups, reversed": {"packing": by_layers, "gradient_order": "reversed"},
+    "one pack": {"buckets": math.inf},
+    "small": {"buckets": ByBytes(1e-4, 1e-4)},
+    "no packing": {"buckets": EqualPacks(0)},
+    "2 packs": {"buckets": EqualPacks(2)},
+    "5 packs": {"buckets": EqualPacks(5)},
+    "5 packs, reversed": {"order": "reversed", "buckets": EqualPacks(5)},
+    "3 packs by size": {"order": by_size, "buckets": EqualPacks(3)},
+    "splits": {"buckets": EqualSplits(2)},
+    "groups": {"buckets": by_layers},
+    "groups, reversed": {"order": "reversed", "buckets": by_layers},
 }
 OPTIMIZERS: dict[str, OptimizerMaker] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -74,8 +74,8 @@ SELDOM = [plan for plan in PLANS if plan not in OFTEN]
 
 LINKS: dict[str, dict[str, Any]] = {
     "shared": {},
-    "mirrored": {"disable_passes": ["share-parameters"]},
-    "copies": {"disable_passes": ["share-parameters"], "link": "copy"},
+    "mirrored": {"disable": ["share-parameters"]},
+    "copies": {"disable": ["share-parameters"], "link": "copy"},
 }
 
 
@@ -165,7 +165,7 @@ def test_parameters_of_all_kinds_are_packed(plan: str, num_devices: int) -> None
 @pytest.mark.timeout(1200)  # minutes, also beside other work
 @pytest.mark.parametrize("packing", [4, 0])
 def test_thousands_of_parameters_are_packed(packing: int) -> None:
-    assert_odd_trains_alike("sgd", 2, num_tiny=5000, steps=1, packing=packing)
+    assert_odd_trains_alike("sgd", 2, num_tiny=5000, steps=1, buckets=packing)
 
 
 class Sum(nn.Module):
@@ -184,7 +184,7 @@ def test_packs_of_so_many_bytes_give_the_same(num_bytes: float) -> None:
     model = Sum()
     packing = ByBytes(num_bytes / 2**20)
     make = partial(torch.optim.SGD, lr=0.25)
-    with compiled_step(model, optimizer=make, loss_reduction="sum", packing=packing) as step:
+    with compiled_step(model, optimizer=make, loss_reduction="sum", buckets=packing) as step:
         step(torch.ones(2, 10))
     assert torch.equal(model.weight.detach(), torch.full((10, 1), 0.5))
 
@@ -206,7 +206,7 @@ def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -
     model, batches = tiny.make(torch.float64), tiny.batches(7, torch.float64, steps=3)
     options = FEATURES[feature] | LINKS[link]
     packed, whole = (
-        train_mirrored(model, OPTIMIZERS["adamw"], batches, 3, tiny.loss_fn, packing=packing, **options)
+        train_mirrored(model, OPTIMIZERS["adamw"], batches, 3, tiny.loss_fn, buckets=packing, **options)
         for packing in (5, ByBytes(math.inf))
     )
     assert_same_training(packed, whole, TOLERANCE)
@@ -223,7 +223,7 @@ def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: s
     trained_models = []
     for packing in (3, ByBytes(math.inf)):
         model = tiny.make(torch.float64)
-        with compiled_step(model, tiny.loss_fn, 3, OPTIMIZERS["adamw"], packing=packing, **LINKS[link]) as step:
+        with compiled_step(model, tiny.loss_fn, 3, OPTIMIZERS["adamw"], buckets=packing, **LINKS[link]) as step:
             step.accumulate(**parts[0])
             step(**parts[1])  # one example on three devices
             step(**whole)
@@ -237,7 +237,7 @@ def test_a_scaler_skips_a_step_whose_packs_are_not_finite() -> None:
     model = tiny.make(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
     batch = tiny.batch(6, torch.float32, 0)
-    with compiled_step(model, tiny.loss_fn, optimizer=OPTIMIZERS["sgd"], packing=3, scaler=scaler) as step:
+    with compiled_step(model, tiny.loss_fn, optimizer=OPTIMIZERS["sgd"], scaler=scaler, buckets=EqualPacks(3)) as step:
         with unchanged(model):
             step(**batch | {"x": batch["x"] * math.inf})
         assert step.num_skipped == 1
@@ -247,7 +247,7 @@ def test_a_scaler_skips_a_step_whose_packs_are_not_finite() -> None:
 def test_compiled_regions_write_into_the_slots_of_packs() -> None:
     tiny = MODELS["conv"]
     model, batches = tiny.make(torch.float64), tiny.batches(6, torch.float64, steps=3)
-    options = {"backend": "inductor", "packing": 4}
+    options = {"backend": "inductor", "buckets": EqualPacks(4)}
     assert_trains_alike(model, OPTIMIZERS["adamw"], batches, 2, tiny.loss_fn, tolerance=1e-10, **options)
 
 
@@ -268,7 +268,7 @@ class LaunchLast:
 def explained(**options: Any) -> Any:
     tiny = MODELS["mlp"]
     model = tiny.make(torch.float64)
-    options |= {"optimizer": OPTIMIZERS["sgd"], "packing": 4, **LINKS["copies"]}
+    options |= {"optimizer": OPTIMIZERS["sgd"], "buckets": EqualPacks(4), **LINKS["copies"]}
     with compiled_step(model, tiny.loss_fn, **options) as step:
         for batch in tiny.batches(6, torch.float64, steps=4):
             step(**batch)
@@ -278,7 +278,7 @@ def explained(**options: Any) -> Any:
 @pytest.mark.slow
 def test_the_explanation_shows_packs_in_flight_before_the_last_gradient_is_made() -> None:
     early, text = explained()
-    late, _ = explained(add_passes=[mirrorc.after("schedule-overlap", LaunchLast())])
+    late, _ = explained(add=[mirrorc.after("schedule-overlap", LaunchLast())])
     for found in (early, late):
         assert [row.label for row in found.buckets] == ["b0 p0", "b0 p1", "b0 p2", "b0 p3"]
         assert sum(row.num_bytes for row in found.buckets) > 0
@@ -292,7 +292,9 @@ def test_the_explanation_shows_packs_in_flight_before_the_last_gradient_is_made(
 def test_a_cut_program_is_printed_read_saved_and_told_of(tmp_path: Path) -> None:
     tiny = MODELS["mlp"]
     model = tiny.make(torch.float64)
-    with compiled_step(model, tiny.loss_fn, optimizer=OPTIMIZERS["sgd"](model.parameters()), packing=3) as step:
+    with compiled_step(
+        model, tiny.loss_fn, optimizer=OPTIMIZERS["sgd"](model.parameters()), buckets=EqualPacks(3)
+    ) as step:
         program = step.prepare(**tiny.batch(6, torch.float64, 0))
         step(**tiny.batch(6, torch.float64, 0))
         memory = step.memory()
@@ -325,7 +327,7 @@ class Crossed(nn.Module):
 )
 def test_gradients_lie_in_the_order_that_is_asked_for(order: Any, expected: list[str]) -> None:
     model = Crossed()
-    with compiled_step(model, F.cross_entropy, bucket_cap_mb=math.inf, gradient_order=order) as step:
+    with compiled_step(model, F.cross_entropy, order=order, buckets=math.inf) as step:
         program = step.prepare(torch.ones(4, 5), target=torch.zeros(4, dtype=torch.int64))
     (bucket,) = program.buckets
     found = [slot.variable for slot in bucket.slots]

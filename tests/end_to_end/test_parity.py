@@ -33,6 +33,7 @@ from torch import nn
 from twins import MlpTwins, Twins, compiled_step
 
 import mirrorc
+from mirrorc.packing import ByBytes
 from mirrorc.passes import FactorGradients, default_pipeline
 from mirrorc.pipeline.pipeline_edits import select_passes
 
@@ -259,11 +260,11 @@ def test_two_runs_are_equal_bit_for_bit(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6},
+        {"buckets": ByBytes(1e-6, 1e-6)},
         {"link": "copy"},
-        {"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-4},
-        {"bucket_cap_mb": 1e3, "first_bucket_mb": 1e3},
-        {"disable_passes": ("schedule-overlap",)},
+        {"buckets": ByBytes(1e-3, 1e-4)},
+        {"buckets": ByBytes(1e3, 1e3)},
+        {"disable": ("schedule-overlap",)},
         {"link": "shared-memory"},
     ],
     ids=str,
@@ -273,10 +274,10 @@ def test_options_that_keep_the_order_of_additions_keep_the_bits(options: dict[st
 
 
 FACTORED_USUAL: list[tuple[Any, ...]] = [
-    (3, torch.float64, ("share-parameters",), {"bucket_cap_mb": 1e-3}),
-    (4, torch.bfloat16, (), {"bucket_cap_mb": 1e-3}),
+    (3, torch.float64, ("share-parameters",), {"buckets": 1e-3}),
+    (4, torch.bfloat16, (), {"buckets": 1e-3}),
     (2, torch.float64, (), {}),
-    (3, torch.float32, (), {"bucket_cap_mb": 1e-3}),
+    (3, torch.float32, (), {"buckets": 1e-3}),
     (3, torch.float32, ("share-parameters",), {}),
     (3, torch.bfloat16, ("share-parameters",), {}),
 ]
@@ -284,7 +285,7 @@ FACTORED_CASES = itertools.product(
     [2, 3, 4],
     [torch.float64, torch.float32, torch.bfloat16],
     [(), ("share-parameters",)],
-    [{}, {"bucket_cap_mb": 1e-3}],
+    [{}, {"buckets": 1e-3}],
 )
 
 
@@ -336,7 +337,7 @@ class ProductsOfParts(nn.Module):
 @pytest.mark.parametrize(
     ("num_devices", "optimizer", "caps"),
     [
-        (3, "adam", {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}),
+        (3, "adam", {"buckets": ByBytes(1e-5, 1e-5)}),
         (1, "adam", {}),
         (2, "sgd", {}),
         (2, "adam", {}),
@@ -475,7 +476,7 @@ def test_a_tied_table_is_trained_as_on_one_device(
     torch.manual_seed(0)
     model = Words(padding_idx).double()
     batches = [sentences(n, seed) for seed, n in enumerate((8, 7, 1, 8, 7))]
-    caps = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+    caps = {"buckets": ByBytes(1e-4, 1e-4)}
     make = OPTIMIZERS_OF_TABLES["adamw"]
     assert_trains_alike(model, make, batches, num_devices, next_word_loss, tolerance=1e-10, **caps, **options)
 

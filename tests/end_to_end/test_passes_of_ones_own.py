@@ -19,6 +19,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import calls_to, is_region_call
 from mirrorc.ir.program import Program, Stage
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 
 
@@ -94,9 +95,9 @@ def test_bfloat16_on_the_wire(num_devices: int, place: str, disabled: tuple[str,
     half = custom_pass.Bfloat16OnTheWire()
     if place == "insert-all-reduce":
         half = EarlyBfloat16()
-    options = {"disable_passes": disabled, "first_bucket_mb": 1e-3, "bucket_cap_mb": 1e-3}
+    options = {"disable": disabled, "buckets": ByBytes(1e-3, 1e-3)}
     plain, _ = trained(num_devices, **options)
-    found, program = trained(num_devices, add_passes=[mirrorc.after(place, half)], **options)
+    found, program = trained(num_devices, add=[mirrorc.after(place, half)], **options)
     difference = largest_difference(plain, found)
     assert difference < 2e-2 and (difference > 0) == (num_devices > 1)
     for module in program.device_graphs.values():
@@ -117,7 +118,7 @@ class EarlyBfloat16(custom_pass.Bfloat16OnTheWire):  # type: ignore[misc, name-d
 @pytest.mark.parametrize("num_devices", [3, 1, 2])
 def test_an_operator_of_torch_may_stand_between_wait_and_update(num_devices: int) -> None:
     clip = mirrorc.after("insert-update", ClipBuckets(0.01))
-    found, program = trained(num_devices, steps=1, dtype=torch.float64, add_passes=[clip])
+    found, program = trained(num_devices, steps=1, dtype=torch.float64, add=[clip])
     model = make_mlp(torch.float64)
     batch = mlp_batch(12, torch.float64, 0)
     F.cross_entropy(model(batch["x"]), batch["target"]).backward()
@@ -127,8 +128,8 @@ def test_an_operator_of_torch_may_stand_between_wait_and_update(num_devices: int
 
 @pytest.mark.slow
 def test_the_clamp_goes_with_the_update_and_keeps_the_overlap() -> None:
-    options = {"first_bucket_mb": 1e-3, "bucket_cap_mb": 1e-3, "disable_passes": ("share-parameters",)}
-    _, program = trained(2, add_passes=[mirrorc.after("insert-update", ClipBuckets(1.0))], **options)
+    options = {"disable": ("share-parameters",), "buckets": ByBytes(1e-3, 1e-3)}
+    _, program = trained(2, add=[mirrorc.after("insert-update", ClipBuckets(1.0))], **options)
     graph = program.device_graphs["cpu:0"].graph
     nodes = list(graph.nodes)
     last_region = max(i for i, node in enumerate(nodes) if is_region_call(node))
@@ -137,13 +138,13 @@ def test_the_clamp_goes_with_the_update_and_keeps_the_overlap() -> None:
 
 def test_a_change_of_what_is_computed_must_be_declared() -> None:
     with pytest.raises(mirrorc.VerifyError, match=r"'scale-gradients' gave a program that breaks the rule .*gradient"):
-        trained(2, add_passes=[mirrorc.after("pack-gradients", ScaleGradients())])
+        trained(2, add=[mirrorc.after("pack-gradients", ScaleGradients())])
 
 
 @pytest.mark.slow
 def test_a_declared_change_of_what_is_computed_is_run() -> None:
     added = [mirrorc.after("pack-gradients", ScaleGradients(changes_dataflow=True))]
-    found, program = trained(2, steps=1, dtype=torch.float64, add_passes=added)
+    found, program = trained(2, steps=1, dtype=torch.float64, add=added)
     plain, _ = trained(2, steps=1, dtype=torch.float64)
     start = [p.detach() for p in make_mlp(torch.float64).parameters()]
     doubled = [begin + 2 * (end - begin) for begin, end in zip(start, plain, strict=True)]
@@ -155,7 +156,7 @@ def test_a_declared_change_of_what_is_computed_is_run() -> None:
 def test_a_pipeline_of_ones_own_and_added_passes_go_together() -> None:
     pipeline = [*default_pipeline()]
     added = [mirrorc.before("lower-collectives", custom_pass.Bfloat16OnTheWire())]
-    _, program = trained(2, passes=pipeline, add_passes=added)
+    _, program = trained(2, passes=pipeline, add=added)
     assert "bf16" in str(program)
 
 
@@ -163,7 +164,7 @@ def test_a_pipeline_of_ones_own_and_added_passes_go_together() -> None:
 def test_added_passes_stand_where_they_were_placed(tmp_path: Path) -> None:
     first = mirrorc.after("insert-update", ClipBuckets(1.0))
     second = mirrorc.before("clip-buckets", ClipBuckets(2.0))
-    trained(2, steps=1, add_passes=[first, second], dump=tmp_path)
+    trained(2, steps=1, add=[first, second], dump=tmp_path)
     names = sorted(path.name for path in (tmp_path / "program-0").glob("*clip-buckets.txt"))
     assert names == ["16-clip-buckets.txt", "17-clip-buckets.txt"]
     text = (tmp_path / "program-0" / "16-clip-buckets.txt").read_text(encoding="utf-8")
@@ -181,4 +182,4 @@ def test_added_passes_stand_where_they_were_placed(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_wrong_additions_are_refused(added: list[Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        trained(2, steps=1, add_passes=added)
+        trained(2, steps=1, add=added)

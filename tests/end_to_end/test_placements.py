@@ -33,13 +33,15 @@ import mirrorc
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 from mirrorc.passes import SpreadCopies
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
 
 TOLERANCE = 1e-12
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.001}
+SMALL = {"buckets": ByBytes(0.001, 0.001)}
 NAMED = {"first.weight": "cpu:1", "last.bias": "cpu:1", "*": "central"}
 Placement = str | Mapping[str, str]
 
@@ -153,10 +155,7 @@ def test_copies_that_devices_pass_on_are_the_same(placement: str, num_devices: i
     trained = []
     for one in (SpreadCopies(), SpreadCopies(min_elements=1, within_one_memory=True, link=link)):
         model, batches = model_and_batches()
-        options: dict[str, Any] = {
-            "disable_passes": ["spread-copies"],
-            "add_passes": [mirrorc.before("lower-collectives", one)],
-        }
+        options: dict[str, Any] = {"disable": ["spread-copies"], "add": [mirrorc.before("lower-collectives", one)]}
         trained.append(
             train_mirrored(
                 model, ADAMW, batches, num_devices, F.cross_entropy, placement=placement, link=link, **SMALL, **options
@@ -204,11 +203,13 @@ class Run:
         self.optimizer, self.wanted_optimizer = ADAMW(self.model.parameters()), ADAMW(self.wanted.parameters())
         common = {"loss_fn": F.cross_entropy, "backend": "eager", **SMALL, **options}
         self.steps = [
-            mirrorc.compile(self.model, num_devices, optimizer=self.optimizer, placement=placement, **common)
+            mirrorc.compile(
+                self.model, num_devices, optimizer=self.optimizer, **grouped({"placement": placement, **common})
+            )
             for placement in placements
         ]
         self.mirrored = mirrorc.compile(
-            self.wanted, num_devices, optimizer=self.wanted_optimizer, placement="mirrored", **common
+            self.wanted, num_devices, optimizer=self.wanted_optimizer, **grouped({"placement": "mirrored", **common})
         )
 
     def each(self, act: Callable[[Any, nn.Module, torch.optim.Optimizer], Any], which: int = 0) -> None:

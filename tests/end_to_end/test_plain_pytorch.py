@@ -35,6 +35,7 @@ from twins import Twins, compiled_step
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.custom_ops.random import mix
+from mirrorc.packing import ByBytes
 
 TOLERANCE = 1e-11
 
@@ -209,7 +210,7 @@ LEAVING_OUT: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 WAYS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (3, {}),
-    (2, {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}),
+    (2, {"buckets": ByBytes(1e-4, 1e-4)}),
     (2, {"placement": "mirrored"}),
     (2, {"placement": "central"}),
     (2, {"microbatches": 2}),

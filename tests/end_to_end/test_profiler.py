@@ -10,6 +10,7 @@ from torch import nn
 from torch.profiler import profile
 
 import mirrorc
+from mirrorc.options.table import grouped
 from mirrorc.step import Step
 
 
@@ -18,7 +19,7 @@ def compiled(devices: int = 2, **options: Any) -> Step:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"loss_fn": nn.functional.mse_loss, "backend": "eager", **options}
-    return mirrorc.compile(model, devices, optimizer=optimizer, **options)
+    return mirrorc.compile(model, devices, optimizer=optimizer, **grouped(options))
 
 
 def train(step: Step) -> float:

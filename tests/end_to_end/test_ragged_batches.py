@@ -32,6 +32,7 @@ import mirrorc
 from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.comparison.diff import diff_programs
 from mirrorc.errors import CaptureError, NonFiniteError
+from mirrorc.packing import ByBytes
 from mirrorc.passes import FactorGradients, default_pipeline
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.binding.interleaving import InterleavingTrial
@@ -58,11 +59,11 @@ class Table(nn.Module):
 
 WAYS: dict[str, dict[str, Any]] = {
     "shared": {},
-    "small buckets": {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
-    "mirrored": {"disable_passes": ["share-parameters"]},
-    "copies": {"link": "copy", "disable_passes": ["share-parameters"]},
+    "small buckets": {"buckets": ByBytes(1e-4, 1e-4)},
+    "mirrored": {"disable": ["share-parameters"]},
+    "copies": {"link": "copy", "disable": ["share-parameters"]},
     "shared by copies": {"link": "copy"},
-    "ring": {"disable_passes": ["share-parameters"], "add_passes": [mirrorc.after("lower-collectives", Ring())]},
+    "ring": {"disable": ["share-parameters"], "add": [mirrorc.after("lower-collectives", Ring())]},
     "checked": {"check_finite": True},
 }
 

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from twins import Twins, compiled_step
 
 import mirrorc
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes, EqualPacks
 
 SIZES = (11, 2, 11)  # uneven, and too small for all devices
 NUM_DEVICES = [pytest.param(n, marks=[pytest.mark.slow] if n in (1, 2, 4) else []) for n in (1, 2, 3, 4)]
@@ -55,7 +57,7 @@ def trained(
             losses.append(float(loss.detach()))
     else:
         with mirrorc.compile(
-            net, devices=devices, optimizer=optimizer, loss_fn=loss_fn, progress=False, **options
+            net, devices=devices, optimizer=optimizer, loss_fn=loss_fn, **grouped({"progress": False, **options})
         ) as step:
             losses = [float(step(x, target=y)) for x, y in batches]
     return losses, copy.deepcopy(net.state_dict())
@@ -145,7 +147,7 @@ def reduced_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_options_of_a_step_mean_the_same(backend: str) -> None:
     sizes = (7, 7)
     model = lambda: nn.Sequential(Normalized(), nn.SyncBatchNorm(3))  # noqa: E731
-    buckets = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-5}
+    buckets = {"buckets": ByBytes(1e-4, 1e-5)}
     expected = trained(1, sizes, model, reduced_loss, backend="eager", clip_grad_norm=0.5)
     found = trained(3, sizes, model, reduced_loss, backend=backend, clip_grad_norm=0.5, **buckets)
     assert_same(found, expected)
@@ -235,11 +237,11 @@ def test_statistics_are_the_same_on_all_replicas() -> None:
 
 
 OTHERS: list[dict[str, Any]] = [
-    {"packing": 3},
+    {"buckets": EqualPacks(3)},
     {"all_reduce": "ring", "link": "copy"},
     {"placement": "central"},
     {"exact_order": True, "check_finite": True, "check_replicas_every": 1},
-    {"disable_passes": ["share-parameters"], "link": "copy"},
+    {"disable": ["share-parameters"], "link": "copy"},
 ]
 
 

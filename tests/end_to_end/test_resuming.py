@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 
 class RunningNorm(nn.Module):
@@ -39,7 +40,7 @@ class Run:
         self.model = RunningNorm()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         options = {"loss_fn": F.cross_entropy, "backend": "eager", **options}
-        self.step = mirrorc.compile(self.model, num_devices, optimizer=self.optimizer, **options)
+        self.step = mirrorc.compile(self.model, num_devices, optimizer=self.optimizer, **grouped(options))
 
     def train(self, *numbers: int) -> list[float]:
         """The losses of the batches of these numbers."""
@@ -107,7 +108,9 @@ class Pair:
         self.model = RunningNorm()
         optimizers = [torch.optim.SGD(self.model.net[layer].parameters(), lr=0.1) for layer in (0, 3)]
         options: Any = {"loss_fn": F.cross_entropy, "backend": "eager"}
-        self.steps = [mirrorc.compile(self.model, 2, optimizer=optimizer, **options) for optimizer in optimizers]
+        self.steps = [
+            mirrorc.compile(self.model, 2, optimizer=optimizer, **grouped(options)) for optimizer in optimizers
+        ]
 
     def train(self) -> list[float]:
         generator = torch.Generator().manual_seed(5)

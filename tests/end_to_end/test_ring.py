@@ -37,8 +37,8 @@ def check_rows(step: mirrorc.Step) -> None:
 
 
 def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = ()) -> tuple[Program, torch.Tensor]:
-    options = {"link": link, "disable_passes": ["share-parameters"], **SMALL_BUCKETS}
-    step, found = trained_two_layers(num_devices, add_passes=add_passes, **options)
+    options = {"link": link, "disable": ["share-parameters"], **SMALL_BUCKETS}
+    step, found = trained_two_layers(num_devices, add=add_passes, **options)
     with step:
         check_rows(step)
         assert step.memory().total > 0 and f"over {link}, ms" in str(step.explain())

@@ -18,11 +18,12 @@ from twins import compiled_step, same_each_time
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
+from mirrorc.packing import EqualPacks
 from mirrorc.step import Step
 
 Maker = Callable[[nn.Module], list[torch.optim.Optimizer]]
-COPIES = {"link": "copy", "disable_passes": ["share-parameters"]}
-WHOLE = {"link": "copy", "disable_passes": ["share-parameters", "send-rows"]}
+COPIES = {"link": "copy", "disable": ["share-parameters"]}
+WHOLE = {"link": "copy", "disable": ["share-parameters", "send-rows"]}
 
 
 class Lookups(nn.Module):
@@ -144,7 +145,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "microbatches": {"microbatches": 2},
     "scaled": {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=8.0)},
     "by messages": {"all_reduce": "ring"},
-    "packs": {"packing": 3},
+    "packs": {"buckets": EqualPacks(3)},
 }
 
 
@@ -164,7 +165,7 @@ def test_rows_go_with_all_that_gradients_go_through(name: str) -> None:
 def test_devices_with_memories_of_their_own_get_rows(monkeypatch: pytest.MonkeyPatch, placement: str) -> None:
     separate_memories(monkeypatch)
     model, states, count = trained(MAKERS["Adagrad"], 3, link="copy", placement=placement)
-    other, others, none = trained(MAKERS["Adagrad"], 3, link="copy", placement=placement, disable_passes=["send-rows"])
+    other, others, none = trained(MAKERS["Adagrad"], 3, link="copy", placement=placement, disable=["send-rows"])
     assert (count, none) == (4, 0)
     assert_same([model.state_dict(), states], [other.state_dict(), others])
 

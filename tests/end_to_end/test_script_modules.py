@@ -163,7 +163,7 @@ def test_training_is_that_of_one_device(name: str, num_devices: int, backend: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"bucket_cap_mb": 1e-4, "link": "copy"}])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"link": "copy", "buckets": 1e-4}])
 def test_masks_and_statistics_are_those_of_the_modules_of_python(options: dict[str, Any]) -> None:
     data = batches(7, 6, 7, 8)
     expected = train(Looping(0.4, normalizes=True), data, 2, **AUTOGRAD, **options)

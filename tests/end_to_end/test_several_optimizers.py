@@ -17,13 +17,14 @@ from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import ClipGradNorm, NonFiniteError
+from mirrorc.packing import ByBytes
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.02)
 ADAMW = partial(torch.optim.AdamW, lr=0.02)
 ADADELTA = partial(torch.optim.Adadelta, lr=0.5)  # not element by element, as far as mirrorc knows
-SMALL = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
-UNSHARED = {"disable_passes": ["share-parameters"]}
+SMALL = {"buckets": ByBytes(1e-4, 1e-4)}
+UNSHARED = {"disable": ["share-parameters"]}
 
 Makes = Sequence[Callable[..., torch.optim.Optimizer]]
 

@@ -24,11 +24,12 @@ from twins import compiled_step
 import mirrorc
 from mirrorc import ExecutionError
 from mirrorc.compilation.call_kind import Purpose
+from mirrorc.options.table import grouped
 
 aten = torch.ops.aten
 ADAMW, SGD = partial(torch.optim.AdamW, lr=0.05), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADADELTA = partial(torch.optim.Adadelta, lr=0.5)  # not element by element, as far as mirrorc knows
-COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
+COPIES = {"link": "copy", "disable": ("share-parameters",)}
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
@@ -107,7 +108,7 @@ class Turns:
         self.plain_nets = copy.deepcopy(self.nets)
         self.own, self.plain = way(self.nets), way(self.plain_nets)
         self.steps = [
-            mirrorc.compile(model, num_devices, optimizer=optimizer, **{"backend": "eager", **options})
+            mirrorc.compile(model, num_devices, optimizer=optimizer, **grouped({"backend": "eager", **options}))
             for model, optimizer in self.own
         ]
 
@@ -196,7 +197,7 @@ def test_what_the_user_does_between_turns_reaches_both() -> None:
     def new_memory(nets: nn.ModuleList, both: list[Any]) -> None:
         nets[0][0].weight.data = 2 * nets[0][0].weight.data
 
-    with Turns(WAYS["two optimizers"], disable_passes=("share-parameters",)) as turns:
+    with Turns(WAYS["two optimizers"], disable=("share-parameters",)) as turns:
         turns.train(0, 1)
         for change in (step_of_one, load, new_memory, freeze, freeze):
             for nets, both in ((turns.nets, turns.own), (turns.plain_nets, turns.plain)):
@@ -220,7 +221,7 @@ def test_optimizers_over_a_part_of_the_same_parameters_keep_memory_of_their_own(
 
 
 def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole() -> None:
-    with Turns(partial(losses, one=ADADELTA, other=SGD), disable_passes=("share-parameters",)) as turns:
+    with Turns(partial(losses, one=ADADELTA, other=SGD), disable=("share-parameters",)) as turns:
         turns.train(0, 1)
 
         def fail(*_: Any) -> None:

@@ -18,6 +18,8 @@ from twins import Twins, compiled_step, same_each_time
 import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.options.table import grouped
+from mirrorc.packing import EqualPacks
 
 Maker = Callable[[nn.Module], list[torch.optim.Optimizer]]
 Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
@@ -140,13 +142,13 @@ OTHERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "bound": (2, "SparseAdam", {"most": 0.05}),
     "microbatches": (2, "SGD", {"microbatches": 2}),
     "checked": (2, "Adagrad", {"check_finite": True}),
-    "mirrored": (3, "SparseAdam", {"link": "copy", "disable_passes": ["share-parameters"]}),
-    "mirrored, bound": (2, "momentum", {"link": "copy", "disable_passes": ["share-parameters"], "most": 0.05}),
+    "mirrored": (3, "SparseAdam", {"link": "copy", "disable": ["share-parameters"]}),
+    "mirrored, bound": (2, "momentum", {"link": "copy", "disable": ["share-parameters"], "most": 0.05}),
     "over copies": (2, "Adagrad", {"link": "copy"}),
     "owned": (3, "SparseAdam", {"placement": "least-loaded"}),
     "ring": (2, "momentum", {"placement": "mirrored", "all_reduce": "ring"}),
-    "packs": (2, "SGD", {"packing": 3}),
-    "packs, mirrored": (2, "SGD", {"packing": 3, "link": "copy", "disable_passes": ["share-parameters"]}),
+    "packs": (2, "SGD", {"buckets": EqualPacks(3)}),
+    "packs, mirrored": (2, "SGD", {"link": "copy", "disable": ["share-parameters"], "buckets": EqualPacks(3)}),
     "scaled": (2, "SparseAdam", {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}),
 }
 
@@ -195,7 +197,7 @@ class Table(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"link": "copy", "disable_passes": ["share-parameters"]}])
+@pytest.mark.parametrize("options", [{}, {"link": "copy", "disable": ["share-parameters"]}])
 def test_gradients_of_replicas_are_added_up_by_rows(options: dict[str, Any]) -> None:
     x = mirrorc.PerReplica([torch.tensor([1, 4]), torch.tensor([1, 3])])
     gradients = [torch.tensor([[1.0, 2.0], [9.0, 9.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]])]
@@ -322,7 +324,9 @@ def test_workers_send_each_other_rows(options: dict[str, Any]) -> None:
         model = seeded()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         where = {"world": mirrorc.World(2, 2), "rank": 1, "backend": "eager"}
-        with mirrorc.compile(model, optimizer=optimizer, loss_fn=F.mse_loss, **where, **options, **others) as step:
+        with mirrorc.compile(
+            model, optimizer=optimizer, loss_fn=F.mse_loss, **grouped({**where, **options}), **grouped(others)
+        ) as step:
             x, y = next(batches())
             return step.prepare(*x, target=y)
 
@@ -340,7 +344,7 @@ def test_workers_send_each_other_rows(options: dict[str, Any]) -> None:
 def test_rows_need_their_pass() -> None:
     model = Table()
     with (
-        compiled_step(model, F.mse_loss, disable_passes=["factor-gradients"]) as step,
+        compiled_step(model, F.mse_loss, disable=["factor-gradients"]) as step,
         pytest.raises(mirrorc.MirrorcError, match=r"rows of the gradient of table.weight.*run 'factor-gradients'"),
     ):
         step(torch.tensor([1, 2]), target=torch.ones(2, 2))

@@ -22,7 +22,7 @@ from mirrorc.ir.variables import Aggregation
 
 SIZES = (6, 1, 5, 2)
 LONG = [(0, 6), (1, 6), (1, 1), (0, 1), (1, 5), (0, 6)]
-COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
+COPIES = {"link": "copy", "disable": ("share-parameters",)}
 
 
 class Bounded(nn.Module):

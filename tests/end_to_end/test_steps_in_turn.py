@@ -81,7 +81,7 @@ def new_memory(net: Any, optimizer: Any) -> None:
     ("make", "num_devices", "options"),
     [
         (torch.optim.AdamW, 2, {}),
-        (torch.optim.SGD, 3, {"disable_passes": ["share-parameters"]}), (torch.optim.AdamW, 1, {}),
+        (torch.optim.SGD, 3, {"disable": ["share-parameters"]}), (torch.optim.AdamW, 1, {}),
         (torch.optim.Adadelta, 2, {}),
         *exhaustive((torch.optim.AdamW, 4, {"link": "copy"}), (torch.optim.SGD, 4, {})),
         *exhaustive((torch.optim.AdamW, 2, {"backend": "inductor"})),
@@ -133,7 +133,7 @@ def test_closing_one_leaves_the_other() -> None:
 
 def test_a_failure_in_one_leaves_the_other_whole() -> None:
     """Before the commit nothing has changed; after it, the next step of either has the same parameters on all replicas."""
-    turns = Turns(disable_passes=["share-parameters"])
+    turns = Turns(disable=["share-parameters"])
     turns.train(0, 1)
     with pytest.raises((ExecutionError, mirrorc.CaptureError, RuntimeError)):
         turns.steps[0](torch.randn(6, 5).double(), target=torch.randn(6, 3).double())

@@ -49,7 +49,7 @@ def test_a_step_that_is_patched_on_the_optimizer_is_obeyed() -> None:
 
 FUSED = functools.partial(torch.optim.AdamW, lr=0.05, fused=True)
 EACH_OPTIMIZER = pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
-SHARED, COPIES = {}, {"disable_passes": ("share-parameters",)}
+SHARED, COPIES = {}, {"disable": ("share-parameters",)}
 
 
 def trained_by_hand(pair: MlpTwins, optimizers: Any = None) -> None:

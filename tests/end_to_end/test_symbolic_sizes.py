@@ -264,7 +264,7 @@ def step_of(make_model: Callable[[], nn.Module], **options: Any) -> tuple[mirror
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"activation_memory": 0.5}, "activation_memory bounds what a step of known size takes"),
+        ({"activations": "50%"}, "activation_memory bounds what a step of known size takes"),
         ({"capture": "autograd"}, "capture='autograd' runs the model once for each size"),
     ],
 )

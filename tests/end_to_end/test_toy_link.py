@@ -15,6 +15,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.links import Link, link_names, register_link, unregister_link
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.routes import Route, route_of
+from mirrorc.packing import ByBytes
 from mirrorc.passes import LowerDevices
 from mirrorc.runtime.communication import (
     CopyCommunicator,
@@ -61,7 +62,7 @@ def toy() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [3, 2])
 def test_a_toy_link_carries_what_it_says(num_devices: int) -> None:
-    options: dict[str, Any] = {"disable_passes": ["share-parameters"], "bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+    options: dict[str, Any] = {"disable": ["share-parameters"], "buckets": ByBytes(1e-6, 1e-6)}
     step, found = trained_two_layers(num_devices, link="toy", **options)
     _, expected = trained_two_layers(num_devices, link="copy", **options)
     assert torch.equal(found, expected)
@@ -92,7 +93,7 @@ def test_what_it_does_not_carry_goes_over_the_link_that_it_names() -> None:
 @pytest.mark.slow
 def test_a_receipt_is_launched_before_it_is_waited_for() -> None:
     """A ring's receipts, on every route of the program: a link between processes would post them there."""
-    without = {"disable_passes": ["share-parameters"], "add_passes": [mirrorc.after("lower-collectives", Ring())]}
+    without = {"disable": ["share-parameters"], "add": [mirrorc.after("lower-collectives", Ring())]}
     step, _ = trained_two_layers(2, link="toy", **without)
     with step:
         program = step.program

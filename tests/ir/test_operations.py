@@ -33,6 +33,7 @@ from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.type_inference import is_inferable
 from mirrorc.ir.type_rules import of_operand
 from mirrorc.ir.workers import World
+from mirrorc.packing import EqualPacks
 from mirrorc.passes import ReserveMemory, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.printing.colors import colored
@@ -61,7 +62,7 @@ def programs() -> list[Program]:
     found += every_stage(captured_model(Asserting())).values()
     found += every_stage(captured_model(nn.Linear(4, 3), keeps_outputs=True)).values()
     found += every_stage(HANDMADE["buffer"](), check_finite=True).values()
-    found += every_stage(HANDMADE["buffer"](), packing=3).values()
+    found += every_stage(HANDMADE["buffer"](), buckets=EqualPacks(3)).values()
     found += every_stage(HANDMADE["buffer"](), max_grad_norm=1.0, max_grad_value=1.0).values()
     found += every_stage(HANDMADE["buffer"](), scales_loss=True).values()
     found += every_stage(HANDMADE["buffer"](), placement="central").values()

@@ -200,7 +200,11 @@ def test_it_runs(row_sum: Symbol, num_devices: int, way: str) -> None:
         passes = add_passes(passes, [mirrorc.after("pack-gradients", ClipGradients(row_sum))])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     with mirrorc.compile(
-        model, num_devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", passes=passes
+        model,
+        num_devices,
+        optimizer=optimizer,
+        loss_fn=F.cross_entropy,
+        compiler=mirrorc.Compiler(backend="eager", passes=passes),
     ) as step:
         for x, target in batches:
             step(x, target=target)
@@ -218,8 +222,7 @@ def test_a_form_without_a_class_that_makes_shares_is_refused(row_sum: Symbol) ->
         2,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=F.cross_entropy,
-        backend="eager",
-        passes=default_pipeline(min_factored_elements=0),
+        compiler=mirrorc.Compiler(backend="eager", passes=default_pipeline(min_factored_elements=0)),
     )
     with step, pytest.raises(LookupError, match=r"nothing is registered to make shares of the gradients of .* row_sum"):
         step(torch.randn(8, 4), target=torch.randint(37, (8,)))

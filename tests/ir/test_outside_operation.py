@@ -114,7 +114,11 @@ def trained(add: list[Any], learning_rate: float) -> dict[str, torch.Tensor]:
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     devices = ["cpu:0", "cpu:1"]
     with mirrorc.compile(
-        model, devices=devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", add_passes=add
+        model,
+        devices=devices,
+        optimizer=optimizer,
+        loss_fn=F.cross_entropy,
+        compiler=mirrorc.Compiler(backend="eager", add=add),
     ) as step:
         for _ in range(3):
             step(x, target=y)

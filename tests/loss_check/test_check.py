@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 
 def net(*inside: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -150,7 +151,7 @@ def test_it_says_what_a_step_does() -> None:
         reduction = more.get("loss_reduction", "mean")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options: dict[str, Any] = {"loss_reduction": reduction, "backend": "eager"}
-        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, **options) as step:
+        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, **grouped(options)) as step:
             assert step(**batch(num_left_out=num_left_out)).item() == pytest.approx(found.sharded_loss, rel=1e-9)
 
 

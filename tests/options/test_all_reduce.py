@@ -12,6 +12,8 @@ import mirrorc
 from mirrorc.all_reduce_algorithms import ReduceToOne, Ring
 from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.options.all_reduce import algorithm_of
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 
 
 def compiled(devices: int = 2, **options: Any) -> mirrorc.Step:
@@ -19,11 +21,9 @@ def compiled(devices: int = 2, **options: Any) -> mirrorc.Step:
     placed = {} if "world" in options else {"devices": devices}
     return mirrorc.compile(
         model,
-        **placed,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=nn.MSELoss(),
-        backend="eager",
-        **options,
+        **grouped({"backend": "eager", **placed, **options}),
     )
 
 
@@ -53,7 +53,7 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
             r"all_reduce='ring' has no part in a pipeline given with passes=: put mirrorc.all_reduce_algorithms.Ring\(\)",
         ),
         (
-            {"all_reduce": "ring", "disable_passes": ["ring"]},
+            {"all_reduce": "ring", "disable": ["ring"]},
             ValueError,
             "asks for the pass 'ring', which disable_passes leaves out",
         ),
@@ -112,9 +112,7 @@ def test_auto_says_why_it_chooses(options: dict[str, Any], why: str) -> None:
 
 def test_communication_options_stand_for_other_options() -> None:
     given = mirrorc.CommunicationOptions(bytes_per_pack=2**20, timeout_seconds=7.0, implementation="RING")
-    assert given.options() == {
-        "bucket_cap_mb": 1.0, "first_bucket_mb": 1.0, "timeout_seconds": 7.0, "all_reduce": "ring",
-    }  # fmt: skip
+    assert given.options() == {"timeout_seconds": 7.0, "all_reduce": "ring", "buckets": ByBytes(1.0, 1.0)}  # fmt: skip
     assert mirrorc.CommunicationOptions(implementation="nccl").options() == {"link": "nccl"}
     assert mirrorc.CommunicationOptions().options() == {}
 
@@ -139,6 +137,6 @@ def test_communication_options_and_what_they_stand_for_are_not_both_given() -> N
     given = mirrorc.CommunicationOptions(bytes_per_pack=4)
     said = r"bucket_cap_mb=1.0 and CommunicationOptions\(bytes_per_pack=4, .* say different things of bucket_cap_mb"
     with pytest.raises(ValueError, match=said):
-        compiled(bucket_cap_mb=1.0, communication_options=given)
+        compiled(communication_options=given, buckets=1.0)
     with pytest.raises(TypeError, match=r"communication_options is 4: give mirrorc\.CommunicationOptions"):
         compiled(communication_options=4)

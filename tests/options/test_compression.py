@@ -21,7 +21,7 @@ from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.workers import Workers
 from mirrorc.options.option import Request
-from mirrorc.options.table import OPTIONS
+from mirrorc.options.table import OPTIONS, grouped
 from mirrorc.passes import CompressExchange, default_pipeline
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.commit.used_variables import UsedVariables
@@ -32,7 +32,7 @@ def step_of(**options: Any) -> mirrorc.Step:
     model = nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 4))
     given = {"world": World(2), "compression": "bfloat16", "backend": "eager", **options}
     return mirrorc.compile(
-        model, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=nn.CrossEntropyLoss(), **given
+        model, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=nn.CrossEntropyLoss(), **grouped(given)
     )
 
 
@@ -101,8 +101,8 @@ def test_whole_gradients_are_weighed_against_factors_by_the_bytes_that_are_sent(
             optimizer=torch.optim.AdamW(model.parameters()),
             loss_fn=nn.CrossEntropyLoss(),
             world=World(2),
-            backend="eager",
-            compression=compression,
+            compiler=mirrorc.Compiler(backend="eager"),
+            communication=mirrorc.Communication(compression=compression),
         )
         program = step.prepare(torch.zeros(200, 5), target=torch.zeros(200, dtype=torch.int64))
         return next(str(one) for one in program.remarks if "how workers send gradients" in str(one))
@@ -121,8 +121,8 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         2,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=nn.CrossEntropyLoss(),
-        backend="eager",
-        compression="float16",
+        compiler=mirrorc.Compiler(backend="eager"),
+        communication=mirrorc.Communication(compression="float16"),
     ) as step:
         step(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
         assert any("nothing is compressed: there is one worker" in str(remark) for remark in step.program.remarks)
@@ -138,7 +138,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ({"shard_optimizer": True}, "shard_optimizer=True: workers send each other parts of sums there"),
         ({"exact_order": True}, "cannot be used with exact_order=True: sums are rounded on their way"),
         (
-            {"disable_passes": ["compress-exchange"]},
+            {"disable": ["compress-exchange"]},
             "asks for the pass 'compress-exchange', which disable_passes leaves",
         ),
         (
@@ -150,7 +150,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
             "with exact_order=True: workers send a part of each gradient, and the rest in later steps; leave out one",
         ),
         (
-            {"compression": TopK(0.1), "disable_passes": ["send-largest"]},
+            {"compression": TopK(0.1), "disable": ["send-largest"]},
             "asks for the pass 'send-largest', which disable_passes leaves",
         ),
         (
@@ -166,7 +166,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
             "with exact_order=True: workers send payloads of gradients, and what these leave out in later steps; leave out one",
         ),
         (
-            {"compression": FirstElements(), "disable_passes": ["send-payload"]},
+            {"compression": FirstElements(), "disable": ["send-payload"]},
             "asks for the pass 'send-payload', which disable_passes leaves",
         ),
         (

@@ -15,7 +15,8 @@ from mirrorc.comparison.diff import diff_programs
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
 from mirrorc.options.option import Request
-from mirrorc.options.table import OPTIONS
+from mirrorc.options.table import OPTIONS, grouped
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.reader import read_program_text
 
@@ -25,10 +26,13 @@ UNEVEN = World(3, (1, 2, 1))
 def step_of(world: World | None = UNEVEN, rank: int = 1, **options: Any) -> mirrorc.Step:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 200), nn.Tanh(), nn.Linear(200, 4))
-    given = {"bucket_cap_mb": 0.0004, "first_bucket_mb": 0.0004, "shard_optimizer": True, "backend": "eager", **options}
+    given = {"shard_optimizer": True, "backend": "eager", "buckets": ByBytes(0.0004, 0.0004), **options}
     placed = {"world": world, "rank": rank} if world is not None else {"devices": 2}
     return mirrorc.compile(
-        model, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=nn.CrossEntropyLoss(), **placed, **given
+        model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loss_fn=nn.CrossEntropyLoss(),
+        **grouped({**placed, **given}),
     )
 
 
@@ -164,15 +168,17 @@ def test_gpus_are_refused() -> None:
 @pytest.mark.slow
 def test_a_pipeline_without_the_pass_is_refused() -> None:
     with pytest.raises(ValueError, match="asks for the pass 'shard-optimizer', which disable_passes leaves out"):
-        step_of(disable_passes=("shard-optimizer",))
+        step_of(disable=("shard-optimizer",))
     torch.manual_seed(0)
     model = nn.Linear(5, 4)
     given = {"optimizer": torch.optim.AdamW(model.parameters()), "loss_fn": nn.CrossEntropyLoss(), "world": UNEVEN}
     with pytest.raises(
         ValueError, match=r"has no part in a pipeline given with passes=: put mirrorc.passes.ShardOptimizer\(\)"
     ):
-        mirrorc.compile(model, passes=default_pipeline(over_workers=True), shard_optimizer=True, **given)
+        mirrorc.compile(
+            model, **grouped({"passes": default_pipeline(over_workers=True), "shard_optimizer": True, **given})
+        )
     passes = default_pipeline(over_workers=True, shard_optimizer=True)
-    step = mirrorc.compile(model, passes=passes, shard_optimizer=True, backend="eager", **given)
+    step = mirrorc.compile(model, **grouped({"passes": passes, "shard_optimizer": True, "backend": "eager", **given}))
     program = step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
     assert all(bucket.part is not None for bucket in program.buckets)

@@ -85,7 +85,7 @@ def test_names_that_are_no_options_are_refused() -> None:
     with pytest.raises(TypeError, match="has no option 'overlap_next_step' any more: it gained nothing"):
         compiled(overlap_next_step=True)
     with pytest.raises(ValueError, match=r"bucket_cap_mb='auto' was withdrawn: .* leave it out"):
-        compiled(bucket_cap_mb="auto")
+        compiled(buckets="auto")
     with pytest.raises(ValueError, match=r"capture='trace' was withdrawn: .* train with capture='autograd'"):
         compiled(capture="trace")
     with pytest.raises(ValueError, match="is an option of mirrorc"):

@@ -15,7 +15,7 @@ from mirrorc import World
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
 from mirrorc.options.option import Request
-from mirrorc.options.table import OPTIONS
+from mirrorc.options.table import OPTIONS, grouped
 from mirrorc.passes import PlaceVariables, default_pipeline
 
 
@@ -34,7 +34,9 @@ def step_of(placement: Any, model: nn.Module | None = None, **options: Any) -> m
     model = model or Tied()
     options = {"devices": 2, "backend": "eager", **options}
     optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters())
-    return mirrorc.compile(model, optimizer=optimizer, loss_fn=F.cross_entropy, placement=placement, **options)
+    return mirrorc.compile(
+        model, optimizer=optimizer, loss_fn=F.cross_entropy, **grouped({"placement": placement, **options})
+    )
 
 
 def owners(placement: Any, **options: Any) -> dict[str, int | None]:
@@ -103,17 +105,17 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         ("central", {"passes": default_pipeline()}, "placement='central' has no part in a pipeline given with passes="),
         (
             "central",
-            {"disable_passes": ["place-variables"]},
+            {"disable": ["place-variables"]},
             "asks for the pass 'place-variables', which disable_passes leaves",
         ),
         (
             "least-loaded",
-            {"disable_passes": ["update-at-owner"]},
+            {"disable": ["update-at-owner"]},
             "asks for the pass 'update-at-owner', which disable_passes",
         ),
         (
             "shared",
-            {"disable_passes": ["share-parameters"]},
+            {"disable": ["share-parameters"]},
             "asks for the pass 'share-parameters', which disable_passes",
         ),
         (
@@ -183,5 +185,5 @@ def test_passes_with_owners_can_be_put_into_a_pipeline_of_ones_own() -> None:
         mirrorc.after("plan-buckets", PlaceVariables("central")),
         mirrorc.after("schedule-overlap", UpdateAtOwner()),
     ]
-    options: dict[str, Any] = {"add_passes": own, "disable_passes": ["share-parameters"]}
+    options: dict[str, Any] = {"add": own, "disable": ["share-parameters"]}
     assert owners("auto", **options) == owners("central")

@@ -13,6 +13,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc import all_reduce_algorithms, packing
+from mirrorc.options.table import grouped
 
 MODEL = nn.Linear(2, 1)
 
@@ -77,14 +78,10 @@ TAKEN: dict[str, set[str]] = {
     "backend": {"'eager'"},
     "dump": {"None", "no text", "a text", "a path", "'auto'", "'mean'", "'skip'", "'copy'", "'eager'", "'cpu:0'"},
     "print_after": NO_NAMES,
-    "print_after_all": BOOLS,
     "passes": {"None"},
-    "add_passes": {"no list", "no tuple"},
-    "disable_passes": NO_NAMES,
-    "bucket_cap_mb": {"None", "1", "2.5", "inf", "numpy's 2.5"},
-    "first_bucket_mb": {"None", "1", "2.5", "inf", "numpy's 2.5"},
-    "packing": {"None", "0", "1", "function", "model"},
-    "gradient_order": {"function", "model"},
+    "add": {"no list", "no tuple"},
+    "disable": NO_NAMES,
+    "order": {"function", "model"},
     "link": {"None", "'copy'"},
     "all_reduce": {"'auto'"},
     "communication_options": {"None"},
@@ -95,7 +92,7 @@ TAKEN: dict[str, set[str]] = {
     "cuda_graphs": {"False"},
     "return_outputs": BOOLS,
     "microbatches": {"1"},
-    "activation_memory": {"None", "1"},
+    "activations": {"None", "1"},
     "progress": BOOLS,
     "autocast": {"None", *BOOLS},
     "scaler": {"None"},
@@ -114,6 +111,7 @@ TAKEN: dict[str, set[str]] = {
     "compression": {"None"},
     "shard_optimizer": BOOLS,
     "placement": {"'auto'", "no dict"},
+    "buckets": {"None", "0", "1", "function", "model"},
 }
 CALLED = {"devices": ("devices", "device "), "example_inputs": ("example_inputs", "target")}
 """How messages speak of an option: by its name, or of what is in it."""
@@ -122,7 +120,7 @@ CALLED = {"devices": ("devices", "device "), "example_inputs": ("example_inputs"
 def compiled(**options: Any) -> mirrorc.Step:
     optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
     given = {"model": MODEL, "devices": ["cpu:0", "cpu:1"], "optimizer": optimizer, "loss_fn": F.mse_loss}
-    return mirrorc.compile(**{**given, "backend": "eager", **options})
+    return mirrorc.compile(**grouped({**given, "backend": "eager", **options}))
 
 
 def fault(option: str, name: str, value: Any) -> str:

@@ -16,7 +16,8 @@ from torch import nn
 
 import mirrorc
 from mirrorc import api
-from mirrorc.packing import EqualPacks
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes, EqualPacks
 from mirrorc.passes import default_pipeline
 
 MODEL = nn.Linear(2, 1)
@@ -29,14 +30,10 @@ GIVEN: dict[str, Any] = {
     "loss_reduction": "sum",
     "backend": "inductor",
     "dump": "folder",
-    "print_after": ["replicate"],
-    "print_after_all": True,
-    "add_passes": [mirrorc.after("plan-buckets", mirrorc.passes.RecomputeCheckpoints())],
-    "disable_passes": ["schedule-overlap"],
-    "bucket_cap_mb": 3.0,
-    "first_bucket_mb": 3.0,
-    "packing": 3,
-    "gradient_order": "reversed",
+    "print_after": "all",
+    "add": [mirrorc.after("plan-buckets", mirrorc.passes.RecomputeCheckpoints())],
+    "disable": ["schedule-overlap"],
+    "order": "reversed",
     "link": "copy",
     "all_reduce": "ring",
     "communication_options": mirrorc.CommunicationOptions(timeout_seconds=4.0),
@@ -47,7 +44,7 @@ GIVEN: dict[str, Any] = {
     "cuda_graphs": True,
     "return_outputs": True,
     "microbatches": 2,
-    "activation_memory": 0.5,
+    "activations": "50%",
     "progress": False,
     "autocast": True,
     "scaler": torch.amp.GradScaler("cpu"),
@@ -55,7 +52,7 @@ GIVEN: dict[str, Any] = {
     "clip_grad_value": 1.0,
     "check_finite": True,
     "check_replicas_every": 3,
-    "example_inputs": ({"input": torch.ones(4, 2), "target": torch.ones(4, 1)}),
+    "example_inputs": {"input": torch.ones(4, 2), "target": torch.ones(4, 1)},
     "workers": None,
     "process_group": object(),
     "world": mirrorc.World(2, 2),
@@ -66,6 +63,7 @@ GIVEN: dict[str, Any] = {
     "shard_optimizer": True,
     "placement": "central",
     "dynamic": True,
+    "buckets": EqualPacks(3),
 }
 """For each option another value than its default."""
 BESIDE = {
@@ -92,7 +90,7 @@ class Options:
 
 def made(**options: Any) -> Mapping[str, Any]:
     given = {"model": MODEL, "devices": 2, "optimizer": OPTIMIZER, "loss_fn": F.mse_loss, "backend": "eager"}
-    step: Any = mirrorc.compile(**{**given, "passes": default_pipeline(), **options})
+    step: Any = mirrorc.compile(**grouped({**given, "passes": default_pipeline(), **options}))
     return {name: _text(value) for name, value in step.made.items()}
 
 
@@ -125,11 +123,11 @@ def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPat
     [
         ({"link": "copy"}, "link='copy' has no part in a pipeline given with passes=: put mirrorc.passes.LowerCollec"),
         (
-            {"bucket_cap_mb": 1},
+            {"buckets": 1},
             "bucket_cap_mb=1 has no part in a pipeline given with passes=: give mirrorc.passes.Plan",
         ),
-        ({"first_bucket_mb": math.inf}, "first_bucket_mb=inf has no part in a pipeline given with passes="),
-        ({"packing": EqualPacks(2)}, "packing=EqualPacks(num_packs=2) has no part in a pipeline given with passes="),
+        ({"buckets": ByBytes(first_mb=math.inf)}, "first_bucket_mb=inf has no part in a pipeline given with passes="),
+        ({"buckets": EqualPacks(2)}, "packing=EqualPacks(num_packs=2) has no part in a pipeline given with passes="),
         (
             {"early_update": False},
             "early_update=False has no part in a pipeline given with passes=: put mirrorc.passes.",
@@ -142,7 +140,9 @@ def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPat
 )
 def test_what_a_pass_of_the_pipeline_says_is_refused_beside_it(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(said)}") as caught:
-        mirrorc.compile(MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, passes=default_pipeline(), **options)
+        mirrorc.compile(
+            MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, **grouped({"passes": default_pipeline(), **options})
+        )
     assert "add_passes and disable_passes in place of passes" in str(caught.value)
 
 
@@ -188,9 +188,11 @@ def test_the_options_that_make_a_pipeline_are_named() -> None:
     with pytest.raises(
         mirrorc.PassError, match=r"^what disable_passes= gives is no pipeline of a whole step: pass 'pack"
     ):
-        mirrorc.compile(MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, disable_passes=["replicate"])
+        mirrorc.compile(
+            MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, compiler=mirrorc.Compiler(disable=["replicate"])
+        )
     with pytest.raises(mirrorc.PassError, match=r"^what passes= gives .* ends with a CAPTURED program"):
-        mirrorc.compile(MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, passes=[])
+        mirrorc.compile(MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, compiler=mirrorc.Compiler(passes=[]))
 
 
 def test_a_pass_from_outside_may_do_the_work_of_one_that_is_needed() -> None:

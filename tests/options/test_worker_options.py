@@ -20,6 +20,7 @@ from mirrorc.errors import ExecutionError, PassError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
+from mirrorc.options.table import grouped
 from mirrorc.options.worker_options import joined_workers
 from mirrorc.packing import ByBytes
 from mirrorc.printing.reader import read_program_text
@@ -32,7 +33,7 @@ def compiled(world: World = UNEVEN, rank: int = 1, model: nn.Module | None = Non
     model = model or nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "backend": "eager", "world": world, "rank": rank}
-    return mirrorc.compile(model, **{**given, **options})
+    return mirrorc.compile(model, **grouped({**given, **options}))
 
 
 def batch(num_examples: int = 8) -> dict[str, torch.Tensor]:
@@ -89,12 +90,12 @@ def test_early_updates_are_said_and_can_be_left_out() -> None:
     ("devices", "world", "options", "cap"),
     [
         (["cpu:0"], World(2), {}, 4.0),
-        (["cpu:0", "cpu:1"], World(3, 2), {"bucket_cap_mb": None, "gradient_order": "reversed"}, 4.0),
-        (["cpu:0"], World(2), {"bucket_cap_mb": 25.0}, 25.0),
-        (["cpu:0"], World(2), {"packing": ByBytes(7.0)}, 7.0),
-        (["cpu:0"], World(2), {"packing": ByBytes()}, 25.0),
+        (["cpu:0", "cpu:1"], World(3, 2), {"order": "reversed", "buckets": None}, 4.0),
+        (["cpu:0"], World(2), {"buckets": 25.0}, 25.0),
+        (["cpu:0"], World(2), {"buckets": ByBytes(7.0)}, 7.0),
+        (["cpu:0"], World(2), {"buckets": ByBytes()}, 25.0),
         (["cpu:0", "cpu:1"], None, {}, 25.0),
-        (["cpu:0"], None, {"bucket_cap_mb": None}, 25.0),
+        (["cpu:0"], None, {"buckets": None}, 25.0),
     ],
 )
 def test_buckets_are_smaller_over_several_workers(
@@ -105,7 +106,7 @@ def test_buckets_are_smaller_over_several_workers(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.mse_loss, "backend": "eager", **options}
     placed = {"workers": None} if world is None else {"world": world}
-    with mirrorc.compile(model, devices, **placed, **given) as step:
+    with mirrorc.compile(model, devices, **grouped({**placed, **given})) as step:
         program = step.prepare(torch.zeros(4, 512), target=torch.zeros(4, 512))
     assert f"over {cap:g} MiB (bucket 0: 1 MiB) opens the next" in str(program)
 
@@ -209,7 +210,7 @@ def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
         ({"devices": ["cpu:0"]}, "devices names 1 device, but worker 1 of the world has 2: leave devices out"),
         ({"cuda_graphs": True}, "cuda_graphs=True"),
         (
-            {"disable_passes": ["share-parameters"]},
+            {"disable": ["share-parameters"]},
             "leaves out 'share-parameters', and this worker, one of several, has 2 devices: these need to share",
         ),
     ],

@@ -89,7 +89,9 @@ def test_training_is_that_of_one_device(loss: str) -> None:
     x, target = torch.randn(7, 3, dtype=torch.float64), torch.arange(7) * 5
     ours, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.5)
     of_step = torch.optim.SGD(ours.parameters(), lr=0.5)
-    with mirrorc.compile(ours, 3, optimizer=of_step, loss_fn=loss_fn, backend="decomposed") as step:
+    with mirrorc.compile(
+        ours, 3, optimizer=of_step, loss_fn=loss_fn, compiler=mirrorc.Compiler(backend="decomposed")
+    ) as step:
         for _ in range(2):
             optimizer.zero_grad()
             expected = _weighted(loss_fn, model, x, target)
@@ -116,7 +118,9 @@ def test_numbers_that_are_not_finite_are_those_of_torch(target: list[int], worst
     ours, expected = copy.deepcopy(model), F.cross_entropy(model(x), classes)
     expected.backward()
     optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
-    with mirrorc.compile(ours, 1, optimizer=optimizer, loss_fn=F.cross_entropy, backend="decomposed") as step:
+    with mirrorc.compile(
+        ours, 1, optimizer=optimizer, loss_fn=F.cross_entropy, compiler=mirrorc.Compiler(backend="decomposed")
+    ) as step:
         found = step(x, target=classes)
     torch.testing.assert_close(found, expected.detach(), equal_nan=True)
     updated = [parameter.detach() - parameter.grad for parameter in model.parameters()]  # type: ignore[operator]
@@ -133,7 +137,11 @@ def test_short_numbers_are_summed_in_float32_as_before(dtype: torch.dtype) -> No
         model = nn.Linear(3, NUM_CLASSES).to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         with mirrorc.compile(
-            model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="decomposed", disable_passes=without
+            model,
+            2,
+            optimizer=optimizer,
+            loss_fn=F.cross_entropy,
+            compiler=mirrorc.Compiler(backend="decomposed", disable=without),
         ) as step:
             trained.append([step(x, target=target), *(parameter.detach() for parameter in model.parameters())])
             sums = wide_sums(step.program.regions["bwd_0"].graph_module.graph)

@@ -9,6 +9,7 @@ from selections import slow
 
 from mirrorc.dumps.pass_report import PassReport
 from mirrorc.ir.program import Program
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Instrument, Pass
@@ -22,7 +23,7 @@ class Printing(Instrument):
 
 def num_calls(num_nodes: int, bucket_cap_mb: float) -> int:
     program = deep_program(num_nodes, num_devices=2)
-    pipeline = default_pipeline(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=bucket_cap_mb)
+    pipeline = default_pipeline(buckets=ByBytes(bucket_cap_mb, bucket_cap_mb))
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

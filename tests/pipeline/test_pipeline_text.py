@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mirrorc.compression import Collectives, Gradients, Payload, TopK
 from mirrorc.ir.program import Program, Stage
+from mirrorc.packing import ByBytes
 from mirrorc.passes import ALGORITHMS, PASSES, LowerCollectives, OutlineRegions, PlanBuckets, default_pipeline
 from mirrorc.pipeline.pipeline_text import format_passes, parse_passes
 from mirrorc.pipeline.protocol import Pass
@@ -132,12 +133,12 @@ def test_every_pass_has_its_name() -> None:
     st.sampled_from([None, "copy"]),
 )
 def test_a_pipeline_survives_as_text(cap: float, first: float, link: str | None) -> None:
-    passes = default_pipeline(bucket_cap_mb=cap, first_bucket_mb=first, link=link)
+    passes = default_pipeline(link=link, buckets=ByBytes(cap, first))
     assert parse_passes(format_passes(passes), PASSES) == passes
 
 
 def test_defaults_are_left_out() -> None:
-    text = format_passes([PlanBuckets(bucket_cap_mb=math.inf), OutlineRegions(), LowerCollectives(link="copy")])
+    text = format_passes([PlanBuckets(buckets=math.inf), OutlineRegions(), LowerCollectives(link="copy")])
     assert text == "plan-buckets{bucket_cap_mb=inf},outline-regions,lower-collectives{link='copy'}"
 
 

@@ -4,6 +4,7 @@ from tiny_programs import SMALL_BUCKETS, Weight, captured_model, every_stage, ha
 from torch import nn
 
 from mirrorc.ir.program import Program
+from mirrorc.packing import ByBytes
 from mirrorc.printing.folding import folded, is_mark, unfolded
 from mirrorc.printing.reader import read_program_text
 from mirrorc.printing.spans import read_spans, spans
@@ -69,7 +70,7 @@ def deep(num_layers: int) -> Program:
 
 @pytest.mark.slow
 def test_a_deep_model_fits_on_a_screen_at_every_stage_with_buckets_and_nothing_is_lost() -> None:
-    caps = {"bucket_cap_mb": 2 * 40 * 8 * 4 / 2**20, "first_bucket_mb": 1e-6}
+    caps = {"buckets": ByBytes(2 * 40 * 8 * 4 / 2**20, 1e-6)}
     for name, program in every_stage(deep(32), **caps).items():
         if not program.buckets:
             continue

@@ -34,6 +34,7 @@ from mirrorc.capture.rewrites.value_names import with_stable_names
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir import ops
 from mirrorc.ir.program import Stage
+from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.program_text import program_to_text
@@ -66,9 +67,8 @@ def step_with_dump(**options: object) -> mirrorc.Step:
         ["cpu:0", "cpu:1"],
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=torch.nn.functional.cross_entropy,
-        backend="eager",
         example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
-        **options,  # type: ignore[arg-type]
+        **grouped({"backend": "eager", **options}),  # type: ignore[arg-type]
     )
 
 
@@ -431,8 +431,8 @@ def test_arguments_of_regions_are_called_as_in_the_call() -> None:
         2,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=nn.functional.cross_entropy,
-        backend="eager",
         example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
+        compiler=mirrorc.Compiler(backend="eager"),
     ) as step:
         text = step.program.to_text(regions=True)
     FileCheck().check("= fwd_0(input, target, ").check("region fwd_0(").check_same("input: f32[2, 4]").check(

@@ -11,6 +11,7 @@ import mirrorc
 from mirrorc import Program
 from mirrorc.ir.nodes import region_title
 from mirrorc.ir.program import Stage
+from mirrorc.options.table import grouped
 from mirrorc.printing.graph_text import graph_lines
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, PrintedValue, split_list
 from mirrorc.printing.program_text import program_to_text
@@ -261,7 +262,7 @@ def test_dumps_of_passes_are_read_but_for_those_that_leave_the_program_out(tmp_p
     optimizer = torch.optim.SGD(weights.parameters(), lr=0.1)
     inputs = ((torch.zeros(4, 4),), {"target": torch.zeros(4, dtype=torch.int64)})
     options = {"loss_fn": torch.nn.functional.cross_entropy, "backend": "eager", "dump": tmp_path}
-    with mirrorc.compile(weights, 1, optimizer=optimizer, example_inputs=inputs, **options) as step:  # type: ignore[arg-type]
+    with mirrorc.compile(weights, 1, optimizer=optimizer, example_inputs=inputs, **grouped(options)) as step:  # type: ignore[arg-type]
         last = step.program
     texts = [path.read_text(encoding="utf-8") for path in sorted((tmp_path / "program-0").glob("*.txt"))]
     as_before = [text for text in texts if "# the program is as before" in text]

@@ -12,11 +12,12 @@ from torch.testing import FileCheck
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.printing.reader import read_program_text
 
-TWO_BUCKETS = {"first_bucket_mb": 0.005, "bucket_cap_mb": 1.0}
+TWO_BUCKETS = {"buckets": ByBytes(1.0, 0.005)}
 
 
 @functools.cache

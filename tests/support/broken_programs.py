@@ -54,7 +54,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, region_calls, 
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
 from mirrorc.ir.workers import Workers, World
-from mirrorc.packing import EqualPacks
+from mirrorc.packing import ByBytes, EqualPacks
 from mirrorc.passes import (
     CheckFinite,
     ClipGradients,
@@ -110,7 +110,7 @@ def with_untold_region(program: Program) -> Program:
     raise AssertionError("some region has a size that it reads in types alone")
 
 
-CAPS = {"first_bucket_mb": 2048 / 2**20, "bucket_cap_mb": 2048 / 2**20}
+CAPS = {"buckets": ByBytes(2048 / 2**20, 2048 / 2**20)}
 WORKER_1 = World(3, (1, 2, 1)).worker(1)
 
 
@@ -245,7 +245,7 @@ def cut(change: Callable[[Program], object], pass_name: str = "lower-devices", *
         captured = handmade(2, WEIGHTS)
         if options.get("over_workers"):
             captured = captured.evolve(workers=WORKER_1)
-        program = every_stage(captured, packing=EqualPacks(2), **options)[pass_name]
+        program = every_stage(captured, buckets=EqualPacks(2), **options)[pass_name]
         assert [len(bucket.packs) for bucket in program.buckets] == [2]
         return program
 

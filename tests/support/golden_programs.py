@@ -31,7 +31,8 @@ from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers, World
-from mirrorc.packing import EqualPacks
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes, EqualPacks
 from mirrorc.passes import (
     ChooseCheckpoints,
     DecomposeGelu,
@@ -209,7 +210,7 @@ def _bert_inputs(number: int) -> dict[str, torch.Tensor]:
 
 
 def _small_buckets(first: float, others: float) -> dict[str, float]:
-    return {"first_bucket_mb": first, "bucket_cap_mb": others}
+    return {"buckets": ByBytes(others, first)}
 
 
 MODELS = {
@@ -314,7 +315,7 @@ def meetings_text() -> str:
 
 def packs_text() -> str:
     """A lowered program whose bucket is cut into packs of equal length."""
-    return run_passes(golden_program_before("digits", 2), default_pipeline(packing=EqualPacks(3))).to_text(
+    return run_passes(golden_program_before("digits", 2), default_pipeline(buckets=EqualPacks(3))).to_text(
         slots=True, sources=False
     )
 
@@ -322,7 +323,7 @@ def packs_text() -> str:
 def packs_over_workers_text() -> str:
     """The same of one of two workers, which exchange the packs."""
     program = golden_program_before("digits", 1, workers=World(2).worker(0))
-    pipeline = default_pipeline(packing=EqualPacks(3), over_workers=True)
+    pipeline = default_pipeline(over_workers=True, buckets=EqualPacks(3))
     return run_passes(program, pipeline).to_text(slots=True, sources=False)
 
 
@@ -331,8 +332,8 @@ def gathered_text() -> str:
     model = Words()
     optimizers = [SparseAdam(model.table.parameters()), _adamw(model.head)]
     inputs = {"x": torch.zeros(4, 6, dtype=torch.int64), "target": _classes(4)}
-    where = {"link": "copy", "disable_passes": ["share-parameters"], "exchange": "factors", "backend": "eager"}
-    with mirrorc.compile(model, 2, optimizer=optimizers, loss_fn=F.cross_entropy, **where) as step:  # type: ignore[arg-type]
+    where = {"link": "copy", "disable": ["share-parameters"], "exchange": "factors", "backend": "eager"}
+    with mirrorc.compile(model, 2, optimizer=optimizers, loss_fn=F.cross_entropy, **grouped(where)) as step:  # type: ignore[arg-type]
         return step.prepare(**inputs).to_text(slots=True, sources=False)
 
 
@@ -373,7 +374,7 @@ def _text_of_worker(**asked: Any) -> str:
     model = golden.make().train()
     options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets, **asked}
     where = {"world": World(2), "rank": 1, "backend": "eager"}
-    with mirrorc.compile(model, **options, **where) as step:  # type: ignore[arg-type]
+    with mirrorc.compile(model, **grouped({**options, **where})) as step:  # type: ignore[arg-type]
         return step.prepare(**golden.inputs(golden.num_examples(1))).to_text(slots=True, sources=False)
 
 

@@ -15,7 +15,8 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
-from mirrorc.packing import Gradient
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes, Gradient
 from mirrorc.passes import default_pipeline
 
 
@@ -75,14 +76,14 @@ def _in_order(how: str) -> dict[str, Any]:
     """
     way, _, backwards = how.removeprefix("by ").partition(", ")
     if way == "option":
-        return {"gradient_order": "reversed" if backwards else "ready"}
+        return {"order": "reversed" if backwards else "ready"}
     if way == "function":
-        return {"gradient_order": _order_by_function(bool(backwards))}
+        return {"order": _order_by_function(bool(backwards))}
     after, one = {
         "plan": ("plan-buckets", TurnPlan(bool(backwards))),
         "pass": ("reduce-over-workers", MoveFirstLaunch(bool(backwards))),
     }[way]
-    passes = default_pipeline(over_workers=True, early_update=False, bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+    passes = default_pipeline(over_workers=True, early_update=False, buckets=ByBytes(1e-6, 1e-6))
     place = [each.name for each in passes].index(after) + 1
     return {"passes": [*passes[:place], one, *passes[place:]], "scaler": None}
 
@@ -148,7 +149,7 @@ def compile_in_turn(rank: int, attempts: list[list[str]]) -> dict[str, Any]:
     for ways in attempts:
         model, given = _arguments(ways[rank])
         try:
-            with mirrorc.compile(model, **{"scaler": scaler, **given}) as step:
+            with mirrorc.compile(model, **grouped({"scaler": scaler, **given})) as step:
                 step(torch.full((2, 3), rank + 1.0), target=torch.ones(2, 2))
             found.append(model.weight.tolist())
         except (mirrorc.MirrorcError, ValueError, TypeError, KeyboardInterrupt) as error:

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import mirrorc
+from mirrorc.packing import ByBytes
 
 NUM_DEVICES, NUM_EXAMPLES, NUM_TOKENS = 4, 6, 16
 LAYERS, WIDTH, VOCABULARY = 3, 256, 97
@@ -36,11 +37,10 @@ def dumped_program(dump: Path | None = None) -> mirrorc.Program:
             model,
             [f"cpu:{i}" for i in range(NUM_DEVICES)],
             optimizer=AdamW([decayed, plain], lr=3e-4, betas=(0.9, 0.95)),
-            backend="eager",
             example_inputs={"input_ids": tokens, "labels": tokens},
-            bucket_cap_mb=4.0,
-            first_bucket_mb=1.0,
-            dump=dump,
+            compiler=mirrorc.Compiler(backend="eager"),
+            debug=mirrorc.Debug(dump=dump),
+            communication=mirrorc.Communication(buckets=ByBytes(4.0, 1.0)),
         ) as step,
     ):
         return step.program

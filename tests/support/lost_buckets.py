@@ -16,6 +16,8 @@ from torch import nn
 from worker_training import batch, made, values_of
 
 import mirrorc
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
 
 _LONGEST_SECONDS = 60.0
@@ -77,7 +79,7 @@ def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, A
     sends all, and fails in its second ``update``. Where the optimizer is dealt out, it sends all sums, and the new parameters
     of the first bucket that is gathered. Files in ``folder`` tell workers how far the others are."""
     model, optimizer = made("mlp", given.get("optimizer", "AdamW"), seed=rank)
-    options = {"backend": "eager", "timeout_seconds": 60.0, "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
+    options = {"backend": "eager", "timeout_seconds": 60.0, "buckets": ByBytes(0.0005, 0.0005)}
     folder, size = Path(given["folder"]), len(given["devices"])
     losses: list[float] = []
     with mirrorc.compile(
@@ -85,7 +87,7 @@ def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, A
         given["devices"][rank],
         optimizer=optimizer,
         loss_fn=nn.CrossEntropyLoss(),
-        **{**options, **given.get("options", {})},
+        **grouped({**options, **given.get("options", {})}),
     ) as step:
 
         def train(number: int) -> None:

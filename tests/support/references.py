@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -127,7 +128,9 @@ def train_mirrored(
     model = copy.deepcopy(model)
     optimizer = make_optimizer(model.parameters())
     losses = []
-    with mirrorc.compile(model, num_devices, optimizer=optimizer, loss_fn=loss_fn, backend=backend, **options) as step:
+    with mirrorc.compile(
+        model, num_devices, optimizer=optimizer, loss_fn=loss_fn, **grouped({"backend": backend, **options})
+    ) as step:
         for i, batch in enumerate(batches):
             losses.append(step(**batch).item())
             assert_mirrored(step, model, num_devices)

@@ -8,6 +8,7 @@ import worker_training
 from torch import nn
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 
 def made(given: dict[str, Any], seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -46,7 +47,12 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         options["clip_grad_norm"] = _bound(given["bound"])
     found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "scales": []}
     with mirrorc.compile(
-        model, given["devices"][rank], optimizer=optimizers, loss_fn=nn.CrossEntropyLoss(), scaler=scaler, **options
+        model,
+        given["devices"][rank],
+        optimizer=optimizers,
+        loss_fn=nn.CrossEntropyLoss(),
+        scaler=scaler,
+        **grouped(options),
     ) as step:
         for number, (what, sizes, *others) in enumerate(given["calls"]):
             x, y = worker_training.batch(number, rank, sizes[rank])

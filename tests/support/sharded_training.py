@@ -12,6 +12,7 @@ from torch import nn
 from worker_training import batch, made, values_of
 
 import mirrorc
+from mirrorc.options.table import grouped
 from mirrorc.runtime.workers.buckets.sharded_buckets import ShardedBuckets
 
 State = dict[str, dict[str, list[float]]]
@@ -33,7 +34,11 @@ class _Training:
         self.model, self.optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
         options = {"shard_optimizer": True, "backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
         self.step = mirrorc.compile(
-            self.model, given["devices"][rank], optimizer=self.optimizer, loss_fn=nn.CrossEntropyLoss(), **options
+            self.model,
+            given["devices"][rank],
+            optimizer=self.optimizer,
+            loss_fn=nn.CrossEntropyLoss(),
+            **grouped(options),
         )
         self.kept: Any = None
         self.states: list[State] = []

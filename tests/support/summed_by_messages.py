@@ -11,6 +11,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import send_to
+from mirrorc.packing import ByBytes
 from mirrorc.passes import ShareParameters
 from mirrorc.passes.all_reduce import AllReduceAlgorithm
 
@@ -18,9 +19,7 @@ from mirrorc.passes.all_reduce import AllReduceAlgorithm
 def linked(num_devices: int, *lengths: int, dtype: torch.dtype = torch.float32, link: str = "copy") -> Program:
     """A program with linked all_reduces: a bucket for each length, the first weight's last, which devices have copies of."""
     weights = [Weight(f"w{i}", (length,), dtype) for i, length in enumerate(lengths)]
-    return run_up_to(
-        "lower-collectives", handmade(num_devices, weights), link=link, bucket_cap_mb=1e-9, first_bucket_mb=1e-9
-    )
+    return run_up_to("lower-collectives", handmade(num_devices, weights), link=link, buckets=ByBytes(1e-9, 1e-9))
 
 
 def linked_by_shares(
@@ -28,7 +27,7 @@ def linked_by_shares(
 ) -> Program:
     """The same of devices that share one copy of the parameters: reduce_scatters."""
     weights = [Weight(f"w{i}", (length,), dtype) for i, length in enumerate(lengths)]
-    before = run_up_to("schedule-overlap", handmade(num_devices, weights), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    before = run_up_to("schedule-overlap", handmade(num_devices, weights), buckets=ByBytes(1e-9, 1e-9))
     (lower,) = [one for one in core_pipeline(link=link) if one.name == "lower-collectives"]
     return lower.run(ShareParameters().run(before))
 

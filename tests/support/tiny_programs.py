@@ -23,6 +23,8 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, UpdateRule, Variable
 from mirrorc.ir.workers import ALONE, Workers, World
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
@@ -148,7 +150,7 @@ def every_stage(program: Program, **options: Any) -> dict[str, Program]:
     return found
 
 
-SMALL_BUCKETS = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+SMALL_BUCKETS = {"buckets": ByBytes(1e-6, 1e-6)}
 """Options of the pipeline that give every gradient a bucket of its own."""
 
 
@@ -186,7 +188,7 @@ class Gated(nn.Module):
 def sgd_step(model: nn.Module, devices: Any = 2, *, lr: float = 0.1, **options: Any) -> mirrorc.Step:
     """A step that runs eagerly and trains by SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return mirrorc.compile(model, devices, optimizer=optimizer, **{"backend": "eager", **options})
+    return mirrorc.compile(model, devices, optimizer=optimizer, **grouped({"backend": "eager", **options}))
 
 
 def captured_call(

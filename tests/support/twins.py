@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 
 def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -28,7 +29,7 @@ def compiled_step(model: nn.Module, loss_fn: Any = None, devices: Any = 2, optim
     if not isinstance(optimizer, torch.optim.Optimizer | list):
         optimizer = optimizer(model.parameters())
     options = {"backend": "eager", **options}
-    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=loss_fn, **options)
+    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=loss_fn, **grouped(options))
 
 
 def same_each_time(make: Callable[[], Any]) -> Any:

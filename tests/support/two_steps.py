@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 LONG = 600.0  # seconds; longer than the tests wait
 
@@ -16,7 +17,7 @@ LONG = 600.0  # seconds; longer than the tests wait
 def _step(model: nn.Module, **options: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"backend": "eager", "capture": "dynamo", "timeout_seconds": LONG}
-    return mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=functional.mse_loss, **given, **options)
+    return mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=functional.mse_loss, **grouped({**given, **options}))
 
 
 class Judge(nn.Module):
@@ -67,8 +68,8 @@ def train_adversaries(rank: int) -> dict[str, Any]:
     generator, discriminator, optimizers = adversaries()
     given = {"backend": "eager", "capture": "dynamo", "timeout_seconds": LONG}
     with (
-        mirrorc.compile(Judge(generator, discriminator), 1, optimizer=optimizers[0], **given) as d_step,
-        mirrorc.compile(Forger(generator, discriminator), 1, optimizer=optimizers[1], **given) as g_step,
+        mirrorc.compile(Judge(generator, discriminator), 1, optimizer=optimizers[0], **grouped(given)) as d_step,
+        mirrorc.compile(Forger(generator, discriminator), 1, optimizer=optimizers[1], **grouped(given)) as g_step,
         mirrorc.join(d_step, g_step),
     ):
         for real, noise in batches(rank):

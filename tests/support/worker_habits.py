@@ -11,6 +11,7 @@ import worker_training
 from torch import nn
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 
 def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +31,12 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     with (
         warnings.catch_warnings(record=True) as warned,
         mirrorc.compile(
-            model, given["devices"][rank], optimizer=optimizer, loss_fn=loss_fn, loss_reduction=reduction, **options
+            model,
+            given["devices"][rank],
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            loss_reduction=reduction,
+            **grouped(options),
         ) as step,
     ):
         warnings.simplefilter("always")

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 WORDS = 50
 
@@ -62,7 +63,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there are many sizes
         with mirrorc.compile(
-            model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **options
+            model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **grouped(options)
         ) as step:
             with step.join() if given.get("joins") else contextlib.nullcontext():
                 for number, sizes in enumerate(given["batches"]):
@@ -88,7 +89,11 @@ def in_one_process(given: dict[str, Any]) -> tuple[list[float], dict[str, list[f
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there are many sizes
         with mirrorc.compile(
-            model, len(given["devices"]), optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), backend="eager"
+            model,
+            len(given["devices"]),
+            optimizer=optimizer,
+            loss_fn=nn.CrossEntropyLoss(),
+            compiler=mirrorc.Compiler(backend="eager"),
         ) as step:
             for number, sizes in enumerate(given["batches"]):
                 own = [batch(number, rank, size) for rank, size in enumerate(sizes)]

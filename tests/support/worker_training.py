@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 _is_full = False  # the disk, for `writes`
 _ends_there = False  # whether the process ends in `writes`
@@ -347,7 +348,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     outputs: list[list[int]] = []
     began = time.monotonic()
     with mirrorc.compile(
-        model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **options
+        model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **grouped(options)
     ) as step:
         if "unsent" in given and step.rank in given.get(
             "loads_unsent", range(step.num_workers)
@@ -446,7 +447,7 @@ def train_until_all_have_left(rank: int, given: dict[str, Any]) -> dict[str, Any
     losses: list[float] = []
     own = [sizes[rank] for sizes in given["sizes"]]
     with mirrorc.compile(
-        model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **options
+        model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **grouped(options)
     ) as step:
         torch.manual_seed(5 if rank == 0 else 6)
         if "prepares" in given:
@@ -546,7 +547,11 @@ def in_one_process(given: dict[str, Any]) -> tuple[list[float], dict[str, list[f
     losses = []
     number_of_devices = sum(given["devices"])
     with mirrorc.compile(
-        model, number_of_devices, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), backend="eager"
+        model,
+        number_of_devices,
+        optimizer=optimizer,
+        loss_fn=nn.CrossEntropyLoss(),
+        compiler=mirrorc.Compiler(backend="eager"),
     ) as step:
         torch.manual_seed(5)
         for number in range(given.get("steps", 4)):

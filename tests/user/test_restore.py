@@ -95,7 +95,7 @@ def test_a_module_under_several_names_is_trained_as_in_pytorch(make: Callable[[]
     for seed in range(3):
         batch = {"x": torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))}
         if seed == 0:
-            step = mirrorc.compile(model, 1, optimizer=optimizer, backend="eager")
+            step = mirrorc.compile(model, 1, optimizer=optimizer, compiler=mirrorc.Compiler(backend="eager"))
             with same_objects(model):
                 step.prepare(**batch)
         assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch), rel=1e-12)

@@ -12,6 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Role, Variable
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline, resolve_sharing
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.codegen.regions import retarget
@@ -32,7 +33,7 @@ def test_a_step_on_gpus_is_verified_after_every_pass(name: str) -> None:
     """Types are recomputed with fake tensors of CUDA, so a value that is made on the host by mistake is refused."""
     for names, link in ((("cuda:0", "cuda:1", "cuda:2"), "nccl"), (("cuda:0", "cuda:0/1", "cuda:1"), "copy")):
         check_finite = "skip" if link == "copy" else False
-        program = compiled(name, *names, bucket_cap_mb=0.0005, first_bucket_mb=0.0001, check_finite=check_finite)
+        program = compiled(name, *names, check_finite=check_finite, buckets=ByBytes(0.0005, 0.0001))
         assert program.stage is Stage.LOWERED and list(program.device_graphs) == list(names)
         launches = [n for m in program.device_graphs.values() for n in calls_to(m.graph, ops.all_reduce)]
         assert len(launches) > len(names) and {n.kwargs["link"] for n in launches} == {link}, "GPUs share no memory"

@@ -82,7 +82,13 @@ def test_no_higher_front_end_captures_it(family: str, entry: ZooModel) -> None:
     _skip_without_library(family)
     model, batch = entry.made(), entry.batches()[0]
     optimizer = SGD(model.parameters())
-    step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=entry.loss_fn, backend="eager", capture="dynamo")
+    step = mirrorc.compile(
+        model,
+        2,
+        optimizer=optimizer,
+        loss_fn=entry.loss_fn,
+        compiler=mirrorc.Compiler(backend="eager", capture="dynamo"),
+    )
     with step, unchanged(model), pytest.raises(mirrorc.CaptureError):
         step(**batch)
 

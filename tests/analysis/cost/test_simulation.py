@@ -17,6 +17,7 @@ from mirrorc.analysis.cost.simulation import simulate
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, call_name, is_region_call
 from mirrorc.ir.program import Program
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 
@@ -60,7 +61,7 @@ def test_a_link_without_limits_gives_the_time_of_what_devices_do() -> None:
 
 
 def test_one_bucket_is_exposed_for_its_bytes_and_a_round_trip() -> None:
-    program = program_of(bucket_cap_mb=25.0, first_bucket_mb=25.0)
+    program = program_of(buckets=ByBytes(25.0, 25.0))
     assert [bucket.num_bytes for bucket in program.buckets] == [sum(NUM_BYTES)]
     link = LinkSpeed(latency_seconds=0.25, seconds_per_byte=2.0**-16)
     found = simulate(program, Given(program, link, {"fwd_0": 4.0, "bwd_0": 5.0, "update b0": 1.0}))

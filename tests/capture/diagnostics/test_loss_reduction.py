@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 X = torch.randn(6, 3)
 Loss = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -22,7 +23,7 @@ def said(loss_fn: Loss, devices: int = 2, return_outputs: bool = False, **option
     options = {"loss_fn": loss_fn, "backend": "eager", "return_outputs": return_outputs, **options}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with mirrorc.compile(model, devices, optimizer=optimizer, **options) as step:
+        with mirrorc.compile(model, devices, optimizer=optimizer, **grouped(options)) as step:
             step(X, target=torch.ones(6, 3))
             step(X[:4], target=torch.ones(4, 3))
     found = [w for w in caught if w.category is UserWarning]

@@ -83,7 +83,7 @@ def test_a_shard_without_targets_gives_no_gradient_and_a_loss_that_is_not_a_numb
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mirrorc.compile(model, 2, optimizer=optimizer, backend=backend) as step:
+        with mirrorc.compile(model, 2, optimizer=optimizer, compiler=mirrorc.Compiler(backend=backend)) as step:
             step(**whole)
             model.load_state_dict(twin.state_dict())
             assert step(**empty).isnan()

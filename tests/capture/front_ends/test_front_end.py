@@ -18,6 +18,7 @@ from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.dynamo.dynamo_front_end import DynamoFrontEnd
 from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.capture.front_ends.front_end import Traced, front_end_named, register_front_end, unregister_front_end
+from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 
@@ -64,11 +65,11 @@ def test_a_front_end_from_outside_traces_each_shape_of_a_shard(front_end: Counti
 def test_a_step_is_captured_by_the_front_end_that_is_asked_for(front_end: CountingFrontEnd) -> None:
     model, batch = make_mlp(), mlp_batch(5)
     options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_fn": F.cross_entropy, "backend": "eager"}
-    with mirrorc.compile(model, 2, capture="counting", **options) as step:  # type: ignore[arg-type]
+    with mirrorc.compile(model, 2, **grouped({"capture": "counting", **options})) as step:  # type: ignore[arg-type]
         step(batch["x"], target=batch["target"])
     assert front_end.shapes == [(3, 6), (2, 6)]
     with pytest.raises(ValueError, match="capture is 'traced': choose one of auto, dynamo, autograd, counting"):
-        mirrorc.compile(model, 2, capture="traced", **options)  # type: ignore[arg-type]
+        mirrorc.compile(model, 2, **grouped({"capture": "traced", **options}))  # type: ignore[arg-type]
 
 
 def test_a_rung_from_outside_is_tried_last() -> None:

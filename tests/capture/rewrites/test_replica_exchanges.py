@@ -19,6 +19,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
+from mirrorc.options.table import grouped
 
 
 def test_one_replica_has_copies() -> None:
@@ -108,7 +109,7 @@ def of_worker(rank: int, rows: int) -> tuple[Program, str]:
     model = Meeting()
     options: dict[str, Any] = {"world": mirrorc.World(2, 2), "rank": rank, "backend": "eager", "progress": False}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, optimizer=optimizer, loss_fn=F.mse_loss, **options) as step:
+    with mirrorc.compile(model, optimizer=optimizer, loss_fn=F.mse_loss, **grouped(options)) as step:
         program = step.prepare(torch.randn(rows, 4), target=torch.randn(rows, 3))
         return program, step.schedule_hash
 

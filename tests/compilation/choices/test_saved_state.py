@@ -9,6 +9,8 @@ from torch import nn
 
 import mirrorc
 from mirrorc import World
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 
 MIDDLE = {"devices_per_worker": [1, 1], "sent_as_factors": ["2.weight"]}
 
@@ -18,7 +20,7 @@ def made(**options: Any) -> mirrorc.Step:
     net = nn.Sequential(nn.Embedding(4096, 64), nn.Flatten(), nn.Linear(128, 2048), nn.ReLU(), nn.Linear(2048, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     given = {"loss_fn": nn.CrossEntropyLoss(), "backend": "eager", "world": World(2), **options}
-    return mirrorc.compile(net, optimizer=optimizer, **given)
+    return mirrorc.compile(net, optimizer=optimizer, **grouped(given))
 
 
 def prepare(step: mirrorc.Step) -> mirrorc.ir.program.Program:
@@ -54,7 +56,7 @@ def test_what_others_have_chosen_is_left_aside() -> None:
 
 
 def test_measured_sizes_of_an_earlier_version_are_refused_by_name() -> None:
-    sizes = {"bucket_cap_mb": 4.0, "first_bucket_mb": 1.0}
+    sizes = {"buckets": ByBytes(4.0, 1.0)}
     with made() as step:
         with pytest.raises(
             ValueError, match=r"has bucket_cap_mb=4.0, first_bucket_mb=1.0, .* give these numbers to mirrorc.c"

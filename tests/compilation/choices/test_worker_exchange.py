@@ -17,6 +17,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers
+from mirrorc.options.table import grouped
 
 WIDE = Candidate("wide", num_bytes=2048 * 2048 * 4, row_bytes=2 * 2048 * 4, num_rows=64, work_per_row=2048 * 2048)
 NARROW = replace(WIDE, variable="narrow", num_bytes=2048 * 4)
@@ -98,7 +99,7 @@ def prepared(devices: int = 1, rank: int = 0, num_examples: int = 8, **options: 
         "loss_fn": nn.CrossEntropyLoss(),
         "backend": "eager",
     }
-    with mirrorc.compile(net, **given, world=World(2, devices), rank=rank, **options) as step:  # type: ignore[arg-type]
+    with mirrorc.compile(net, world=World(2, devices), rank=rank, **grouped({**given, **options})) as step:  # type: ignore[arg-type]
         step.prepare(torch.randint(4096, (num_examples, 2)), target=torch.zeros(num_examples, dtype=torch.int64))
         assert step.memory().total > 0
         return step.program
@@ -147,5 +148,9 @@ def test_factors_need_what_makes_them() -> None:
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         mirrorc.compile(
-            net, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), world=World(2, (1, 2)), exchange="factors"
+            net,
+            optimizer=optimizer,
+            loss_fn=nn.CrossEntropyLoss(),
+            world=World(2, (1, 2)),
+            communication=mirrorc.Communication(exchange="factors"),
         )

@@ -105,7 +105,7 @@ def test_compiled_gelus_are_the_same_numbers_with_the_pass_and_without(dtype: to
         model = TwoGelus().to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with mirrorc.compile(
-            model, 2, optimizer=optimizer, loss_fn=nn.functional.mse_loss, disable_passes=without
+            model, 2, optimizer=optimizer, loss_fn=nn.functional.mse_loss, compiler=mirrorc.Compiler(disable=without)
         ) as step:
             losses = [step(torch.randn(4, 3, dtype=dtype), target=torch.randn(4, 2, dtype=dtype)) for _ in range(2)]
         trained.append([*losses, *(parameter.detach() for parameter in model.parameters())])

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc.ir.program import Program
+from mirrorc.options.table import grouped
 from mirrorc.passes import LayChannelsLast, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.codegen.backends import backend_named
@@ -218,7 +219,7 @@ def test_outputs_lie_as_in_pytorch(num_devices: int) -> None:
         num_devices,
         optimizer=optimizer,
         loss_fn=lambda given, target: F.cross_entropy(given[0], target),
-        **options,
+        **grouped(options),
     ) as step:
         x = torch.randn(5, 3, 6, 6)
         expected = model(x)[1].detach()

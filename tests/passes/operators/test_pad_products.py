@@ -17,6 +17,7 @@ from mirrorc.errors import VerifyError
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import reinfer_type
+from mirrorc.options.table import grouped
 from mirrorc.passes import PadProducts, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
@@ -179,7 +180,7 @@ def test_no_number_changes(make: Callable[[], nn.Module], num_devices: int, back
     reference = copy.deepcopy(model)
     optimizer, expected = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference))
     options = {"loss_fn": F.cross_entropy, "backend": backend, "passes": padded_pipeline()}
-    with mirrorc.compile(model, num_devices, optimizer=optimizer, **options) as step:
+    with mirrorc.compile(model, num_devices, optimizer=optimizer, **grouped(options)) as step:
         for size in (7, 7, 5):
             x, target = torch.randn(size, 6), torch.arange(size) % 5
             expected.zero_grad()
@@ -200,7 +201,7 @@ def test_outputs_lie_as_in_pytorch(num_devices: int) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"loss_fn": F.cross_entropy, "backend": "eager", "passes": padded_pipeline(), "return_outputs": True}
-    with mirrorc.compile(model, num_devices, optimizer=optimizer, **options) as step:
+    with mirrorc.compile(model, num_devices, optimizer=optimizer, **grouped(options)) as step:
         x, target = torch.randn(7, 6), torch.arange(7) % 5
         for run in (step.evaluate, step):
             expected = model(x).detach()

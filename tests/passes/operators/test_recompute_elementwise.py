@@ -125,7 +125,7 @@ def test_training_is_that_of_one_device(function: Callable[[torch.Tensor], torch
     model, x = net(function)
     ours, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.5)
     of_step = torch.optim.SGD(ours.parameters(), lr=0.5)
-    with mirrorc.compile(ours, 2, optimizer=of_step, backend="decomposed") as step:
+    with mirrorc.compile(ours, 2, optimizer=of_step, compiler=mirrorc.Compiler(backend="decomposed")) as step:
         for _ in range(2):
             optimizer.zero_grad()
             loss = model(x)

@@ -15,6 +15,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.ir.program import Program, Stage
+from mirrorc.packing import ByBytes
 from mirrorc.passes import FactorGradients, default_pipeline, resolve_sharing
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify
@@ -247,7 +248,7 @@ def test_a_tied_table_is_made_whole() -> None:
 
 def test_regions_that_are_left_with_nothing_to_do_are_not_called() -> None:
     """One bucket for each table, so that backward is cut between them; the last only adds up rows."""
-    caps = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+    caps = {"buckets": ByBytes(1e-6, 1e-6)}
     program = run_up_to("outline-regions", captured_model(TwoTables(), 2, 8, columns=40), **caps)
     after = FactorGradients(min_elements=0).run(program)
     verify(after, before=program)
@@ -341,7 +342,7 @@ def test_the_pipeline_tells_whether_parameters_are_shared() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"link": "copy"}, {"disable_passes": ["share-parameters"]}], ids=str)
+@pytest.mark.parametrize("options", [{"link": "copy"}, {"disable": ["share-parameters"]}], ids=str)
 def test_a_step_whose_devices_make_no_shares_does_not_say_that_they_do(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 3))
     x, y = torch.randn(4, 400), torch.zeros(4, dtype=torch.int64)

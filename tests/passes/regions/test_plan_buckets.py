@@ -22,7 +22,7 @@ KIB = 1 / 1024  # in MiB
 
 
 def plan(weights: list[Weight], cap: float, first: float) -> Program:
-    return PlanBuckets(bucket_cap_mb=cap, first_bucket_mb=first).run(handmade(1, weights))
+    return PlanBuckets(buckets=ByBytes(cap, first)).run(handmade(1, weights))
 
 
 def planned_only(weights: list[Weight]) -> Program:
@@ -54,7 +54,7 @@ caps_strategy = st.sampled_from([0.05, 0.1, 0.25, 0.5, 1.0, 4.0, math.inf]).map(
 def test_a_plan_holds_every_gradient_once_in_order_and_within_caps(
     weights: list[Weight], cap: float, first: float
 ) -> None:
-    program = PlanBuckets(bucket_cap_mb=cap, first_bucket_mb=first).run(planned_only(weights))
+    program = PlanBuckets(buckets=ByBytes(cap, first)).run(planned_only(weights))
     position = {weight.name: i for i, weight in enumerate(weights)}
     by_name = {weight.name: weight for weight in weights}
     placed = [slot.variable for bucket in program.buckets for slot in bucket.slots]
@@ -158,13 +158,13 @@ FOUR = [Weight("a", (16,)), Weight("b", (160,)), Weight("c", (0,)), Weight("d", 
 
 
 def test_an_infinite_cap_is_one_bucket_whatever_the_first_one_is() -> None:
-    for options in ({"bucket_cap_mb": math.inf, "first_bucket_mb": 1e-6}, {"packing": ByBytes(math.inf, 1e-6)}):
+    for options in ({"buckets": ByBytes(math.inf, 1e-6)}, {"buckets": ByBytes(math.inf, 1e-6)}):
         assert contents(planned(FOUR, **options)) == [["a", "b", "c", "d"]]
 
 
 def test_the_first_bucket_has_no_larger_cap_than_the_others() -> None:
-    assert len(planned(FOUR, bucket_cap_mb=1e-6).buckets) == 4  # though the first one's default cap is 1 MiB
-    assert len(planned(FOUR, packing=ByBytes(1e-6)).buckets) == 4
+    assert len(planned(FOUR, buckets=1e-6).buckets) == 4  # though the first one's default cap is 1 MiB
+    assert len(planned(FOUR, buckets=ByBytes(1e-6)).buckets) == 4
 
 
 @pytest.mark.parametrize("cap", [0, 0.0, -1, math.nan, True, "1"])
@@ -177,7 +177,7 @@ def test_a_cap_that_is_not_positive_is_refused(cap: Any) -> None:
 
 
 def test_equal_packs_cut_the_bucket_anywhere() -> None:
-    program = planned(FOUR, packing=EqualPacks(3))  # 16 + 160 + 16 + 16 elements with gaps
+    program = planned(FOUR, buckets=EqualPacks(3))  # 16 + 160 + 16 + 16 elements with gaps
     assert contents(program) == [["a", "b", "c", "d"]]
     assert packs(program) == [[(0, 0, 69), (1, 69, 138), (2, 138, 208)]]
     (bucket,) = program.buckets
@@ -187,50 +187,50 @@ def test_equal_packs_cut_the_bucket_anywhere() -> None:
         ["b", "c", "d"],
     ]
     assert "bucket 0: b lies in several packs" in remarks(program)
-    assert packs(planned(FOUR, packing=1)) == [[]] and packs(planned(FOUR)) == [[]]
+    assert packs(planned(FOUR, buckets=EqualPacks(1))) == [[]] and packs(planned(FOUR)) == [[]]
 
 
 def test_packs_are_numbered_as_they_become_complete_over_all_kinds() -> None:
     other = UpdateRule("B", 1)
     weights = [Weight("a", (64,)), Weight("b", (64,), rule=other), Weight("c", (64,)), Weight("d", (64,), rule=other)]
-    program = planned(weights, packing=2)
+    program = planned(weights, buckets=EqualPacks(2))
     assert contents(program) == [["a", "c"], ["b", "d"]]
     assert packs(program) == [[(0, 0, 64), (2, 64, 128)], [(1, 0, 64), (3, 64, 128)]]
     assert [pack.number for _, pack in program.packs] == [0, 1, 2, 3]
 
 
 def test_packs_of_a_reversed_bucket_are_complete_in_the_order_of_backward() -> None:
-    program = planned([Weight("a", (64,)), Weight("b", (64,))], packing=2, gradient_order=lambda one: -one.ready)
+    program = planned([Weight("a", (64,)), Weight("b", (64,))], order=lambda one: -one.ready, buckets=EqualPacks(2))
     assert contents(program) == [["b", "a"]] and packs(program) == [[(1, 0, 64), (0, 64, 128)]]
 
 
 def test_dtypes_are_not_mixed() -> None:
     weights = [Weight("a", (64,)), Weight("b", (64,), torch.float64), Weight("c", (64,))]
-    program = planned(weights, packing=2)
+    program = planned(weights, buckets=EqualPacks(2))
     assert [(bucket.dtype, len(bucket.packs)) for bucket in program.buckets] == [(torch.float64, 2), (torch.float32, 2)]
 
 
 def test_a_bucket_with_fewer_elements_than_packs_has_one_each() -> None:
-    program = planned([Weight("a", (3,))], packing=50)
+    program = planned([Weight("a", (3,))], buckets=EqualPacks(50))
     assert [pack[1:] for pack in packs(program)[0]] == [(i, i + 1) for i in range(16)]
     assert "bucket 0 has 16 packs, not 50" in remarks(program)
 
 
 def test_no_packing_gives_each_gradient_a_bucket() -> None:
-    program = planned(FOUR, packing=0)
+    program = planned(FOUR, buckets=EqualPacks(0))
     assert contents(program) == [["a"], ["b"], ["c"], ["d"]] and packs(program) == [[]] * 4
 
 
 def test_splits_decline_with_a_reason() -> None:
     large = Weight("large", (4096,))
-    assert packs(planned([large], packing=EqualSplits(4))) == [[(i, 1024 * i, 1024 * (i + 1)) for i in range(4)]]
-    few = planned([large], packing=EqualSplits(5))
+    assert packs(planned([large], buckets=EqualSplits(4))) == [[(i, 1024 * i, 1024 * (i + 1)) for i in range(4)]]
+    few = planned([large], buckets=EqualSplits(5))
     assert contents(few) == [["large"]] and packs(few) == [[]]
     assert "4096 elements in 5 packs are fewer than 1024 each; each gradient is reduced by itself" in remarks(few)
-    mixed = planned([large, Weight("b", (9,), torch.float64), Weight("c", (9,))], packing=EqualSplits(2))
+    mixed = planned([large, Weight("b", (9,), torch.float64), Weight("c", (9,))], buckets=EqualSplits(2))
     assert contents(mixed) == [["large"], ["b"], ["c"]]
     assert "EqualSplits(num_splits=2) declines: gradients are torch.float32 and torch.float64" in remarks(mixed)
-    other = planned([large, Weight("b", (9,), rule=MUON), Weight("c", (9,), rule=MUON)], packing=EqualSplits(2))
+    other = planned([large, Weight("b", (9,), rule=MUON), Weight("c", (9,), rule=MUON)], buckets=EqualSplits(2))
     assert contents(other) == [["large"], ["b"], ["c"]] and [len(own) for own in packs(other)] == [2, 1, 1]
 
 
@@ -238,12 +238,12 @@ def test_groups_of_ones_own_are_buckets() -> None:
     def mine(gradients: Sequence[Gradient]) -> list[list[str]]:
         return [["d", "a"], ["b"], ["c"]]
 
-    program = planned(FOUR, packing=mine)
+    program = planned(FOUR, buckets=mine)
     assert contents(program) == [["b"], ["c"], ["d", "a"]]
     assert "the groups of packing=mine" in remarks(program)
     rules = [Weight("a"), Weight("b", rule=MUON), Weight("c", (9,)), Weight("d", (9,))]
-    program = planned(rules, packing=mine)
-    program = planned([*rules[:3], Weight("d", (9,), rule=MUON)], packing=mine)
+    program = planned(rules, buckets=mine)
+    program = planned([*rules[:3], Weight("d", (9,), rule=MUON)], buckets=mine)
     assert contents(program) == [["a"], ["b"], ["c"], ["d"]]
     assert "the group of d becomes 2 buckets" in remarks(program)
 
@@ -251,14 +251,14 @@ def test_groups_of_ones_own_are_buckets() -> None:
 def test_packs_are_not_dealt_out() -> None:
     several = dataclasses.replace(World(2).worker(0), shards_optimizer=True)
     with pytest.raises(PassError, match="cut into packs cannot be dealt out to workers"):
-        PlanBuckets(packing=2).run(planned_only(FOUR).evolve(workers=several))
+        PlanBuckets(buckets=EqualPacks(2)).run(planned_only(FOUR).evolve(workers=several))
 
 
 @pytest.mark.slow
 @fuzzed(100)
 @given(weights=weights_strategy, number=st.integers(1, 9), is_reversed=st.booleans())
 def test_every_element_lies_in_one_pack(weights: list[Weight], number: int, is_reversed: bool) -> None:
-    program = planned(weights, packing=number, gradient_order="reversed" if is_reversed else "ready")
+    program = planned(weights, order="reversed" if is_reversed else "ready", buckets=number)
     position = {weight.name: i for i, weight in enumerate(weights)}
     ready = []
     for bucket, pack in program.packs:

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 from mirrorc.passes import ReserveMemory, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
@@ -46,7 +48,7 @@ def trained(num_devices: int, passes: list[Pass], backend: str = "eager", **opti
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     x, target = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3
     given: dict[str, Any] = {"loss_fn": F.cross_entropy, "backend": backend, "return_outputs": True, **options}
-    with mirrorc.compile(model, num_devices, optimizer=optimizer, passes=passes, **given) as step:
+    with mirrorc.compile(model, num_devices, optimizer=optimizer, **grouped({"passes": passes, **given})) as step:
         found = []
         for num_examples in (7, 9, 7):
             found.append(step.evaluate(x[:num_examples]))
@@ -77,7 +79,7 @@ def test_a_view_of_a_result_that_outlives_its_readers_is_not_overwritten(
     min_factored_elements: int, num_devices: int, num_parts: int
 ) -> None:
     """Linear layers in a row: one product is multiplied into the next, and backward gives transposed ones as factors."""
-    caps = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6, "min_factored_elements": min_factored_elements}
+    caps = {"min_factored_elements": min_factored_elements, "buckets": ByBytes(1e-6, 1e-6)}
     parts = {"microbatches": num_parts} if num_parts > 1 else {}
     found = []
     for one in (RESERVING, ReserveMemory()):
@@ -90,7 +92,7 @@ def test_a_view_of_a_result_that_outlives_its_readers_is_not_overwritten(
             "backend": "eager",
             "passes": pipeline(one, **caps, **parts),
         }
-        with mirrorc.compile(model, num_devices, optimizer=optimizer, **given, **parts) as step:
+        with mirrorc.compile(model, num_devices, optimizer=optimizer, **grouped({**given, **parts})) as step:
             losses = [step(x, target=target) for _ in range(3)]
             assert bool(reserved(step.program)) == (one is RESERVING)
         found.append([*losses, *(parameter.detach() for parameter in model.parameters())])

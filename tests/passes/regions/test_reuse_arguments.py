@@ -16,6 +16,7 @@ from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program
+from mirrorc.options.table import grouped
 from mirrorc.passes import (
     OutlineRegions,
     PlaceGradients,
@@ -64,7 +65,7 @@ def trained(
     x, target = torch.arange(7) % 5, torch.arange(7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     given: dict[str, Any] = {"loss_fn": F.cross_entropy, "backend": "decomposed", **options}
-    with mirrorc.compile(model, num_devices, optimizer=optimizer, passes=passes, **given) as step:
+    with mirrorc.compile(model, num_devices, optimizer=optimizer, **grouped({"passes": passes, **given})) as step:
         found = [step.accumulate(x, target=target)] if accumulates else []
         found += [step(x, target=target) for _ in range(2)]
         return [*found, *(parameter.detach().clone() for parameter in model.parameters())], step.program
@@ -266,7 +267,11 @@ def test_compiled_regions_take_less_memory_and_give_the_same_bits() -> None:
         x, target = torch.arange(36) * 7, torch.arange(36) * 9
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         with mirrorc.compile(
-            model, 1, optimizer=optimizer, loss_fn=F.cross_entropy, backend="inductor", disable_passes=without
+            model,
+            1,
+            optimizer=optimizer,
+            loss_fn=F.cross_entropy,
+            compiler=mirrorc.Compiler(backend="inductor", disable=without),
         ) as step:
             found.append([step(x, target=target), *(parameter.detach() for parameter in model.parameters())])
             assert bool(written(step.program)) is not bool(without)

@@ -17,6 +17,7 @@ import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
+from mirrorc.options.table import grouped
 from mirrorc.passes import UpdateInParts, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pipeline_edits import select_passes
@@ -107,9 +108,8 @@ def test_rows_of_other_workers_are_looked_at_when_they_are_there(rows: int) -> N
         loss_fn=F.cross_entropy,
         world=world,
         rank=0,
-        exchange="factors",
-        backend="eager",
-        passes=default_pipeline(over_workers=True, **PARTS),
+        communication=mirrorc.Communication(exchange="factors"),
+        compiler=mirrorc.Compiler(backend="eager", passes=default_pipeline(over_workers=True, **PARTS)),
     ) as step:
         step.prepare(**batches(rows, dtype=torch.float32)[0])
         assert parts_of(step.program) == {None, 150}  # biases are added up, in a bucket of their own
@@ -140,9 +140,7 @@ def test_options_that_bound_or_look_at_shares(options: dict[str, Any], are_in_pa
             2,
             optimizer=torch.optim.AdamW(model.parameters(), fused=True),
             loss_fn=F.cross_entropy,
-            backend="eager",
-            disable_passes=left_out,
-            **given,
+            **grouped({"backend": "eager", "disable": left_out, **given}),
         ) as step:
             losses = [step(**batch).item() for batch in batches(9, 9, dtype=torch.float32)]
             assert (2**19 in parts_of(step.program)) is (are_in_parts and not left_out)
@@ -223,8 +221,7 @@ def test_gradients_take_no_memory() -> None:
             2,
             optimizer=optimizer,
             loss_fn=F.cross_entropy,
-            backend="eager",
-            passes=select(default_pipeline(**PARTS)),
+            compiler=mirrorc.Compiler(backend="eager", passes=select(default_pipeline(**PARTS))),
         ) as step:
             step(**batches(8, dtype=torch.float32)[0])
             rows.append(step.memory())

@@ -86,7 +86,7 @@ def test_a_dtype_that_is_not_wider_is_sent_as_it_is() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_packs_and_other_optimizers_are_compressed(devices: int) -> None:
-    cut = program_of(World(2, devices), packing=EqualPacks(3))
+    cut = program_of(World(2, devices), buckets=EqualPacks(3))
     alone = program_of(World(2, devices), weights=[Weight("a", (30, 10), rule=MUON), Weight("b", (4, 10), rule=MUON)])
     for graph in cut.graphs():
         (whole,) = targets(graph, ops.unpack)

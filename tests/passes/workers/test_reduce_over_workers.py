@@ -14,6 +14,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Program, Property
+from mirrorc.packing import ByBytes
 from mirrorc.passes import LowerDevices, ReduceOverWorkers, default_pipeline
 from mirrorc.passes.workers.reduce_over_workers import _update_early
 from mirrorc.pipeline.pass_manager import run_passes
@@ -220,7 +221,7 @@ def test_all_workers_of_a_world_have_one_schedule(
     world = World(len(per_worker), per_worker)
     schedules = set()
     for rank in range(len(per_worker)):
-        options = {"bucket_cap_mb": cap / 2**20, "first_bucket_mb": first / 2**20}
+        options = {"buckets": ByBytes(cap / 2**20, first / 2**20)}
         pipeline = default_pipeline(over_workers=True, **options)  # type: ignore[arg-type]
         program = run_passes(handmade_of_worker(world, rank, weights), pipeline, [Verify()])
         assert Property.EXCHANGED in program.properties
@@ -241,7 +242,7 @@ def test_another_plan_and_another_world_are_another_schedule() -> None:
         hash_of(World(2)),
         hash_of(World(3)),
         hash_of(World(2, (1, 2))),
-        hash_of(World(2), bucket_cap_mb=25.0),
+        hash_of(World(2), buckets=25.0),
         hash_of(World(2), LARGE[::-1]),
         hash_of(World(2), [LARGE[0], LARGE[1], Weight("other", (2,))]),
     ]

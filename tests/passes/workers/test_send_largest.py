@@ -88,7 +88,7 @@ def test_complex_numbers_are_sent_whole() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_packs_and_other_optimizers_are_sent_in_part(devices: int) -> None:
-    cut = program_of(World(2, devices), packing=EqualPacks(3))
+    cut = program_of(World(2, devices), buckets=EqualPacks(3))
     alone = program_of(World(2, devices), weights=[Weight("a", (30, 10), rule=MUON), Weight("b", (4, 10), rule=MUON)])
     assert all(len(targets(graph, ops.gather_largest)) == 3 for graph in cut.graphs())
     (taker,) = targets(alone.graphs()[0], ops.step_optimizer)

@@ -49,7 +49,7 @@ def test_a_bucket_of_which_it_is_no_shorter_is_sent_as_it_is() -> None:
 
 
 def test_a_gradient_that_is_cut_comes_as_its_pieces() -> None:
-    program, elements = program_of(World(2), packing=EqualPacks(3)), {"a": 0, "b": 0, "c": 0, "d": 0}
+    program, elements = program_of(World(2), buckets=EqualPacks(3)), {"a": 0, "b": 0, "c": 0, "d": 0}
     for bucket, pack in program.packs:
         flat = torch.arange(pack.num_elements) + pack.start
         for name, piece in gradients_of_pack(bucket, pack, flat).items():

@@ -17,6 +17,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Elements
 from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Accumulation, Program
+from mirrorc.packing import ByBytes
 from mirrorc.passes import ClipGradients, ReduceOverWorkers, ShardOptimizer, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import Verify, verify
@@ -247,7 +248,7 @@ def test_every_element_has_one_worker_and_all_have_one_schedule(
     schedules = set()
     parts: list[list[tuple[int, int]]] = []
     for rank in range(len(per_worker)):
-        options = {"bucket_cap_mb": cap / 2**20, "first_bucket_mb": cap / 2**20}
+        options = {"buckets": ByBytes(cap / 2**20, cap / 2**20)}
         program = run_until(captured(world, rank, weights), "lower-devices", **options)
         schedules.add((worker_schedule(program), schedule_hash(program)))
         assert len(worker_schedule(program)) == 1 + 2 * len(program.buckets)

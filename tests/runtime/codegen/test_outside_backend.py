@@ -59,4 +59,8 @@ def test_a_name_is_taken_once(backend: InterpretingBackend) -> None:
 def test_an_unknown_backend_is_refused() -> None:
     model = make_mlp()
     with pytest.raises(ValueError, match="backend is 'interpreting': choose one of inductor, eager"):
-        mirrorc.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), backend="interpreting")
+        mirrorc.compile(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            compiler=mirrorc.Compiler(backend="interpreting"),
+        )

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc.compilation import step_compiler
-from mirrorc.options.table import OPTIONS
+from mirrorc.options.table import OPTIONS, grouped
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.execution import executor, losses, replica_arguments
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
@@ -45,7 +45,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_devices_wait_for_the_weights_and_the_caller_for_what_it_reads(done: list[str]) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.mse_loss, compiler=mirrorc.Compiler(backend="eager")
+    ) as step:
         step(torch.randn(8, 3), target=torch.randn(8, 2))
     assert done.index("weights") < done.index("event") < done.index("devices wait"), "they read the weights"
     last = len(done) - 1 - done[::-1].index("caller waits")
@@ -69,7 +71,7 @@ def test_batches_of_captured_steps_are_copied_on_a_stream_of_their_own(monkeypat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     num_steps = NUM_WARM_UP_STEPS + 2
     options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "cuda_graphs": True}
-    with mirrorc.compile(model, ["cpu:0"], optimizer=optimizer, **options) as step:
+    with mirrorc.compile(model, ["cpu:0"], optimizer=optimizer, **grouped(options)) as step:
         for _ in range(num_steps):
             step(torch.ones(4, 3), target=torch.ones(4, 2))
     assert recorder.num_replays == 2

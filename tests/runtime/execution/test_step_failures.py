@@ -47,7 +47,9 @@ def opaque() -> Iterator[str]:
 def advice(backend: str, model: nn.Module, bad: torch.Tensor) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend=backend) as step,
+        mirrorc.compile(
+            model, 2, optimizer=optimizer, loss_fn=F.mse_loss, compiler=mirrorc.Compiler(backend=backend)
+        ) as step,
         pytest.raises(ExecutionError) as failed,
     ):
         step(bad, target=torch.zeros(4, 3))

@@ -17,6 +17,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.ir.nodes import call_name, is_region_call
 from mirrorc.ir.program import Program
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.profiling.accounting import apportioned
@@ -220,7 +221,7 @@ HALVES = [
 @pytest.mark.usefixtures("ether")
 def test_a_last_bucket_that_nothing_hides(link: str) -> None:
     """Bucket 0 is of 4 KiB and arrives meanwhile; bucket 1, of 8 MiB in equal halves, takes 4 ms after backward."""
-    program = program_of(2, HALVES, link=link, bucket_cap_mb=8, first_bucket_mb=0.05)
+    program = program_of(2, HALVES, link=link, buckets=ByBytes(8, 0.05))
     assert [bucket.num_bytes for bucket in program.buckets] == [4096, 8 * 2**20]
     own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
     found = explained(program, own, own)
@@ -232,7 +233,7 @@ def test_a_last_bucket_that_nothing_hides(link: str) -> None:
 
 
 def test_no_smaller_last_bucket_on_a_link_that_moves_nothing_before_the_wait() -> None:
-    program = program_of(2, HALVES, bucket_cap_mb=8, first_bucket_mb=0.05)
+    program = program_of(2, HALVES, buckets=ByBytes(8, 0.05))
     own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
     found = explained(program, own, own)
     assert found.buckets[1].transfer_ms == 4.0 and found.advice.startswith(

@@ -14,6 +14,7 @@ from mirrorc.analysis.cost.work import Machine
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of
 from mirrorc.ir.program import Program
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.profiling.calibration import costs_of_steps
@@ -28,7 +29,7 @@ WEIGHTS = tuple(Weight(f"layer{number}", (256 * (number + 1), 256)) for number i
 
 def program_of(devices: int, cap_mb: float, first_mb: float = 0.5, *, is_dealt: bool = False) -> Program:
     workers = replace(World(2, devices).worker(0), shards_optimizer=is_dealt)
-    sizes = {"bucket_cap_mb": cap_mb, "first_bucket_mb": first_mb}
+    sizes = {"buckets": ByBytes(cap_mb, first_mb)}
     pipeline = default_pipeline(over_workers=True, shard_optimizer=is_dealt, **sizes)  # type: ignore[arg-type]
     return run_passes(handmade(devices, WEIGHTS).evolve(workers=workers), pipeline)
 

@@ -24,6 +24,8 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import call_name
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.execution.binding.interleaving import NUM_TRIAL_STEPS
 from mirrorc.runtime.profiling.clocks import NUM_RECORDED_STEPS, Clock, EventClock, clock_for
@@ -52,7 +54,7 @@ def times_of(clock: Clock) -> list[list[int]]:
 
 def compiled(model: nn.Module, num_devices: int = 2, **options: Any) -> mirrorc.Step:
     options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "backend": "eager", **options}
-    return mirrorc.compile(model, num_devices, loss_fn=nn.functional.mse_loss, timeout_seconds=60.0, **options)
+    return mirrorc.compile(model, num_devices, loss_fn=nn.functional.mse_loss, **grouped({"timeout": 60.0, **options}))
 
 
 def recorder_of(step: mirrorc.Step) -> Recorder:
@@ -386,7 +388,7 @@ def calls_of(graph: fx.Graph) -> list[fx.Node]:
 @pytest.mark.parametrize("num_devices", slow_but([1, 3], [1, 2, 3]))
 def test_a_step_notes_every_call_of_every_device(num_devices: int) -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    with compiled(model, num_devices, bucket_cap_mb=1e-4, first_bucket_mb=1e-4) as step:
+    with compiled(model, num_devices, buckets=ByBytes(1e-4, 1e-4)) as step:
         for _ in range(3):
             step(torch.randn(7, 3), target=torch.randn(7, 2))
         steps = recorder_of(step).steps()

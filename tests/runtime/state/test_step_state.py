@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
 from mirrorc.runtime.execution import executor
 from mirrorc.runtime.state.optimizers import bucket_optimizers
@@ -78,7 +79,7 @@ def test_gradients_of_tables_are_right_after_an_interrupt_before_a_step(monkeypa
         model(short)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options = {"passes": default_pipeline(min_factored_elements=0), "backend": "eager", "loss_fn": F.cross_entropy}
-        with mirrorc.compile(model, 2, optimizer=optimizer, **options) as step:  # type: ignore[arg-type]
+        with mirrorc.compile(model, 2, optimizer=optimizer, **grouped(options)) as step:  # type: ignore[arg-type]
             for x in (short, long):
                 step(x, target=torch.zeros(len(x), dtype=torch.int64))
             if is_interrupted:
@@ -102,7 +103,9 @@ def test_hyperparameters_are_told_without_asking_them_for_a_text() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
     optimizer.param_groups[0].update(note=NoText(), table=torch.zeros(100), pair=(1, [2.0]), one=(3,))
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.mse_loss, compiler=mirrorc.Compiler(backend="eager")
+    ) as step:
         step(torch.randn(8, 4), target=torch.randn(8, 4))
         text = str(step.program)
     assert "lr=0.5" in text
@@ -133,7 +136,9 @@ def test_memory_is_laid_out_anew_completely_or_not_at_all(
     def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
         model = Normalized()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager")
+        step = mirrorc.compile(
+            model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, compiler=mirrorc.Compiler(backend="eager")
+        )
         return step, model, optimizer
 
     torch.manual_seed(1)

@@ -11,19 +11,19 @@ from torch import nn
 from worker_processes import LazyOutcomes, outcome, workers
 from worker_training import assert_values, batch, made, reference, training, values_of
 
+from mirrorc.packing import ByBytes, EqualPacks
+
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 4], [4, 2]], compression="bfloat16"),
     "2 x 2": training([2, 2], [[6, 1]], compression="float16", optimizer="SGD"),
-    "packs": training([1, 2], [[4, 4], [0, 5]], compression="bfloat16", options={"packing": 3}),
+    "packs": training([1, 2], [[4, 4], [0, 5]], compression="bfloat16", options={"buckets": EqualPacks(3)}),
     "bound": training(
         [2, 1],
         [[4, 3]],
         compression="float16",
         options={"clip_grad_norm": 0.1, "check_finite": True, "early_update": False},
     ),
-    "several buckets": training(
-        [1, 1], [[4, 4]], compression="bfloat16", options={"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
-    ),
+    "several buckets": training([1, 1], [[4, 4]], compression="bfloat16", options={"buckets": ByBytes(0.0005, 0.0005)}),
     "parts": training([1, 1], [[6, 4]], compression="bfloat16", options={"microbatches": 2, "check_replicas_every": 1}),
     "by itself": training(
         [2, 1], [[4, 4], [5, 3]], compression="bfloat16", optimizer="Adafactor", options={"check_replicas_every": 1}

@@ -9,6 +9,8 @@ import selections
 from worker_processes import LazyOutcomes, outcomes, workers
 from worker_training import assert_values, reference, training
 
+from mirrorc.packing import ByBytes
+
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 3]], culprit=1),
     "2 x 2, the chief": training([2, 2], [[4, 3]], culprit=0, optimizer="SGD"),
@@ -34,7 +36,7 @@ def cases(folder: Any, strikes: str, given: dict[str, dict[str, Any]]) -> dict[s
     return found
 
 
-SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
+SMALL = {"buckets": ByBytes(0.0005, 0.0005)}
 TRAINED: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 4], [5, 2]]),
     "2 x 2": training([2, 2], [[6, 1]], optimizer="SGD"),

@@ -18,6 +18,8 @@ from worker_training import (
     training,
 )
 
+from mirrorc.packing import ByBytes, EqualPacks
+
 FACTORS = {"options": {"exchange": "factors"}}
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 4], [4, 2]], stepped=1, evaluates=True),
@@ -29,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
         "devices": [1, 1],
         "sizes": [[40, 30]],
         "optimizer": "SGD",
-        "options": {"activation_memory": 400_000},  # 40 examples take more, 30 do not
+        "options": {"activations": 400_000},  # 40 examples take more, 30 do not
     },
     "table": training([2, 1], [[4, 3]], model="table", steps=6, optimizer="SGD"),
     "rows": training([2, 1], [[4, 3], [0, 2]], model="rows", optimizer="SGD"),
@@ -39,27 +41,29 @@ CASES: dict[str, dict[str, Any]] = {
         [2, 2],
         [[4, 3], [3, 5]],
         model="branching",
-        options={"capture": "autograd", "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
+        options={"capture": "autograd", "buckets": ByBytes(1e-4, 1e-4)},
     ),
     "experts": training(
         [1, 2],
         [[1, 2], [3, 2], [1, 1]],
         model="mixture",
         steps=8,
-        options={"capture": "autograd", "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
+        options={"capture": "autograd", "buckets": ByBytes(1e-4, 1e-4)},
     ),
     "order": {
         "model": "layers",
         "devices": [1, 1],
         "sizes": [[4, 4], [3, 5]],
-        "options": {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4, "exchange": "dense"},
+        "options": {"exchange": "dense", "buckets": ByBytes(1e-4, 1e-4)},
         "called": [["one", "two"], ["two", "one"]],  # so that gradients become ready in another order
     },
-    "packs": training([1, 2], [[4, 4], [3, 5]], options={"packing": 3}),
+    "packs": training([1, 2], [[4, 4], [3, 5]], options={"buckets": EqualPacks(3)}),
     "packs, bound": training(
-        [1, 1], [[4, 3], [0, 5]], options={"packing": 4, "clip_grad_norm": 0.1, "gradient_order": "reversed"}
+        [1, 1], [[4, 3], [0, 5]], options={"clip_grad_norm": 0.1, "order": "reversed", "buckets": EqualPacks(4)}
     ),
-    "packs and factors": training([1, 1], [[4, 3]], model="table", options={"packing": 2, "early_update": False}),
+    "packs and factors": training(
+        [1, 1], [[4, 3]], model="table", options={"early_update": False, "buckets": EqualPacks(2)}
+    ),
     "factors, 2 x 1": training([1, 1], [[4, 4], [5, 2], [1, 3]], steps=6, **FACTORS),
     "factors, 2 x 2": training([2, 2], [[4, 3], [4, 5]], model="table", steps=6, **FACTORS),
     "factors, one grows": training([1, 1], [[4, 4], [4, 5]], optimizer="SGD", **FACTORS),
@@ -114,7 +118,7 @@ FAULTS: dict[str, dict[str, Any]] = {
         [[4, 4]],
         model="layers",
         steps=1,
-        options={"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
+        options={"buckets": ByBytes(1e-4, 1e-4)},
         called=[["one", "two"], ["one"]],
     ),
     "leaves": training([1, 1], [[4, 4]], steps=2, faults=[[1, 1, "leave"]]),

@@ -10,7 +10,9 @@ from sharded_habits import reference
 from worker_processes import LazyOutcomes, workers
 from worker_training import training
 
-SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
+from mirrorc.packing import ByBytes
+
+SMALL = {"buckets": ByBytes(0.001, 0.0005)}
 STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [2, 4]], ["step", [4, 2]], ["step", [4, 0]]]
 OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [0, 5, 2]], ["step", [3, 5, 2]], ["step", [3, 5, 2]]]
 ADDED: list[list[Any]] = [["accumulate", [3, 2, 2]], ["accumulate", [0, 2, 2]], ["step", [3, 5, 2]]]

@@ -12,7 +12,9 @@ from torch import nn
 from worker_processes import LazyOutcomes, outcome, workers
 from worker_training import assert_training, assert_values, in_one_process, made, training, values_of, whole
 
-SMALL = {"options": {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}}
+from mirrorc.packing import ByBytes
+
+SMALL = {"options": {"buckets": ByBytes(0.001, 0.0005)}}
 FACTORS = {**SMALL["options"], "exchange": "factors"}
 TWO: dict[str, Any] = training([1, 1], [[4, 4], [4, 4], [0, 4]], **SMALL)
 USES = ("state", "own step", "copy", "pickle", "read", "gather", "state")

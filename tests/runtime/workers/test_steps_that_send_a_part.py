@@ -15,12 +15,14 @@ from worker_training import assert_values, batch, made, reference, training, val
 import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, pack_of
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes, EqualPacks
 
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 4], [4, 2]], top_k=0.1),
     "1 and 2": training([1, 2], [[4, 5]], top_k=0.05, optimizer="SGD"),
     "three": training([2, 1, 1], [[4, 4, 2]], top_k=0.1, options={"check_replicas_every": 1}),
-    "packs": training([1, 2], [[4, 4], [0, 5]], top_k=0.1, options={"packing": 3}),
+    "packs": training([1, 2], [[4, 4], [0, 5]], top_k=0.1, options={"buckets": EqualPacks(3)}),
     "skips": training(
         [2, 1],
         [[4, 3]],
@@ -28,9 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
         options={"clip_grad_norm": 0.1, "check_finite": "skip"},
         faults=[[1, 1, "not finite"]],
     ),  # a step whose gradients are not finite
-    "several buckets": training(
-        [1, 2], [[4, 4]], top_k=0.1, options={"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
-    ),
+    "several buckets": training([1, 2], [[4, 4]], top_k=0.1, options={"buckets": ByBytes(0.0005, 0.0005)}),
     "parts": training([1, 1], [[6, 4]], top_k=0.1, options={"microbatches": 2, "early_update": False}),
     "accumulates": training(
         [1, 1],
@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
         [[4, 4], [3, 5]],
         top_k=0.1,
         optimizer="SGD",
-        options={"capture": "autograd", "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
+        options={"capture": "autograd", "buckets": ByBytes(0.0005, 0.0005)},
     ),
     "by itself": training(
         [2, 1], [[4, 4], [5, 3]], top_k=0.2, optimizer="Adafactor", options={"check_replicas_every": 1}
@@ -97,7 +97,7 @@ def program_of(case: Mapping[str, Any]) -> mirrorc.Program:
         optimizer=optimizer,
         loss_fn=nn.CrossEntropyLoss(),
         world=mirrorc.World(len(case["devices"]), tuple(case["devices"])),
-        **options,
+        **grouped(options),
     )
     x, y = batch(0, 0, case["sizes"][0][0])
     return step.prepare(x, target=y)

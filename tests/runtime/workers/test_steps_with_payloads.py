@@ -17,12 +17,14 @@ import mirrorc
 from mirrorc.analysis.communication.compressed_sums import gradients_of_pack
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, pack_of
+from mirrorc.options.table import grouped
+from mirrorc.packing import ByBytes, EqualPacks
 
 RANK_2 = {"rank": 2, "min_rate": 1.0}
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 4], [4, 2]], power_sgd={**RANK_2, "seed": 3}),
     "three": training([2, 1, 1], [[4, 4, 2]], power_sgd={"rank": 1}, options={"check_replicas_every": 1}),
-    "packs": training([1, 2], [[4, 4], [0, 5]], power_sgd=RANK_2, options={"packing": 3}),
+    "packs": training([1, 2], [[4, 4], [0, 5]], power_sgd=RANK_2, options={"buckets": EqualPacks(3)}),
     "skips": training(
         [2, 1],
         [[4, 3]],
@@ -30,9 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
         options={"clip_grad_norm": 0.1, "check_finite": "skip"},
         faults=[[1, 1, "not finite"]],
     ),  # a step whose gradients are not finite
-    "several buckets": training(
-        [1, 2], [[4, 4]], power_sgd=RANK_2, options={"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
-    ),
+    "several buckets": training([1, 2], [[4, 4]], power_sgd=RANK_2, options={"buckets": ByBytes(0.0005, 0.0005)}),
     "accumulates": training(
         [1, 1], [[4, 4], [3, 0], [2, 5]], power_sgd=RANK_2, optimizer="SGD", steps=6, accumulates=[0, 2, 3]
     ),
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "recovers": training([1, 2], [[4, 4]], power_sgd=RANK_2, optimizer="SGD", faults=[[2, 1, "operator"]]),
 }
 FAILS = training([1, 1], [[4, 4]], payload="FirstElements", faults=[[1, 1, "payload"]])
-FAILS["options"] = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
+FAILS["options"] = {"buckets": ByBytes(0.0005, 0.0005)}
 MANY = training([1, 1], [[8, 8]], power_sgd=RANK_2, optimizer="SGD", steps=40, batches=1)
 EXACT = training(
     [1, 2], [[1, 2]], power_sgd={"rank": 3, "min_rate": 1.0}, optimizer="SGD"
@@ -88,7 +88,7 @@ def matrices_of(case: Mapping[str, Any]) -> list[str]:
         optimizer=optimizer,
         loss_fn=nn.CrossEntropyLoss(),
         world=mirrorc.World(len(case["devices"]), tuple(case["devices"])),
-        **options,
+        **grouped(options),
     )
     x, y = batch(0, 0, case["sizes"][0][0])
     program, names = step.prepare(x, target=y), []

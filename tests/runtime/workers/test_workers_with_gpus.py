@@ -16,7 +16,7 @@ from mirrorc.runtime.workers.team.control_messages import on_host
 CASES: dict[str, dict[str, Any]] = {
     "mlp": training([1, 1], [[4, 4], [4, 2]], stepped=1),
     "random": training([1, 1], [[3, 6]], model="random", optimizer="SGD"),
-    "bound": training([1, 1], [[0, 4], [2, 4]], options={"clip_grad_norm": 0.1, "bucket_cap_mb": 0.0005}),
+    "bound": training([1, 1], [[0, 4], [2, 4]], options={"clip_grad_norm": 0.1, "buckets": 0.0005}),
     "recovers": training([1, 1], [[4, 4]], faults=[[0, 1, "wrong batch"], [1, 1, "operator"], [2, 0, "operator"]]),
     "factors": training([1, 1], [[4, 4]], options={"exchange": "factors"}),
 }

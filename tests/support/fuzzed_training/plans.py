@@ -56,12 +56,12 @@ class Plans:
     def of_pipeline(self, bucket_bytes: int) -> dict[str, Any]:
         """The arguments of `mirrorc.passes.default_pipeline`; the size of a bucket counts where no other plan is asked for."""
         packing, cap = PACKINGS[self.packing], bucket_bytes / 2**20
-        sizes: dict[str, Any] = {"packing": packing}
+        sizes: dict[str, Any] = {"buckets": packing}
         if packing is None:
-            sizes = {"bucket_cap_mb": cap, "first_bucket_mb": cap}
+            sizes = {"buckets": ByBytes(cap, cap)}
         algorithm = None if self.all_reduce == "native" else ALGORITHMS[self.all_reduce]()
         order = ORDERS[self.gradient_order]
-        return {**sizes, "gradient_order": order, "all_reduce": algorithm, "placement": self.placement}
+        return {"order": order, "all_reduce": algorithm, "placement": self.placement, **sizes}
 
     def simpler(self) -> Iterator[Plans]:
         for one in fields(self):
@@ -83,9 +83,9 @@ def draw_plans(draw: Random, *, has_factors: bool) -> Plans:
         packings = [name for name, packing in PACKINGS.items() if packing is None or not may_cut(packing)]
         algorithms = [name for name, algorithm in ALGORITHMS.items() if not algorithm().sends]
     return Plans(
-        packing=draw.choice(packings),
-        gradient_order=draw.choice(tuple(ORDERS)),
+        order=draw.choice(tuple(ORDERS)),
         all_reduce=draw.choice(algorithms),
         placement=placement,
         exchange=draw.choice(("auto", "dense", "factors") if has_factors else ("auto", "dense")),
+        buckets=draw.choice(packings),
     )

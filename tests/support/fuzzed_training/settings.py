@@ -11,6 +11,7 @@ from torch import nn
 
 import mirrorc
 from fuzzed_training.plans import AS_THEY_ARE, Plans
+from mirrorc.options.table import grouped
 from mirrorc.passes import ChooseCheckpoints, default_pipeline
 
 OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
@@ -80,16 +81,20 @@ class Distribution:
         return mirrorc.compile(
             model,
             self.num_devices,
-            backend="eager",
-            passes=passes,
             microbatches=self.microbatches,
-            add_passes=[mirrorc.before("recompute-checkpoints", ChooseCheckpoints(0))] if self.recomputes else [],
-            disable_passes=[name for name in self.left_out if any(one.name == name for one in passes)],
-            exchange=self.plans.exchange,
-            exact_order=self.exact_order,
-            check_replicas_every=int(self.is_checked),
-            timeout_seconds=60.0,
-            **options,
+            **grouped(
+                {
+                    "backend": "eager",
+                    "passes": passes,
+                    "add": [mirrorc.before("recompute-checkpoints", ChooseCheckpoints(0))] if self.recomputes else [],
+                    "disable": [name for name in self.left_out if any(one.name == name for one in passes)],
+                    "exchange": self.plans.exchange,
+                    "exact_order": self.exact_order,
+                    "check_replicas_every": int(self.is_checked),
+                    "timeout": 60.0,
+                    **options,
+                }
+            ),
         )
 
 

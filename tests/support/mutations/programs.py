@@ -23,7 +23,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.variables import UpdateRule
 from mirrorc.ir.workers import World
-from mirrorc.packing import EqualPacks
+from mirrorc.packing import ByBytes, EqualPacks
 from mirrorc.passes import ChooseCheckpoints, ReserveMemory, ReuseArguments, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pipeline_edits import for_accumulation, for_evaluation, select_passes
@@ -88,7 +88,7 @@ def model_sources(name: str) -> Iterator[Source]:
     captured = _captured(MODELS[name])
     large, small = captured.shard_graphs
     num_bytes = sum(v.dtype.itemsize * torch.Size(v.shape).numel() for v in captured.variables.values() if v.update)
-    caps = {"bucket_cap_mb": num_bytes / 4 / 2**20, "first_bucket_mb": num_bytes / 16 / 2**20}
+    caps = {"buckets": ByBytes(num_bytes / 4 / 2**20, num_bytes / 16 / 2**20)}
     for num_devices in (2, 3):
         devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
         even = captured.evolve(devices=devices, shard_graphs=(large,), shard_of_replica=(0,) * num_devices)
@@ -228,7 +228,7 @@ def summed_by_messages() -> Iterator[Source]:
 
 def cut_into_packs() -> Iterator[Source]:
     """Buckets that are cut into three packs: gradients lie in two of them, and packs go before their bucket is complete."""
-    packs = {"packing": EqualPacks(3)}
+    packs = {"buckets": EqualPacks(3)}
     pairs = [Weight(name, (200,)) for name in "abcd"]
     mixed = [Weight("a", (300,), rule=MUON), Weight("b", (300,)), Weight("c", (300,), rule=MUON), Weight("d", (300,))]
     bounds = {"max_grad_norm": 1.0, "check_finite": True}
@@ -257,7 +257,7 @@ def cut_into_packs() -> Iterator[Source]:
 def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
     """Several buckets of equal shapes, of one gradient and of more, two dtypes, buffers, an optimizer that runs by itself."""
     pairs = [Weight(name, (200,)) for name in "abcdef"]
-    caps = {"first_bucket_mb": 1700 / 2**20, "bucket_cap_mb": 1700 / 2**20}  # two gradients a bucket
+    caps = {"buckets": ByBytes(1700 / 2**20, 1700 / 2**20)}  # two gradients a bucket
     own = [Weight(name, (300,), rule=MUON) for name in "abc"]
     mixed = [Weight("a", (300,), rule=MUON), Weight("b", (300,)), Weight("c", (300,), rule=MUON), Weight("d", (300,))]
     dtypes = [

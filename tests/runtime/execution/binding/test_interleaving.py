@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc.compilation.call_kind import Purpose
+from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.communication import Aborted
@@ -95,7 +96,7 @@ def test_which_programs_can_be_interleaved() -> None:
 
     left_out: tuple[str, ...] = ()
     assert can_interleave(lowered(captured_two_layers(2)))
-    assert can_interleave(lowered(captured_two_layers(3), bucket_cap_mb=1e-5, first_bucket_mb=1e-5))
+    assert can_interleave(lowered(captured_two_layers(3), buckets=ByBytes(1e-5, 1e-5)))
     assert not can_interleave(lowered(captured_two_layers(1)))
     assert not can_interleave(lowered(captured_two_layers(2), link="copy"))
     left_out = ("share-parameters",)  # an all_reduce has two rendezvous
@@ -121,9 +122,13 @@ def trained(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     losses = []
-    pipeline = default_pipeline(min_factored_elements=0, bucket_cap_mb=2e-4, first_bucket_mb=1e-4)
+    pipeline = default_pipeline(min_factored_elements=0, buckets=ByBytes(2e-4, 1e-4))
     with mirrorc.compile(
-        model, num_devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", passes=pipeline
+        model,
+        num_devices,
+        optimizer=optimizer,
+        loss_fn=F.cross_entropy,
+        compiler=mirrorc.Compiler(backend="eager", passes=pipeline),
     ) as step:
         for i in range(60):
             n = 2 * num_devices + (i % 7 == 6)  # now and then a batch that does not divide evenly
@@ -191,7 +196,9 @@ def test_a_failing_interleaved_step_says_whose_it_is_and_the_next_one_runs(
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters())
     rows, target = torch.arange(4), torch.tensor([0, 1, 2, 0])
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, compiler=mirrorc.Compiler(backend="eager")
+    ) as step:
         step(rows, target=target)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         wrong = rows.clone()
@@ -226,7 +233,11 @@ def test_settings_of_the_callers_thread_change_nothing(monkeypatch: pytest.Monke
     before = torch.get_num_threads()
     x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
     with mirrorc.compile(
-        model, 2, optimizer=torch.optim.SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+        model,
+        2,
+        optimizer=torch.optim.SGD(model.parameters()),
+        loss_fn=F.cross_entropy,
+        compiler=mirrorc.Compiler(backend="eager"),
     ) as step:
         step(x, target=target)
         assert ran == [max(1, before // 2)]
@@ -242,7 +253,11 @@ def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.Monke
     model = nn.Linear(4, 3)
     x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
     with mirrorc.compile(
-        model, 2, optimizer=torch.optim.SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
+        model,
+        2,
+        optimizer=torch.optim.SGD(model.parameters()),
+        loss_fn=F.cross_entropy,
+        compiler=mirrorc.Compiler(backend="eager"),
     ) as step:
         step(x, target=target)
         region = next(iter(step._last.regions[1]))  # type: ignore[union-attr]
@@ -267,7 +282,12 @@ def test_other_programs_run_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # its foreach may differ; it runs by itself or not
     model = nn.Linear(4, 3)
     with mirrorc.compile(
-        model, 2, optimizer=make(model.parameters()), loss_fn=F.cross_entropy, backend="eager", link="copy"
+        model,
+        2,
+        optimizer=make(model.parameters()),
+        loss_fn=F.cross_entropy,
+        compiler=mirrorc.Compiler(backend="eager"),
+        communication=mirrorc.Communication(link="copy"),
     ) as step:
         for _ in range(3):
             assert step(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0])).isfinite()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.options.table import grouped
 from mirrorc.runtime.execution.binding import binder
 from mirrorc.runtime.state.shares import pieces, product_pieces
 
@@ -18,7 +19,9 @@ def trained(**options: Any) -> list[Any]:
     net = nn.Sequential(nn.Embedding(3000, 50), nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 3))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     found: list[Any] = []
-    with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **options) as step:
+    with mirrorc.compile(
+        net, 2, optimizer=optimizer, loss_fn=F.mse_loss, **grouped({"backend": "eager", **options})
+    ) as step:
         for i in range(4):
             target = torch.randn(6, 3)
             target[4, 2] = math.nan if i == 2 else 1.0
@@ -58,7 +61,11 @@ def test_an_empty_share_has_no_part(link: str, options: dict[str, Any]) -> None:
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
     x = torch.randn(6, 1)
     with mirrorc.compile(
-        nets[0], 3, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager", link=link, **options
+        nets[0],
+        3,
+        optimizer=optimizers[0],
+        loss_fn=F.mse_loss,
+        **grouped({"backend": "eager", "link": link, **options}),
     ) as step:
         step(x, target=2 * x)
     F.mse_loss(nets[1](x), 2 * x).backward()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.options.table import grouped
 from mirrorc.runtime.execution.binding import binder
 
 OPTIMIZERS: dict[str, Any] = {
@@ -35,7 +36,9 @@ def trained(optimizer: str, **options: Any) -> list[torch.Tensor]:
     if "scaler" in options:
         options = options | {"scaler": torch.amp.GradScaler("cpu", init_scale=options["scaler"])}
     torch_optimizer = OPTIMIZERS[optimizer](net.parameters())
-    with mirrorc.compile(net, 2, optimizer=torch_optimizer, loss_fn=F.mse_loss, backend="eager", **options) as step:
+    with mirrorc.compile(
+        net, 2, optimizer=torch_optimizer, loss_fn=F.mse_loss, **grouped({"backend": "eager", **options})
+    ) as step:
         for i, size in enumerate((4, 5, 4, 5)):
             x, target = torch.randint(4000, (size,)), torch.randn(size, 50)
             x[:2] = 7

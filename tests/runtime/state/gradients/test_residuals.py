@@ -12,6 +12,7 @@ import mirrorc
 from mirrorc import World
 from mirrorc.coordination.residual_checkpoint import unsent_of_worker
 from mirrorc.ir.program import Program
+from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.state.gradients.residuals import UnsentGradients
@@ -104,7 +105,7 @@ def test_programs_of_other_buckets_go_on_with_it() -> None:
     unsent = UnsentGradients(torch.device("cpu"))
     for program in (
         program_of("a", "b"),
-        program_of("a", "b", bucket_cap_mb=math.inf),
+        program_of("a", "b", buckets=math.inf),
         program_of("a"),
         program_of("a", "b"),
     ):
@@ -196,7 +197,7 @@ def test_a_step_that_sends_all_takes_no_such_state() -> None:
     model = torch.nn.Linear(5, 4)
     options: Mapping[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "backend": "eager"}
     with (
-        mirrorc.compile(model, 1, loss_fn=torch.nn.CrossEntropyLoss(), **options) as step,
+        mirrorc.compile(model, 1, loss_fn=torch.nn.CrossEntropyLoss(), **grouped(options)) as step,
         pytest.raises(ValueError, match=r"this step sends all of its gradients, and would never add what it is given"),
     ):
         step.load_unsent_states([step.unsent_state()])
@@ -206,7 +207,7 @@ def test_one_worker_takes_what_is_nothing_and_refuses_what_it_would_never_add() 
     model = torch.nn.Linear(5, 4)
     options: Mapping[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "backend": "eager"}
     loss_fn = torch.nn.CrossEntropyLoss()
-    with mirrorc.compile(model, 1, loss_fn=loss_fn, compression=mirrorc.TopK(0.5), **options) as step:
+    with mirrorc.compile(model, 1, loss_fn=loss_fn, **grouped({"compression": mirrorc.TopK(0.5), **options})) as step:
         step.load_unsent_states([step.unsent_state()])
         states = [{"rank": rank, "num_workers": 2, "unsent": {"weight": torch.ones(4, 5)}} for rank in range(2)]
         with pytest.raises(ValueError, match="one worker alone sends nothing, and would never add it"):

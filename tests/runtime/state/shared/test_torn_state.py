@@ -12,6 +12,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc.errors import ExecutionError
+from mirrorc.options.table import grouped
 from mirrorc.runtime.state.shared.torn_state import TornState, refuse_torn
 
 WHAT = "bucket 0 of 2 was updated"
@@ -124,7 +125,7 @@ def test_hooks_are_gone_after_the_next_use_and_others_are_not_concerned() -> Non
 def test_a_step_over_them_is_refused() -> None:
     model, optimizer, state, kept = torn()
     given = {"optimizer": optimizer, "loss_fn": nn.MSELoss(), "backend": "eager"}
-    with mirrorc.compile(model, 2, **given) as step:
+    with mirrorc.compile(model, 2, **grouped(given)) as step:
         with pytest.raises(ExecutionError, match=WHAT):
             step(torch.ones(4, 3), target=torch.ones(4, 2))
         model.load_state_dict(kept[0])

@@ -10,13 +10,15 @@ from torch import nn
 from worker_processes import LazyOutcomes, outcome, workers
 from worker_training import assert_training, assert_values, made, reference, training, values_of, whole
 
+from mirrorc.packing import EqualPacks
+
 EVEN: dict[str, Any] = training([2, 2], [[6, 1], [6, 0]], model="coupled", optimizer="SGD")
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 3]], model="coupled", optimizer="SGD"),
     "2 x 2": EVEN,
     "3 x (1, 2, 1)": training([1, 2, 1], [[3, 5, 2], [0, 1, 3]], model="coupled", optimizer="SGD", evaluates=True),
     "synchronized": training([1, 2], [[3, 5], [0, 4]], model="synchronized", optimizer="SGD"),
-    "bound, packs": {**EVEN, "options": {"packing": 3, "clip_grad_norm": 0.1}},
+    "bound, packs": {**EVEN, "options": {"clip_grad_norm": 0.1, "buckets": EqualPacks(3)}},
     "factors": {**EVEN, "options": {"exchange": "factors"}},
     "autocast": {**EVEN, "devices": [1, 1], "autocast": "bfloat16"},  # which leaves 64 bits as they are
     "dealt": {**EVEN, "options": {"shard_optimizer": True}},
