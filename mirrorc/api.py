@@ -119,7 +119,7 @@ def compile(
     arguments = {**locals()}
     del arguments["declared"]
     with JointCompilation(distributed, communication) as joint:
-        return _make_step(arguments, declared, joint, ALONE)
+        return make_step(arguments, declared, joint, ALONE)
 
 
 def plan(
@@ -153,7 +153,7 @@ def plan(
     arguments = {**OPTIONS.keywords, **options, "model": model, "devices": devices}
     declared = {name: arguments.pop(name) for name in options.keys() - OPTIONS.keywords.keys()}
     args, kwargs = _call_of(batch)
-    with _make_step(arguments, declared, None, world.worker(rank) if world is not None else ALONE) as step:
+    with make_step(arguments, declared, None, world.worker(rank) if world is not None else ALONE) as step:
         return step.prepare(*args, **kwargs)
 
 
@@ -168,7 +168,7 @@ def _call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return batch, {}
 
 
-def _make_step(
+def make_step(
     arguments: Mapping[str, Any], declared: Mapping[str, Any], joint: JointCompilation | None, workers: Workers
 ) -> Step:
     """Makes a step.
