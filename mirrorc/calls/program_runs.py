@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -30,9 +31,27 @@ class ProgramRuns:
         self.pool: DevicePool | None = None
         self.last: Executor | None = None
         self.last_update: Executor | None = None
+        # The numbers of updates, in the order of the last calls. A program that the cache has dropped is gone here, too.
+        self._num_updates: weakref.WeakKeyDictionary[Executor, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def called(self) -> list[Executor]:
+        """The programs of the cache, the one of the last call last."""
+        return list(self._num_updates)
+
+    @property
+    def main(self) -> Executor | None:
+        """The program that has updated most often, of several the last one; without any update, that of the last call."""
+        most = max(self._num_updates.values(), default=0)
+        return next((e for e in reversed(self.called) if self._num_updates[e] == most), None) if most else self.last
 
     def note_prepared(self, executor: Executor) -> None:
-        self.last = self.last_update = executor
+        self._note_call(executor)
+        self.last_update = executor
+
+    def _note_call(self, executor: Executor) -> None:
+        self.last = executor
+        self._num_updates[executor] = self._num_updates.pop(executor, 0)
 
     def run(self, compiled: Specialization, shards: Shards, coordinator: Coordinator) -> torch.Tensor | None:
         """Gives the loss of all workers' examples. A run that fails before its commit leaves the random number
@@ -68,7 +87,7 @@ class ProgramRuns:
         examples = coordinator.examples(sum(shards.num_examples))
         is_mean = options.loss_reduction == "mean"
         weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
-        self.last = executor
+        self._note_call(executor)
         with coordinator.random_stream(executor.program):
             loss = executor.run(
                 self.pool,
@@ -80,6 +99,8 @@ class ProgramRuns:
                 numbers,
                 compiled.sizes_of(shards),
             )
+        if executor.program.trains and not executor.program.accumulates:
+            self._num_updates[executor] += 1
         return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)
 
     def interrupt(self) -> None:

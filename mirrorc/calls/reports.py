@@ -37,10 +37,6 @@ class StepReports(ABC):
     def __init__(self, options: StepOptions, model: ModelState, state: StepState, runs: ProgramRuns) -> None:
         self._options, self._model, self._state, self._runs = options, model, state, runs
 
-    @property
-    def _last(self) -> Executor | None:
-        return self._runs.last
-
     @abstractmethod
     def _exclusively(self, function: Callable[[], _T]) -> _T:
         """Runs a function while no other call of the step runs."""
@@ -51,10 +47,27 @@ class StepReports(ABC):
 
     @property
     def program(self) -> Program:
-        """The lowered program of the last call; ``print(step.program)`` is the schedule."""
-        if self._last is None:
-            raise ExecutionError("there is no program yet: the first call compiles it, or step.prepare(*batch)")
-        return self._last.program
+        """The lowered program that has trained most often; ``print(step.program)`` is the schedule.
+
+        Before the first update it is that of the last call, or of `prepare`. `programs` has all others.
+        """
+        return self._executor_of(None).program
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The compiled programs, one for each kind of call and sizes of arguments; that of the last call last."""
+        return tuple(executor.program for executor in self._runs.called)
+
+    def _executor_of(self, program: Program | None) -> Executor:
+        if program is None:
+            main = self._runs.main
+            if main is None:
+                raise ExecutionError("there is no program yet: the first call compiles it, or step.prepare(*batch)")
+            return main
+        executor = next((executor for executor in self._runs.called if executor.program is program), None)
+        if executor is None:
+            raise ValueError("program is none of this step: give one of step.programs, or None for the main one")
+        return executor
 
     @property
     def rank(self) -> int:
@@ -114,9 +127,10 @@ class StepReports(ABC):
         Raises:
             ExecutionError: there is no program yet, or a lost connection to other workers has left them between two steps.
         """
-        program, last = self.program, self._last
+        last = self._runs.last or self._executor_of(None)
+        program = last.program
         self._state.refuse_if_torn()
-        if last is not None and not self._state.store.has(program):
+        if not self._state.store.has(program):
             self._exclusively(lambda: last.state.prepare_for(program))
         elif self._state.is_behind and not self._state.callers.now:  # a call that runs sees to it
             self._exclusively(self._state.catch_up)
@@ -153,46 +167,58 @@ class StepReports(ABC):
             )
         return norms
 
-    def explain(self) -> Explanation:
+    def explain(self, program: Program | None = None) -> Explanation:
         """Explains the time of the last training steps; printed, `Explanation` is a table with a row for each bucket.
 
-        Raises:
-            ExecutionError: no step was recorded.
-        """
-        program, steps = self._recorded()
-        is_interleaved = self._runs.last_update is not None and self._runs.last_update.is_interleaved
-        return explain_steps(program, steps, is_interleaved, self._foundations())
+        Args:
+            program: one of `programs`; None for the one that has trained most often.
 
-    def memory(self) -> MemoryReport:
+        Raises:
+            ValueError: the program is of another step.
+            ExecutionError: no step of this program was recorded.
+        """
+        executor, steps = self._recorded(program)
+        return explain_steps(executor.program, steps, executor.is_interleaved, self._foundations())
+
+    def memory(self, program: Program | None = None) -> MemoryReport:
         """Reports the memory of a step, in bytes by device and kind; printed, `MemoryReport` is a table.
 
-        It is computed from the program of the last call, or of `prepare`; no step need have run.
+        No step need have run: `prepare` is enough.
+
+        Args:
+            program: as for `explain`.
 
         Raises:
+            ValueError: the program is of another step.
             ExecutionError: there is no program yet.
         """
-        program, last = self.program, self._last
-        assert last is not None, "a step with a program has an executor"
-        return report_memory(program, last.regions, self._state)
+        executor = self._executor_of(program)
+        return report_memory(executor.program, executor.regions, self._state)
 
-    def timeline(self, path: str | os.PathLike[str]) -> Path:
+    def timeline(self, path: str | os.PathLike[str], program: Program | None = None) -> Path:
         """Writes the last training steps as a trace for https://ui.perfetto.dev or chrome://tracing; returns its path.
 
         Args:
             path: of a JSON file, compressed if it ends in ``.gz``. Missing folders are made.
+            program: as for `explain`.
 
         Raises:
-            ExecutionError: no step was recorded.
+            ValueError: the program is of another step.
+            ExecutionError: no step of this program was recorded.
         """
-        return write_timeline(path, *self._recorded())
+        executor, steps = self._recorded(program)
+        return write_timeline(path, executor.program, steps)
 
-    def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
-        last = self._runs.last_update  # another thread may run the step meanwhile
+    def _recorded(self, program: Program | None) -> tuple[Executor, tuple[RecordedStep, ...]]:
+        # Another thread may run the step meanwhile.
+        executor = self._runs.last_update if program is None else self._executor_of(program)
+        if program is None and (main := self._runs.main) is not None and main.recorder is not None:
+            executor = main
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
                 "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
             )
-        steps = recorded_steps(last.recorder if last is not None else None)
-        assert last is not None, "a step without a program has no recorded steps"
-        return last.program, steps
+        steps = recorded_steps(executor.recorder if executor is not None else None)
+        assert executor is not None, "a step without a program has no recorded steps"
+        return executor, steps

@@ -57,7 +57,14 @@ class Announcements:
         return 1 + digest(repr((variables, is_stale, state))) // 2
 
     def of_step(
-        self, executor: Executor, num_examples: Sequence[int], *, written: int, num_steps: int, has_left: bool
+        self,
+        executor: Executor,
+        num_examples: Sequence[int],
+        *,
+        written: int,
+        num_steps: int,
+        has_left: bool,
+        batch: int,
     ) -> tuple[Header, dict[str, Details]]:
         """The header of a training call, and the facts behind its digests.
 
@@ -91,6 +98,7 @@ class Announcements:
             num_steps=num_steps,
             has_left=has_left,
             deals_anew=deals_anew,
+            batch=batch,
         )
         return header, {
             **self._details(facts),

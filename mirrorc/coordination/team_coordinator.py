@@ -18,6 +18,7 @@ from mirrorc.capture.call.call_arguments import Call, without_examples
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.cluster import Cluster
 from mirrorc.coordination.call_header import Announcements
+from mirrorc.coordination.equal_batches import EqualBatches
 from mirrorc.coordination.fingerprint import facts_of_options, written_buffers
 from mirrorc.coordination.results import show_buffers, total_loss
 from mirrorc.coordination.state_sync import TakenValues
@@ -76,6 +77,8 @@ class TeamCoordinator:
         self._has_left = False  # this worker's loop in the block has ended
         self.rows_elsewhere: RowsElsewhere | None = None
         self.call_without_examples: Call | None = None
+        self._equal_batches = EqualBatches(self.team.cluster.rank)
+        self._batch = 0  # digest of the batch of this call
         self._num_row_meetings = 0
         self._agreed: Agreement | None = None
         self._num_present = self._num_meetings = self._num_steps = 0
@@ -175,6 +178,7 @@ class TeamCoordinator:
 
     def note_call(self, call: Call) -> None:
         self.call_without_examples = without_examples(call)
+        self._batch = self._equal_batches.digest(call)
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
         """Exchanges headers with all workers. Returns None if all programs match, and the call goes on.
@@ -195,7 +199,12 @@ class TeamCoordinator:
         counts = facts.row_counts if num_examples else no_rows(program)
         rows = facts.gathered_rows if num_examples else no_gathered_rows(program)
         header, details = self._announcements.of_step(
-            executor, num_examples, written=written, num_steps=self._num_steps, has_left=self._has_left
+            executor,
+            num_examples,
+            written=written,
+            num_steps=self._num_steps,
+            has_left=self._has_left,
+            batch=0 if self._has_left else self._batch,
         )
         self._agreed = agreed = self.team.exchange_headers(header, details, counts, rows)
         self.rows_elsewhere = None
@@ -233,6 +242,7 @@ class TeamCoordinator:
             self.team.open_values()
         self._num_steps = agreed.num_steps + (agreed.accumulation is not Accumulation.ADDS)
         self._taken.note()
+        self._equal_batches.note(agreed.batches)
         if agreed.tells_hyperparameters:
             groups = list(self.optimizers.hyperparameters)
             take_over_hyperparameters(self.team, groups, self._options.scaler, agreed.source, has_left=self._has_left)

@@ -117,11 +117,11 @@ def recorded_steps(recorder: Recorder | None) -> tuple[RecordedStep, ...]:
     steps = recorder.steps() if recorder is not None else ()
     if recorder is not None and recorder.has_begun and not steps:
         raise ExecutionError(
-            "no step was recorded: each that began with the program of the last call failed or was interrupted; call the "
+            "no step was recorded: each that began with this program failed or was interrupted; call the "
             "step with a batch on which it succeeds"
         )
     if not steps:
         raise ExecutionError(
-            "no step was recorded: none has run yet with the program that was compiled last; call the step with a batch first"
+            "no step was recorded: no training step has run yet with this program; call the step with a batch first"
         )
     return steps

@@ -31,6 +31,7 @@ class Header:
         known: digest of all row counts received from workers.
         deals_anew: 1 if this worker's shard of the optimizer's state belongs to other buckets than its program's.
         turn: number of this worker's next step in its block, see `mirrorc.join`.
+        batch: digest of the first batches, see `EqualBatches`; 0 for none.
     """
 
     call: int
@@ -54,6 +55,7 @@ class Header:
     known: int = 0
     deals_anew: int = 0
     turn: int = 0
+    batch: int = 0
 
     def to_tensor(self) -> torch.Tensor:
         return torch.tensor(list(map(int, astuple(self))), dtype=torch.int64)
@@ -81,6 +83,7 @@ class Agreement:
         is_over: whether all have left.
         deals_anew: whether all gather the optimizer's state, to shard it anew.
         turn: number of the next step, in a meeting before a call of several steps.
+        batches: digests of the workers' batches by rank.
     """
 
     num_examples: int
@@ -99,6 +102,7 @@ class Agreement:
     is_over: bool
     deals_anew: bool
     turn: int
+    batches: tuple[int, ...]
 
 
 def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
@@ -143,6 +147,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
         is_over=is_over,
         deals_anew=not (is_other or takes_over or is_over) and bool(decoded[source].deals_anew),
         turn=decoded[source].turn,
+        batches=tuple(peer.batch for peer in decoded),
     )
     return agreed, "", -1
 

@@ -1,0 +1,63 @@
+"""A warning for workers that are given the same batches, as without a DistributedSampler."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from mirrorc.capture.call.call_arguments import Call
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.wording import listed
+
+_NUM_CALLS = 8  # the first ones are compared; later ones cost nothing
+_NUM_EQUAL = 2  # in a row before the warning: single small batches may be equal by chance
+_MOST_SAMPLES = 4096  # elements of a tensor
+
+
+class EqualBatches:
+    """Compares the first batches of all workers by digests, and warns once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._num_calls = self._num_equal = 0
+
+    def digest(self, call: Call) -> int:
+        """A digest of the arguments that are split over replicas; 0 if there are none, or nothing is compared any more."""
+        if self._num_calls >= _NUM_CALLS:
+            return 0
+        tensors = [t for leaf in call.leaves if leaf.split for t in (leaf.tensor, *leaf.per_replica) if t is not None]
+        sampled = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
+        if not sampled:
+            return 0
+        hashed = hashlib.blake2b(digest_size=7)
+        for tensor in sampled:
+            hashed.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+            hashed.update(_sample(tensor).numpy().tobytes())
+        return int.from_bytes(hashed.digest())
+
+    def note(self, digests: Sequence[int]) -> None:
+        """Notes the digests of a call, by rank."""
+        if self._num_calls >= _NUM_CALLS:
+            return
+        self._num_calls += 1
+        mine = digests[self._rank]
+        others = [rank for rank, other in enumerate(digests) if mine and other == mine and rank != self._rank]
+        self._num_equal = self._num_equal + 1 if others else 0
+        if self._num_equal < _NUM_EQUAL:
+            return
+        self._num_calls = _NUM_CALLS
+        warnings.warn(
+            f"worker {self._rank} was given the same batches as {listed(f'worker {rank}' for rank in others)}: each example "
+            "counts twice or more. Give each worker its own: torch.utils.data.DistributedSampler(dataset, step.num_workers, "
+            "step.rank), or step.shard_batch(batch) for a batch that every worker has whole",
+            stacklevel=users_stack_level(),
+        )
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Up to `_MOST_SAMPLES` elements at equal distances, as bytes."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // _MOST_SAMPLES)].cpu().contiguous().view(torch.uint8)
