@@ -114,7 +114,8 @@ class Step(StepReports):
 
         Args:
             *args: arguments of the model; tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
-            **kwargs: likewise; with a loss_fn, ``target`` is the second argument of the loss_fn.
+                With a loss_fn, the last one is its second argument: ``step(x, y)``.
+            **kwargs: likewise; that argument by name is ``target``.
 
         Returns:
             The loss of the whole batch, a scalar without gradient. With ``return_outputs``, a pair of the loss and the outputs.
@@ -260,7 +261,8 @@ class Step(StepReports):
         ``torch.inference_mode()``. Buffers are written as by a plain forward: none in eval mode, statistics in train mode.
 
         Args:
-            *args, **kwargs: as for a training call; with a loss_fn, ``target`` may be left out.
+            *args, **kwargs: as for a training call; with a loss_fn, the target may be left out. It needs its name where
+                forward could take it.
 
         Returns:
             The loss of the whole batch; with ``return_outputs``, a pair of the loss and the outputs. Without a loss (no

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.capture.call.batch_norm import fewest_examples
-from mirrorc.capture.call.call_arguments import Call, flatten_call
-from mirrorc.capture.call.shards import Shards, split_call
+from mirrorc.capture.call.call_arguments import Call
+from mirrorc.capture.call.shards import Shards
+from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.dynamo.sync_batch_norm import synchronizes
 from mirrorc.capture.model.refused_models import check_model
 from mirrorc.custom_ops.replica_collectives import refused_collectives
@@ -96,34 +95,31 @@ def check_loss(
     standard library stay. Random numbers are the same for each example, so dropout makes no difference.
 
     Example:
-        >>> mirrorc.check_loss(model, x, target=y, loss_fn=F.cross_entropy, num_replicas=2)  # doctest: +SKIP
+        >>> mirrorc.check_loss(model, x, y, loss_fn=F.cross_entropy, num_replicas=2)  # doctest: +SKIP
         the same on 2 replicas: loss 2.30259, and all gradients agree to 3.1e-07 of their largest entry (32 examples as 16 +
             16)
 
     Args:
         model: the model, before or after its compilation.
-        *args: arguments as for the step: tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
+        *args: arguments as for the step: tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`;
+            with a loss_fn, the last one is the target.
         loss_fn: as for `mirrorc.compile`.
         loss_reduction: as for `mirrorc.compile`.
         num_replicas: the number of shards.
         tolerance: the largest relative difference due to rounding; None for 1e-7 with parameters of 64 bits, 1e-3 with 32
             bits and 0.05 with 16 bits or autocast.
         raises: raise an error if they are not the same.
-        **kwargs: as for the step; with a loss_fn, ``target`` is the second argument of the loss_fn.
+        **kwargs: as for the step.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a model without a loss.
         MirrorcError: they are not the same, if ``raises``; with the text of the result.
     """
     check_model(model)
-    if loss_fn is not None and "target" not in kwargs:
-        raise TypeError("target is missing: with a loss_fn, call check_loss(model, x, target=y, loss_fn=...)")
     _check_options(loss_reduction, num_replicas)
     if any(isinstance(root, nn.Module) and synchronizes(root) for root in (model, loss_fn)):
         raise MirrorcError(_ASKS)
-    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    call = flatten_call(names, args, kwargs)
-    split = split_call(call, num_replicas, fewest=fewest_examples(model, loss_fn))
+    call, split = Signature(model, loss_fn, num_replicas).split(args, kwargs)
     present = [tensors for tensors, size in zip(split.tensors, split.num_examples, strict=True) if size]
     shards = Shards(tuple(present), tuple(size for size in split.num_examples if size))
     evaluation = Evaluation(model, loss_fn, call)

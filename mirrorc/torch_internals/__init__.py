@@ -50,6 +50,7 @@ from mirrorc.torch_internals.hooks.settings import (
     is_plain_thread,
     is_structured_trace_on,
     mark_optimizer_stepped,
+    no_torch_function,
     takes_divisor,
     torch_modes,
     trace_artifact,

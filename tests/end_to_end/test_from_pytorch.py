@@ -259,8 +259,9 @@ def test_several_targets() -> None:
 
 def test_positional_target() -> None:
     model = net()
-    with compiled(model) as step, refused("positional-target", model, TypeError):
-        step(X, Y)
+    with compiled(model) as step:
+        expected = F.cross_entropy(model(X), Y).detach()
+        torch.testing.assert_close(step(X, Y), expected)
 
 
 @pytest.mark.slow
@@ -333,7 +334,7 @@ def test_loss_backward() -> None:
     model = net()
     with compiled(model) as step:
         loss = step(X, target=Y)
-        with refused("loss-backward", model, RuntimeError):
+        with warned("loss-backward"):
             loss.backward()
 
 

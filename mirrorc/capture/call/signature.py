@@ -33,17 +33,12 @@ class Signature:
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool = True) -> tuple[Call, Shards]:
         """Flattens and splits the arguments of a call. An evaluation needs no target."""
-        if trains and self._takes_target and "target" not in kwargs:
-            raise TypeError(
-                "target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second"
-            )
+        if self._takes_target and "target" not in kwargs:
+            args, kwargs = self._with_target(args, kwargs, trains=trains)
         of_model = {k: v for k, v in kwargs.items() if k != "target" or not self._takes_target}
-        try:
-            self._of_forward.bind(*args, **of_model)
-        except TypeError as error:
-            raise TypeError(
-                f"{self._name}.forward{self._of_forward} cannot be called with these arguments: {error}"
-            ) from None
+        why = self._why_not_bound(args, of_model)
+        if why:
+            raise TypeError(f"{self._name}.forward{self._of_forward} cannot be called with these arguments: {why}")
         call = flatten_call(self._names, args, kwargs)
         parts = self._microbatches if trains else 1
         split = functools.partial(
@@ -53,3 +48,30 @@ class Signature:
         if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # only then does BatchNorm matter
             shards = split(fewest=fewest_examples(*self._roots))
         return call, shards
+
+    def _with_target(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Takes the last positional argument for the target, if forward can be called without it."""
+        is_target = bool(args) and not self._why_not_bound(args[:-1], kwargs)
+        is_input = not self._why_not_bound(args, kwargs)
+        if is_target and (trains or not is_input):
+            return args[:-1], {**kwargs, "target": args[-1]}
+        if is_target:
+            raise TypeError(
+                f"the last argument may be the target, or one of {self._name}.forward{self._of_forward}: name it, target=..., or "
+                "by its name there"
+            )
+        if trains and is_input:
+            raise TypeError(
+                "target is missing: with a loss_fn, call step(x, y) or step(x, target=y); y is what the loss_fn gets second"
+            )
+        return args, kwargs
+
+    def _why_not_bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """The reason why forward cannot be called with these arguments; empty if it can."""
+        try:
+            self._of_forward.bind(*args, **kwargs)
+        except TypeError as error:
+            return str(error)
+        return ""

@@ -174,6 +174,10 @@ def is_plain_thread() -> bool:
     )
 
 
+no_torch_function = torch._C._disabled_torch_function_impl
+"""As ``__torch_function__`` of a subclass of tensors, it makes the results of operators plain tensors."""
+
+
 def dispatch_modes() -> list[str]:
     """Classes of this thread's `TorchDispatchMode` objects."""
     if not torch._C._len_torch_dispatch_stack():

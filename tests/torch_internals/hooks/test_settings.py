@@ -363,3 +363,10 @@ def test_the_bare_step_of_an_optimizer_updates_as_its_step_does() -> None:
             with torch.no_grad():
                 step(optimizers[1])
         assert torch.equal(*pair) and not torch.equal(pair[0], torch.linspace(-1, 1, 5))
+
+
+def test_operators_on_a_subclass_without_torch_function_give_plain_tensors() -> None:
+    class Subclass(torch.Tensor):
+        __torch_function__ = internals.no_torch_function
+
+    assert type(torch.ones(2).as_subclass(Subclass) + 1) is torch.Tensor

@@ -1,0 +1,38 @@
+"""The loss that a training call returns."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.torch_internals import no_torch_function
+
+
+class TrainedLoss(torch.Tensor):
+    """A loss whose backward the step has done already, so that ``loss.backward()`` of a loop or a library only warns.
+
+    What is computed from it, copied or saved is a plain tensor.
+    """
+
+    __torch_function__ = no_torch_function
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        warnings.warn(
+            "loss.backward() did nothing: the step has run backward and made the update; leave it out",
+            stacklevel=users_stack_level(),
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return repr(self.as_subclass(torch.Tensor))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(torch.Tensor), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).__deepcopy__(memo)

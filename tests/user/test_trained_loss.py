@@ -1,0 +1,58 @@
+"""A step's loss has a backward() that only warns, and is a plain tensor otherwise."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_programs import sgd_step
+from torch import nn
+
+from mirrorc.user.trained_loss import TrainedLoss
+
+
+def loss_of(value: float = 2.5) -> torch.Tensor:
+    return torch.tensor(value).as_subclass(TrainedLoss)
+
+
+def test_backward_warns_and_changes_nothing() -> None:
+    model = nn.Linear(3, 1)
+    with sgd_step(model, 2, loss_fn=F.mse_loss, return_outputs=True) as step:
+        loss, _ = step(torch.ones(4, 3), torch.ones(4, 1))
+        before = copy.deepcopy(model.state_dict())
+        with pytest.warns(UserWarning, match=r"loss\.backward\(\) did nothing: the step has run backward"):
+            loss.backward(retain_graph=True)
+        with pytest.warns(UserWarning, match="did nothing"):
+            step.accumulate(torch.ones(4, 3), torch.ones(4, 1))[0].backward()
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not loss.requires_grad
+
+
+def test_results_and_copies_are_plain_tensors() -> None:
+    loss, saved = loss_of(), io.BytesIO()
+    torch.save({"loss": loss}, saved)
+    saved.seek(0)
+    copies = [
+        copy.deepcopy(loss),
+        pickle.loads(pickle.dumps(loss)),
+        torch.load(saved, weights_only=True)["loss"],
+        loss / 1,
+        loss.clone(),
+        torch.stack([loss])[0],
+        loss.detach(),
+    ]
+    assert all(type(value) is torch.Tensor and value.item() == 2.5 for value in copies)
+
+
+def test_it_prints_and_counts_as_a_tensor() -> None:
+    loss = loss_of()
+    assert (repr(loss), str(loss), f"{loss:.1f}", f"{loss}") == ("tensor(2.5000)", "tensor(2.5000)", "2.5", "2.5")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert float(loss) == 2.5 == loss.numpy()
+        loss += 1
+    assert loss.item() == 3.5
