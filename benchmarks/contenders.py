@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from grouped_options import grouped
 from serving import StepFunction, serve
 from torch import nn
 from workloads import WORKLOADS, Workload
+
+from mirrorc.options.table import grouped
 
 NUM_REPLICAS = 2
 

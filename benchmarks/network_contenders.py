@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from contenders import WithLoss, adamw, ddp_step
-from grouped_options import grouped
 from serving import StepFunction, serve
 from torch import nn
 from workloads import WORKLOADS, Workload
+
+from mirrorc.options.table import grouped
 
 NUM_WORKERS = 2
 _NUM_THREADS = 1

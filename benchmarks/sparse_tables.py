@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from grouped_options import grouped
 from torch import nn
 
 import mirrorc
+from mirrorc.options.table import grouped
 from mirrorc.passes import SendRows
 
 ROWS, WIDTH, WORDS_OF_EXAMPLE, NUM_BATCHES = 200_000, 64, 10, 8

@@ -10,13 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from grouped_options import grouped
 from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
 from gpu_probes.probe import Failed, Figures, Scene, add_probe, expect
 from mirrorc.ir.devices import parse_devices
+from mirrorc.options.table import grouped
 
 _SECONDS = 90.0  # of one of these probes
 

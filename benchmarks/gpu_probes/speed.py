@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from contenders import WithLoss, adamw
-from grouped_options import grouped
 from workloads import GPT, WORKLOADS, GPTConfig, Workload, next_byte_loss
 
 import mirrorc
 from gpu_probes.probe import Figures, Scene, Skipped, add_probe
 from gpu_probes.timing import first_step_seconds, timed
+from mirrorc.options.table import grouped
 
 _SECONDS = 150.0
 HERE = Path(__file__).resolve().parent.parent
