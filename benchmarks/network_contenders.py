@@ -56,7 +56,7 @@ def _ddp(
     sync: bool = True,
 ) -> StepFunction:
     torch.distributed.init_process_group("gloo")
-    module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True, buckets=cap_mb)
+    module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
     if half:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 

@@ -173,5 +173,3 @@ def add() -> None:
     for inputs in ("pageable", "pinned"):
         probe = functools.partial(options_of_mlp, inputs=inputs)
         add_probe("speed", f"mlp-8 mirrorc, inputs {inputs}", probe, _SECONDS, leaves="mlp-8 mirrorc")
-    probe = functools.partial(options_of_mlp, record=False)
-    add_probe("speed", "mlp-8 mirrorc, record=False", probe, _SECONDS, leaves="mlp-8 mirrorc")
