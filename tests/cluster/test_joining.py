@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_compile_waits_for_the_workers_of_a_process_group() -> None:
     distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
     try:
         with pytest.raises(mirrorc.CommunicationError, match="worker 1 of 2 did not come in time"):
-            compiled(timeout=0.2)
+            compiled(timeout=timedelta(seconds=0.2))
     finally:
         distributed.destroy_process_group()
 
