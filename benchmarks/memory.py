@@ -6,8 +6,8 @@
 Prints a Markdown table: told / measured, in MiB, and the ratio of both. Activations are the sum of the devices' peaks, gradients
 the pages of buckets that are written. See `measured_memory` for how it is measured; on Linux only.
 
-With ``--bounds``, the activations of steps with ``Memory(activations=)`` instead: what is allowed, told and measured on the device
-that takes most, in MiB, and the median time of a step, of steps of all bounds in turn. "least" is the least that can be reached.
+With ``--bounds``, the activations of steps with ``Memory(activations=)`` instead: what is allowed, told and measured on the
+device that takes most, in MiB, and the median time of a step, of steps of all bounds in turn. "least" is the least bound.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ from serving import StepFunction, serve
 from torch import nn
 from workloads import WORKLOADS, Workload
 
-from mirrorc.options.table import grouped
-
 NUM_WORKERS = 2
 _NUM_THREADS = 1
 
@@ -31,6 +29,7 @@ def _mirrorc(
     **options: Any,
 ) -> StepFunction:
     import mirrorc
+    from mirrorc.options.table import grouped
 
     model = workload.make_model()
     if ratio is not None:
