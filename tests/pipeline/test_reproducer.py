@@ -156,7 +156,7 @@ def test_the_record_names_error_options_and_versions(tmp_path: Path) -> None:
     ]
     for_inductor = ",".join([not_wanted[0], "read-row-elements", *not_wanted[1:]])
     assert record["pipeline"].startswith(
-        f"{for_inductor},recompute-checkpoints,plan-buckets{{buckets=ByBytes(1e-06,1e-06)}},outline-regions"
+        f"{for_inductor},recompute-checkpoints,plan-buckets{{buckets=ByBytes(cap_mb=1e-06, first_mb=1e-06)}},outline-regions"
     )
     assert record["passes"].startswith(f"{__name__}:Breaks,schedule-overlap") and {"torch", "python"} <= set(record)
 
