@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from grouped_options import grouped
 from serving import StepFunction, serve
 from torch import nn
 from workloads import WORKLOADS, Workload
@@ -36,13 +35,17 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
 
-def _mirrorc(workload: Workload, rank: int, **options: Any) -> StepFunction:
+def _mirrorc(workload: Workload, rank: int, backend: str) -> StepFunction:
     import mirrorc
 
     torch.set_num_threads(NUM_REPLICAS)
     model = workload.make_model()
     devices = [f"cpu:{i}" for i in range(NUM_REPLICAS)]
-    step = mirrorc.compile(model, devices=devices, optimizer=adamw(model), loss_fn=workload.loss_fn, **grouped(options))
+    # "mirrorc before" may have no groups of options
+    options: Any = (
+        {"compiler": mirrorc.Compiler(backend=backend)} if hasattr(mirrorc, "Compiler") else {"backend": backend}
+    )
+    step = mirrorc.compile(model, devices=devices, optimizer=adamw(model), loss_fn=workload.loss_fn, **options)
     x, y = workload.make_batch(workload.per_replica * NUM_REPLICAS)
     return lambda: step(x, target=y)
 

@@ -1,13 +1,13 @@
 """Compares what `step.memory()` tells with what is measured: bytes by kind, of all devices together.
 
     python benchmarks/memory.py [--workloads mlp-64 gpt-8 ...] [--backend inductor] [--devices 2]
-    python benchmarks/memory.py --bounds 1.0 0.5 0.25 least [--workloads deep-1024 gpt-8 resnet-16]
+    python benchmarks/memory.py --bounds 100% 50% 25% least [--workloads deep-1024 gpt-8 resnet-16]
 
 Prints a Markdown table: told / measured, in MiB, and the ratio of both. Activations are the sum of the devices' peaks, gradients
 the pages of buckets that are written. See `measured_memory` for how it is measured; on Linux only.
 
-With ``--bounds``, the activations of steps with `activation_memory=` instead: what is allowed, told and measured on the device
-that takes most, in MiB, and the median time of a step, of steps of all bounds in turn. "least" is the least that can be reached.
+With ``--bounds``, the activations of steps with ``Memory(activations=)`` instead: what is allowed, told and measured on the
+device that takes most, in MiB, and the median time of a step, of steps of all bounds in turn. "least" is the least bound.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DEEP = {
 
 
 def compared(
-    workload: Workload, backend: str, num_devices: int, bound: float | None = None
+    workload: Workload, backend: str, num_devices: int, bound: int | str | None = None
 ) -> tuple[mirrorc.Step, MemoryReport, MeasuredMemory]:
     """The step, the report before the first one, and what was measured in those after it."""
     reports = []
@@ -81,8 +81,8 @@ def compared(
             devices,
             optimizer=optimizer,
             loss_fn=workload.loss_fn,
-            compiler=mirrorc.Compiler(backend=backend, disable=["reserve-memory"] if bound is not None else []),
             memory=mirrorc.Memory(activations=bound),
+            compiler=mirrorc.Compiler(backend=backend, disable=["reserve-memory"] if bound is not None else []),
         )
         step.prepare(x, target=y)
         reports.append(step.memory())
@@ -113,7 +113,7 @@ def bounded_rows(workload: Workload, backend: str, num_devices: int, bounds: Seq
     x, y = workload.make_batch(workload.per_replica * num_devices)
     steps, cells = [], []
     for name in bounds:
-        bound = least_bound(workload, backend, num_devices) if name == "least" else float(name)
+        bound = least_bound(workload, backend, num_devices) if name == "least" else name
         try:
             step, told, measured = compared(workload, backend, num_devices, bound)
         except PassError as error:
@@ -157,7 +157,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.devices)
     if options.bounds:
-        print("| workload | activation_memory | told / measured, MiB | more work | step, ms | ratio |")
+        print("| workload | bound | told / measured, MiB | more work | step, ms | ratio |")
         print("|---" * 6 + "|")
         for name in options.workloads:
             for line in bounded_rows(workloads[name], options.backend, options.devices, options.bounds):

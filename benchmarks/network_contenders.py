@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from contenders import WithLoss, adamw, ddp_step
-from grouped_options import grouped
 from serving import StepFunction, serve
 from torch import nn
 from workloads import WORKLOADS, Workload
@@ -30,6 +29,7 @@ def _mirrorc(
     **options: Any,
 ) -> StepFunction:
     import mirrorc
+    from mirrorc.options.table import grouped
 
     model = workload.make_model()
     if ratio is not None:
@@ -55,7 +55,7 @@ def _ddp(
     sync: bool = True,
 ) -> StepFunction:
     torch.distributed.init_process_group("gloo")
-    module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True, buckets=cap_mb)
+    module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
     if half:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 

@@ -20,10 +20,10 @@ import time
 from typing import Any
 
 import torch
-from grouped_options import grouped
 from workloads import WORKLOADS, Workload
 
 import mirrorc
+from mirrorc.options.table import grouped
 
 NUM_REPLICAS = 2
 PLAIN = ("plain", "plain again")

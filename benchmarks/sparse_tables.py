@@ -5,7 +5,7 @@
     python benchmarks/sparse_tables.py --devices 4 --lookups 20000
 
 The table has 200,000 rows of width 64, and each device has a copy of it and a thread. One step sends rows by the pass send-rows,
-with a bound that any number of them keeps, the other is compiled with ``disable_passes=["send-rows"]``. Both have the same
+with a bound that any number of them keeps; the other one is compiled without this pass. Both have the same
 batches, whose words are drawn anew for each of several, and take turns, either of them first in every other turn: noise of the
 machine affects both. Prints a Markdown table of medians and of their ratio, and where the pass's own bound sends rows.
 """
@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from grouped_options import grouped
 from torch import nn
 
 import mirrorc
+from mirrorc.options.table import grouped
 from mirrorc.passes import SendRows
 
 ROWS, WIDTH, WORDS_OF_EXAMPLE, NUM_BATCHES = 200_000, 64, 10, 8

@@ -63,7 +63,7 @@ class Bfloat16OnTheWire:
                 user.replace_input_with(wait, whole)
 
 
-def train(add_passes: list[mirrorc.Placed], steps: int = 150) -> tuple[float, mirrorc.Program]:
+def train(passes: list[mirrorc.Placed], steps: int = 150) -> tuple[float, mirrorc.Program]:
     """Trains on two logical CPUs; gives the last loss and the program."""
     torch.manual_seed(0)
     digits = load_digits()
@@ -71,7 +71,7 @@ def train(add_passes: list[mirrorc.Placed], steps: int = 150) -> tuple[float, mi
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, compiler=mirrorc.Compiler(add=add_passes)
+        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, compiler=mirrorc.Compiler(add=passes)
     ) as step:
         for _ in range(steps):
             batch = torch.randint(len(images), (128,))

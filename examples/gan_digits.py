@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Sequence
 
 import torch
-from grouped_options import grouped
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -82,12 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> float:
     generator, critic = make_generator(), make_critic()
     for_critic = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.999))
     for_generator = torch.optim.Adam(generator.parameters(), lr=5e-4, betas=(0.5, 0.999))
-    shared = {"devices": options.devices, "backend": options.backend}
+    shared = {"devices": options.devices, "compiler": mirrorc.Compiler(backend=options.backend)}
     with (
-        mirrorc.compile(CriticLoss(generator, critic), optimizer=for_critic, **grouped(shared)) as train_critic,
-        mirrorc.compile(
-            GeneratorLoss(generator, critic), optimizer=for_generator, **grouped(shared)
-        ) as train_generator,
+        mirrorc.compile(CriticLoss(generator, critic), optimizer=for_critic, **shared) as train_critic,
+        mirrorc.compile(GeneratorLoss(generator, critic), optimizer=for_generator, **shared) as train_generator,
     ):
         progress = tqdm(range(options.epochs), unit="epoch", dynamic_ncols=True)
         for _ in progress:

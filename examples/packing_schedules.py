@@ -46,23 +46,24 @@ class Net(nn.Module):
         return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
 
 
-def program_of(packing: Any) -> Program:
+def program_of(buckets: Any) -> Program:
     """The lowered program of worker 0 of 2 with a plan; matrices are decayed, biases are not."""
     torch.manual_seed(0)
     model = Net()
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
-    with mirrorc.compile(
+    batch = ((torch.zeros(8, 16),), {"target": torch.zeros(8, dtype=torch.int64)})
+    return mirrorc.plan(
         model,
+        batch,
         ["cpu:0"],
+        world=mirrorc.World(2),
         optimizer=optimizer,
         loss_fn=nn.functional.cross_entropy,
-        world=mirrorc.World(2),
+        communication=mirrorc.Communication(buckets=buckets, exchange="dense"),
         compiler=mirrorc.Compiler(backend="eager"),
-        communication=mirrorc.Communication(exchange="dense", buckets=packing),
-    ) as step:
-        return step.prepare(torch.zeros(8, 16), target=torch.zeros(8, dtype=torch.int64))
+    )
 
 
 def schedule(program: Program) -> Iterator[str]:

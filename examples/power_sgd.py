@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from grouped_options import grouped
 from sklearn.datasets import load_digits
 from torch import multiprocessing, nn
 from torch.nn import functional as F
@@ -145,8 +144,14 @@ def losses_of(compression: Payload | None, num_steps: int = 60) -> list[float]:
     images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    options = {"loss_fn": F.cross_entropy, "backend": "eager", "exchange": "dense", "compression": compression}
-    with mirrorc.compile(model, 1, optimizer=optimizer, **grouped(options)) as step:
+    with mirrorc.compile(
+        model,
+        1,
+        optimizer=optimizer,
+        loss_fn=F.cross_entropy,
+        communication=mirrorc.Communication(exchange="dense", compression=compression),
+        compiler=mirrorc.Compiler(backend="eager"),
+    ) as step:
         losses = []
         for _ in range(num_steps):
             batch = step.shard_batch(torch.randint(len(images), (128,)))

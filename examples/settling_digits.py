@@ -58,9 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
         devices=options.devices,
         optimizer=optimizer,
         loss_fn=F.cross_entropy,
-        compiler=mirrorc.Compiler(
-            backend=options.backend, capture="autograd"
-        ),  # forward and backward run as plain PyTorch; "auto" finds that out, and warns once
+        # forward and backward run as plain PyTorch; "auto" finds that out, and warns once
+        compiler=mirrorc.Compiler(backend=options.backend, capture="autograd"),
     )
     with step:
         progress = tqdm(range(options.epochs), unit="epoch", dynamic_ncols=True)

@@ -109,8 +109,8 @@ class Training:
             options.devices,
             optimizer=self.optimizer,
             loss_fn=F.cross_entropy,
+            communication=mirrorc.Communication(compression=COMPRESSIONS[options.compression], timeout=options.timeout),
             compiler=mirrorc.Compiler(backend=options.backend),
-            communication=mirrorc.Communication(timeout=options.timeout, compression=COMPRESSIONS[options.compression]),
         )
         self.keeps_gradients = options.compression in ("top-k", "power-sgd")
         self.cluster = mirrorc.cluster.join(timeout_seconds=options.timeout)  # the step's own

@@ -173,9 +173,9 @@ class Step(StepReports):
     def gather_optimizer_state(self) -> None:
         """Gathers the whole optimizer state into the user's optimizers, on all workers, until the next training call.
 
-        With ``shard_optimizer=True`` each worker has a shard of the state, and ``optimizer.state_dict()`` raises an error until
-        all workers have called this method. Without the option it does nothing. Call it before `close`, which drops the shards
-        of the other workers.
+        With ``Memory(shard_optimizer=True)`` each worker has a shard of the state, and ``optimizer.state_dict()`` raises an
+        error until all workers have called this method. Without the option it does nothing. Call it before `close`, which drops
+        the shards of the other workers.
 
         Raises:
             ExecutionError: called inside of `join`, of this step or of another, or the step is closed.
@@ -214,7 +214,7 @@ class Step(StepReports):
         self._exclusively(lambda: self._saved_state.load_state_dict(state))
 
     def unsent_state(self) -> dict[str, Any]:
-        """The unsent part of this worker's gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your own.
+        """The unsent part of this worker's gradients, with ``Communication(compression=)`` of `mirrorc.TopK` or your payload.
 
         Each worker saves its own result beside the common checkpoint; `load_unsent_states` takes the results of all workers. A
         restart without them loses these gradients.

@@ -20,7 +20,7 @@ from mirrorc.runtime.codegen import backends
 
 
 def compiled(model: nn.Module, **options: object) -> mirrorc.Step:
-    return sgd_step(model, ["cpu:0", "cpu:1"], loss_fn=nn.functional.mse_loss, timeout_seconds=60.0, **options)
+    return sgd_step(model, ["cpu:0", "cpu:1"], loss_fn=nn.functional.mse_loss, timeout=60.0, **options)
 
 
 @pytest.mark.parametrize("name", ["plan-buckets", "lower-collectives", "lower-devices"])
@@ -110,6 +110,8 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_types_name_the_texts_that_options_take() -> None:
     hints = typing.get_type_hints(mirrorc.compile)
+    for group in (mirrorc.Communication, mirrorc.Compiler):
+        hints |= typing.get_type_hints(group)
 
     def named(option: str) -> set[str]:
         of_option = (

@@ -72,7 +72,7 @@ def test_opt_dumps_and_prints_after_passes(captured: Path, tmp_path: Path) -> No
     [
         ("plan-bucket", "there is no pass 'plan-bucket'"),
         ("replicate", "takes programs from OUTLINED to REPLICATED"),
-        ("plan-buckets{bucket_cap_mb=-2}", "bucket_cap_mb is -2: give a positive number"),
+        ("plan-buckets{buckets=-2}", "buckets is -2: give a positive number"),
     ],
 )
 def test_opt_refuses_what_cannot_run(captured: Path, passes: str, message: str) -> None:
@@ -292,12 +292,12 @@ def test_the_command_replays_a_reproducer(tmp_path: Path) -> None:
         sys.path.remove(str(tmp_path))
     model = TwoLayers()
     with pytest.raises(mirrorc.PassError) as caught:
-        mirrorc.compile(
+        mirrorc.plan(
             model,
+            {"x": torch.randn(4, 4), "target": torch.tensor([0, 1, 2, 0])},
             2,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             loss_fn=torch.nn.functional.cross_entropy,
-            example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
             compiler=mirrorc.Compiler(backend="eager", add=[mirrorc.after("pack-gradients", my_passes.Fails())]),
             debug=mirrorc.Debug(dump=tmp_path / "dump"),
         )

@@ -99,10 +99,9 @@ def test_compile_makes_the_same_program() -> None:
         ["cpu:0", "cpu:1"],
         optimizer=golden.optimizer(model),
         loss_fn=golden.loss_fn,
-        example_inputs=golden.inputs(golden.num_examples(2)),
-        **grouped({"backend": "eager", **golden.buckets}),  # type: ignore[arg-type]
+        **grouped({"backend": "eager", **golden.buckets}),
     ) as step:
-        text = step.program.to_text(slots=True, sources=False)
+        text = step.prepare(*golden.inputs(golden.num_examples(2))).to_text(slots=True, sources=False)
     assert text == golden_program("digits", 2).to_text(slots=True, sources=False)
 
 

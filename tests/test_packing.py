@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
+from planned_steps import step_of_world
 from tiny_models import make_mlp, mlp_batch
-from tiny_programs import sgd_step
 from torch import nn
 
 import mirrorc
@@ -85,7 +85,7 @@ def test_groups_that_do_not_fit_are_refused(given_groups: Any, error: type[Excep
 
     with pytest.raises(error, match=re.escape(text)) as e:
         groups_of(mine, GRADIENTS)
-    assert str(e.value).startswith("packing=mine ")
+    assert str(e.value).startswith("buckets=mine ")
 
 
 def test_a_plan_of_ones_own_is_told_of_every_gradient() -> None:
@@ -100,7 +100,7 @@ def test_gradients_are_put_in_the_order_that_is_asked_for() -> None:
     assert in_order(GRADIENTS, "ready", registered) == GRADIENTS
     assert [one.name for one in in_order(GRADIENTS, "reversed", registered)] == ["a", "c", "b"]
     assert [one.name for one in in_order(GRADIENTS, lambda one: one.elements, registered)] == ["b", "a", "c"]
-    with pytest.raises(ValueError, match="gradient_order gives keys that cannot be compared"):
+    with pytest.raises(ValueError, match="order gives keys that cannot be compared"):
         in_order(GRADIENTS, lambda one: one.name if one.elements else 1, registered)
     for key, said in (
         (torch.ones(2), r"a tensor \(\[2\], torch.float32\)"),
@@ -108,9 +108,9 @@ def test_gradients_are_put_in_the_order_that_is_asked_for() -> None:
         (math.nan, "nan"),
         ((1, math.nan), "nan"),
     ):
-        with pytest.raises(ValueError, match=f"gradient_order gives {said}.* for 'a': give numbers, texts or tuples"):
+        with pytest.raises(ValueError, match=f"order gives {said}.* for 'a': give numbers, texts or tuples"):
             in_order(GRADIENTS, lambda one, key=key: key, registered)  # type: ignore[misc]
-    with pytest.raises(ValueError, match="gradient_order gives keys that cannot be compared"):
+    with pytest.raises(ValueError, match="order gives keys that cannot be compared"):
         in_order(GRADIENTS, lambda one: numpy.ones(2), registered)
 
 
@@ -124,12 +124,11 @@ def test_gradients_are_put_in_the_order_that_is_asked_for() -> None:
         (lambda: EqualPacks(-1), ValueError, "num_packs is -1: give 0 or more"),
         (lambda: EqualPacks(2.0), TypeError, "num_packs is 2.0: give a whole number"),  # type: ignore[arg-type]
         (lambda: EqualSplits(0), ValueError, "num_splits is 0: give 1 or more"),
-        (lambda: PlanBuckets(buckets=-3), ValueError, "packing is -3: give a number of packs"),
-        (lambda: PlanBuckets(buckets=EqualPacks), TypeError, "packing is <class"),
-        (lambda: PlanBuckets(buckets="all"), TypeError, "packing is 'all': give ByBytes(cap_mb)"),  # type: ignore[arg-type]
-        (lambda: PlanBuckets(5.0, buckets=EqualPacks(2)), ValueError, "short form of a packing: give one of both"),
-        (lambda: PlanBuckets(order="last"), ValueError, "gradient_order is 'last': say 'ready'"),  # type: ignore[arg-type]
-        (lambda: PlanBuckets(order=3), TypeError, "gradient_order is 3: say 'ready'"),  # type: ignore[arg-type]
+        (lambda: PlanBuckets(buckets=-3), ValueError, "buckets is -3: give a positive number of MiB"),
+        (lambda: PlanBuckets(buckets=EqualPacks), TypeError, "buckets is <class"),
+        (lambda: PlanBuckets(buckets="all"), TypeError, "buckets is 'all': give a number of MiB, ByBytes(cap_mb)"),  # type: ignore[arg-type]
+        (lambda: PlanBuckets(order="last"), ValueError, "order is 'last': say 'ready'"),  # type: ignore[arg-type]
+        (lambda: PlanBuckets(order=3), TypeError, "order is 3: say 'ready'"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exception], text: str) -> None:
@@ -140,25 +139,23 @@ def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exce
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"buckets": ByBytes(5)}, ValueError, "packing= is given besides bucket_cap_mb="),
-        ({"buckets": EqualPacks(2)}, ValueError, "packing= is given besides bucket_cap_mb="),
         (
             {"passes": default_pipeline(), "buckets": EqualPacks(2)},
             ValueError,
-            "packing=2 has no part in a pipeline given with passes=",
+            "buckets=EqualPacks(num_packs=2) has no part in a pipeline given with passes=",
         ),
         (
             {"order": "reversed", "passes": []},
             ValueError,
-            "gradient_order='reversed' has no part in a pipeline",
+            "order='reversed' has no part in a pipeline",
         ),
-        ({"disable": ["plan-buckets"], "buckets": EqualPacks(2)}, ValueError, "which disable_passes leaves out"),
-        ({"buckets": "all"}, TypeError, "packing is 'all'"),
-        ({"order": "last"}, ValueError, "gradient_order is 'last'"),
+        ({"disable": ["plan-buckets"], "buckets": EqualPacks(2)}, ValueError, "which disable= leaves out"),
+        ({"buckets": "all"}, TypeError, "buckets is 'all'"),
+        ({"order": "last"}, ValueError, "order is 'last'"),
         (
             {"shard_optimizer": True, "buckets": EqualPacks(2)},
             ValueError,
-            "shard_optimizer=True cannot be used with packing=2: packs end within gradients",
+            "shard_optimizer=True cannot be used with buckets=EqualPacks(num_packs=2): packs end within gradients",
         ),
     ],
 )
@@ -166,9 +163,9 @@ def test_options_that_contradict_each_other_are_refused(
     options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     model = make_mlp(torch.float32)
-    world = {"world": mirrorc.World(2)} if "shard_optimizer" in options else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(error, match=re.escape(text)):
-        sgd_step(model, ["cpu:0"], loss_fn=F.mse_loss, **world, **options)
+        step_of_world(model, ["cpu:0"], world=mirrorc.World(2), optimizer=optimizer, loss_fn=F.mse_loss, **options)
 
 
 @pytest.mark.slow
@@ -181,7 +178,7 @@ def test_a_wrong_plan_is_refused_when_it_is_asked_and_nothing_has_changed() -> N
         return [[gradients[0].name]]
 
     options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "backend": "eager", "buckets": mine}
-    refused = pytest.raises(PassError, match="pass 'plan-buckets': packing=mine leaves out ")
+    refused = pytest.raises(PassError, match="pass 'plan-buckets': buckets=mine leaves out ")
     with mirrorc.compile(model, 2, **grouped(options)) as step, refused:
         step(**mlp_batch(4, torch.float64, 0))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

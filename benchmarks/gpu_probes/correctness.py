@@ -10,13 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from grouped_options import grouped
 from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
 from gpu_probes.probe import Failed, Figures, Scene, add_probe, expect
 from mirrorc.ir.devices import parse_devices
+from mirrorc.options.table import grouped
 
 _SECONDS = 90.0  # of one of these probes
 
@@ -242,7 +242,7 @@ def device_assert(scene: Scene) -> Figures:
     """After an index out of range on the GPU, the next call raises, and close() returns."""
     scene.needs_gpu()
     model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 4))
-    step = compiled(scene, model, timeout_seconds=20.0)
+    step = compiled(scene, model, timeout=20.0)
     y = torch.zeros(6, dtype=torch.long)
     step(torch.arange(6), target=y)
     wait_for(scene)

@@ -51,11 +51,6 @@ _GOALS: tuple[tuple[str, float | None, Callable[[Tables], float | None]], ...] =
     ("mlp-8: memory() / peak, or the inverse", 1.15, lambda tables: _memory(tables, "mlp-8 mirrorc")),
     ("gpt-8: memory() / peak, or the inverse", 1.15, lambda tables: _memory(tables, "gpt-8 mirrorc")),
     ("resnet-16: memory() / peak, or the inverse", 1.15, lambda tables: _memory(tables, "resnet-16 mirrorc")),
-    (
-        "mlp-8: GPU ms with recording / without",
-        1.03,
-        lambda tables: _ratio(tables, "mlp-8 mirrorc", "mlp-8 mirrorc, record=False", "GPU ms"),
-    ),
     *(
         (
             f"host ms of 8 devices / 1, {where} (8 means that launches are serial)",

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from grouped_options import grouped
 from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
 from gpu_probes.probe import Figures, Scene, add_probe, expect
+from mirrorc.options.table import grouped
 
 _SECONDS = 120.0
 _TOLERANCES = {

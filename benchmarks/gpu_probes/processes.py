@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 import torch
-from grouped_options import grouped
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ import mirrorc
 from gpu_probes import speed
 from gpu_probes.probe import Figures, Scene, Skipped, add_probe, expect
 from gpu_probes.timing import NUM_STEPS, host_ms, timed
+from mirrorc.options.table import grouped
 
 _SECONDS = 90.0
 _COUNTS = (1, 2, 4, 8)

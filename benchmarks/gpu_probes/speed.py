@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from contenders import WithLoss, adamw
-from grouped_options import grouped
 from workloads import GPT, WORKLOADS, GPTConfig, Workload, next_byte_loss
 
 import mirrorc
 from gpu_probes.probe import Figures, Scene, Skipped, add_probe
 from gpu_probes.timing import first_step_seconds, timed
+from mirrorc.options.table import grouped
 
 _SECONDS = 150.0
 HERE = Path(__file__).resolve().parent.parent
@@ -173,5 +173,3 @@ def add() -> None:
     for inputs in ("pageable", "pinned"):
         probe = functools.partial(options_of_mlp, inputs=inputs)
         add_probe("speed", f"mlp-8 mirrorc, inputs {inputs}", probe, _SECONDS, leaves="mlp-8 mirrorc")
-    probe = functools.partial(options_of_mlp, record=False)
-    add_probe("speed", "mlp-8 mirrorc, record=False", probe, _SECONDS, leaves="mlp-8 mirrorc")

@@ -46,35 +46,35 @@ class Classifier(nn.Module):
         return self.head(self.second(self.first(self.stem(x))))
 
 
-def compiled(devices: Sequence[str]) -> mirrorc.Step:
-    """A step of small buckets, so that there are several; compiled at once, and never run."""
+def program_on(devices: Sequence[str]) -> mirrorc.Program:
+    """The program of a step with small buckets, so that there are several; it is compiled, and never run."""
     model = Classifier()
-    return mirrorc.compile(
+    return mirrorc.plan(
         model,
+        {"x": torch.zeros(8, 16), "target": torch.zeros(8, dtype=torch.int64)},
         devices,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         loss_fn=F.cross_entropy,
-        example_inputs=((torch.zeros(8, 16),), {"target": torch.zeros(8, dtype=torch.int64)}),
-        compiler=mirrorc.Compiler(backend="eager"),
         communication=mirrorc.Communication(buckets=ByBytes(0.05, 0.02)),
+        compiler=mirrorc.Compiler(backend="eager"),
     )
 
 
 def test_two_devices(mirror_snapshot: ProgramSnapshot) -> None:
-    assert compiled(["cpu:0", "cpu:1"]).program == mirror_snapshot
+    assert program_on(["cpu:0", "cpu:1"]) == mirror_snapshot
 
 
 def test_an_uneven_batch_runs_two_programs(mirror_snapshot: ProgramSnapshot) -> None:
-    assert compiled(["cpu:0", "cpu:1", "cpu:2"]).program == mirror_snapshot
+    assert program_on(["cpu:0", "cpu:1", "cpu:2"]) == mirror_snapshot
 
 
 def test_the_operators_of_one_device(mirror_snapshot: ProgramSnapshot) -> None:
-    assert compiled(["cpu:0"]).program == mirror_snapshot(name="with-regions", regions=True)
+    assert program_on(["cpu:0"]) == mirror_snapshot(name="with-regions", regions=True)
 
 
 def test_backward_goes_on_while_buckets_are_reduced() -> None:
     check(
-        compiled(["cpu:0", "cpu:1"]),
+        program_on(["cpu:0", "cpu:1"]),
         """
         CHECK: b0_pending: pending
         CHECK-SAME: reduce_scatter(bucket=0

@@ -37,9 +37,11 @@ class World:
         object.__setattr__(self, "devices_per_worker", counts)
 
     def worker(self, rank: int) -> Workers:
-        if not 0 <= rank < self.num_workers:
-            raise ValueError(
-                f"rank is {rank}, but the world has {self.num_workers} workers: give a number from 0 to {self.num_workers - 1}"
+        is_whole = hasattr(type(rank), "__index__") and not isinstance(rank, bool)
+        if not is_whole or not 0 <= rank < self.num_workers:
+            raise (ValueError if is_whole else TypeError)(
+                f"rank is {rank!r:.60}, but the world has {self.num_workers} workers: give a number from 0 to "
+                f"{self.num_workers - 1}"
             )
         counts = self.devices_per_worker
         return Workers((counts,) * self.num_workers if isinstance(counts, int) else tuple(counts), rank)

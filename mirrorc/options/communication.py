@@ -182,7 +182,7 @@ class Communication(OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.buckets != "auto":
+        if not isinstance(self.buckets, str) or self.buckets != "auto":
             plan_of(self.buckets)
         check_order(self.order)
         algorithm_of(self.algorithm)

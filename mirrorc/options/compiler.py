@@ -92,7 +92,7 @@ class Compiler(OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.capture == "trace":
+        if isinstance(self.capture, str) and self.capture == "trace":
             raise ValueError(
                 "capture='trace' was withdrawn: models that it took train with capture='autograd', which 'auto' falls back to"
             )

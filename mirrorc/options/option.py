@@ -127,7 +127,7 @@ class Option:
             raise ValueError(f"{self.name} is {shown(value)}: {self.allowed}")
 
     def text(self, value: Any) -> str:
-        """The option with its value for messages: ``link='nccl'``; large values are left out: ``packing=``."""
+        """The option with its value for messages: ``link='nccl'``; large values are left out: ``buckets=``."""
         text = repr(value)
         return f"{self.name}={text}" if len(text) <= 60 and " object at 0x" not in text else f"{self.name}="
 
@@ -246,7 +246,7 @@ class Options:
             option.check_kind(asked[option.name])
 
     def check_passes(self, request: Request) -> None:
-        """Refuses options whose passes are missing because of ``passes=`` or ``disable_passes=``."""
+        """Refuses options whose passes are missing because of ``passes=`` or ``disable=``."""
         passes, disabled = request["passes"], request["disable"]
         for option in self:
             value = request[option.name]

@@ -251,7 +251,7 @@ def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tu
     if program.workers.shards_optimizer:
         raise PassError(
             "pass 'plan-buckets': a bucket that is cut into packs cannot be dealt out to workers, who get parts of whole "
-            "buckets: leave shard_optimizer out, or give another packing"
+            "buckets: leave shard_optimizer out, or give other buckets"
         )
     packs: dict[int, list[Pack]] = {}
     for number, (index, elements) in enumerate(ranges):

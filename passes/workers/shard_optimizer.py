@@ -97,7 +97,7 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
         raise PassError(
             f"bucket {bucket.index} has {bucket.num_elements} elements, which are not {workers.num_workers} equal parts of whole "
             f"cache lines: 'plan-buckets' pads it where the program's workers are said to shard the optimizer "
-            "(Workers.shards_optimizer), as mirrorc.compile(shard_optimizer=True) does"
+            "(Workers.shards_optimizer), as mirrorc.Memory(shard_optimizer=True) does"
         )
     return replace(bucket, part=Elements(workers.rank * length, (workers.rank + 1) * length))
 

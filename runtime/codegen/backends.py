@@ -18,7 +18,7 @@ class Backend(ABC):
     """A compiler of region bodies. A user's backend overrides `compile`, and other methods as needed.
 
     Attributes:
-        name: the name in ``mirrorc.compile(..., backend=name)``.
+        name: the name in ``mirrorc.Compiler(backend=name)``.
     """
 
     name: ClassVar[str]

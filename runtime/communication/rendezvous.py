@@ -105,5 +105,5 @@ class Mailbox:
 def _too_late(device: Device, seconds: float, subject: str, missing: Sequence[Device]) -> CommunicationError:
     return CommunicationError(
         f"{device} waited {seconds:g} s in {subject} for {', '.join(map(str, missing))}: a replica hangs or is far slower; see "
-        "what it does, or raise timeout_seconds"
+        "what it does, or raise Communication(timeout=)"
     )

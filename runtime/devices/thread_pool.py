@@ -68,7 +68,7 @@ class DevicePool:
         except queue.Empty:
             raise ExecutionError(
                 f"the devices' threads were not ready within {self.timeout_seconds:g} s: a GPU hangs, or the machine is that "
-                "busy; raise timeout_seconds, or compile anew"
+                "busy; raise Communication(timeout=), or compile anew"
             ) from None
         if message is not None:
             replica, error = message
@@ -171,7 +171,7 @@ class DevicePool:
             names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=True) if result is None)
             raise ExecutionError(
                 f"{names} did not finish the step within {self.timeout_seconds:g} s: an operator hangs, or the step is that "
-                "long; raise timeout_seconds, or close() and compile anew"
+                "long; raise Communication(timeout=), or close() and compile anew"
             ) from None
 
     def _next_message(self, deadline: float) -> Message:

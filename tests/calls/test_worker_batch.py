@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned_steps import step_of_world
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -114,14 +115,8 @@ def test_a_step_knows_its_workers_and_what_is_normalized() -> None:
     x = torch.zeros(5, 2)
     sizes = {}
     for rank in (0, 1):
-        with mirrorc.compile(
-            model,
-            optimizer=optimizer,
-            loss_fn=nn.CrossEntropyLoss(),
-            world=mirrorc.World(2, (1, 2)),
-            rank=rank,
-            compiler=mirrorc.Compiler(backend="eager"),
-        ) as step:
+        options = {"optimizer": optimizer, "loss_fn": nn.CrossEntropyLoss(), "backend": "eager"}
+        with step_of_world(model, world=World(2, (1, 2)), rank=rank, **options) as step:
             sizes[rank] = [len(step.shard_batch(x)), len(step.shard_batch({"x": x})["x"])]
             model.eval()
             sizes[rank].append(len(step.shard_batch(x)))

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +135,14 @@ def test_compile_trains_alone_only_where_that_is_asked_for(monkeypatch: pytest.M
     for name, value in told(1, 4, free_port()).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(mirrorc.CommunicationError, match=r"worker 1 of 4 by torchrun's variables.*nobody opened"):
-        compiled(timeout_seconds=0.2)
-    compiled(workers=None).close()
-    with pytest.raises(ValueError, match="process_group= names workers, and workers=None trains without others"):
-        compiled(workers=None, process_group=3)
+        compiled(timeout=0.2)
+    compiled(distributed=False).close()
+    with pytest.raises(ValueError, match="process_group= names workers, and distributed=False trains without others"):
+        compiled(distributed=False, process_group=3)
     monkeypatch.setenv("RANK", "4")
-    with pytest.raises(ValueError, match=r"RANK is '4'.*or give workers=None"):
+    with pytest.raises(ValueError, match=r"RANK is '4'.*or give distributed=False"):
         compiled()
-    compiled(workers=None).close()
+    compiled(distributed=False).close()
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     compiled().close()
@@ -152,7 +153,7 @@ def test_compile_waits_for_the_workers_of_a_process_group() -> None:
     distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
     try:
         with pytest.raises(mirrorc.CommunicationError, match="worker 1 of 2 did not come in time"):
-            compiled(timeout_seconds=0.2)
+            compiled(timeout=timedelta(seconds=0.2))
     finally:
         distributed.destroy_process_group()
 
@@ -188,7 +189,8 @@ torch.distributed.all_gather_object(ranks, (cluster.rank, cluster.local_rank, cl
 assert ranks == [(0, 0, 2), (1, 1, 2)], ranks
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=torch.nn.MSELoss(), backend="eager", timeout_seconds=60)
+options = dict(compiler=mirrorc.Compiler(backend="eager"), communication=mirrorc.Communication(timeout=60))
+step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=torch.nn.MSELoss(), **options)
 losses = [None, None]
 torch.distributed.all_gather_object(losses, float(step(torch.randn(4, 2), target=torch.randn(4, 1))))
 assert losses[0] == losses[1] and step.num_replicas == 4, losses

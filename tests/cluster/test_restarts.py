@@ -62,8 +62,8 @@ killed, done = pathlib.Path("killed"), pathlib.Path(f"done-{os.environ['RANK']}"
 torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-options = dict(loss_fn=torch.nn.MSELoss(), backend="eager", timeout_seconds=60)
-with mirrorc.compile(model, 1, optimizer=optimizer, **options) as step:
+options = dict(compiler=mirrorc.Compiler(backend="eager"), communication=mirrorc.Communication(timeout=60))
+with mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=torch.nn.MSELoss(), **options) as step:
     for number in range(4):
         step(torch.randn(4, 2), target=torch.randn(4, 1))
         if number == 1 and sys.argv[1] == "second" and not killed.exists():

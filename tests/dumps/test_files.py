@@ -87,14 +87,15 @@ def dumped(passes: list[Pass] | None = None, program: Program | None = None) -> 
 
 def step_with(**options: object) -> mirrorc.Step:
     model = TwoLayers()
-    return mirrorc.compile(
+    step = mirrorc.compile(
         model,
         ["cpu:0", "cpu:1"],
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=torch.nn.functional.cross_entropy,
-        example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
-        **grouped({"backend": "eager", **options}),  # type: ignore[arg-type]
+        **grouped({"backend": "eager", **options}),
     )
+    step.prepare(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0]))
+    return step
 
 
 def test_each_pass_has_a_text_and_a_diff_and_there_is_an_index() -> None:
@@ -185,11 +186,7 @@ def test_the_index_says_which_pass_could_not_take_the_program(tmp_path: Path) ->
         run_passes(
             captured_two_layers(),
             passes,
-            instruments_for(
-                passes,
-                tmp_path,
-                (),
-            ),
+            instruments_for(passes, tmp_path, ()),
         )
     index = (tmp_path / "program-0" / "index.md").read_text(encoding="utf-8")
     assert re.search(r"\| \d\d-pack-gradients, failed: PassError \|.* takes programs from REPLICATED to PACKED", index)
@@ -395,7 +392,7 @@ def test_print_after_an_unknown_pass_is_refused() -> None:
     ):
         step_with(print_after=("pack",))
     with pytest.raises(
-        TypeError, match=r"print_after is 'replicate': give a sequence of names, such as \('replicate',\)"
+        ValueError, match=r"print_after is 'replicate': give a sequence of names, such as \('replicate',\), or 'all'"
     ):
         step_with(print_after="replicate")
 

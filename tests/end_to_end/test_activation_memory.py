@@ -1,4 +1,4 @@
-"""``activation_memory=``: steps keep within it, and train as without it, bit for bit."""
+"""Bounds of activations: steps keep within it, and train as without it, bit for bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Images(nn.Module):
 
 
 def train(
-    model: nn.Module, num_devices: int, bound: float | None, sizes: tuple[int, ...] = (40, 40), **options: Any
+    model: nn.Module, num_devices: int, bound: int | str | None, sizes: tuple[int, ...] = (40, 40), **options: Any
 ) -> Trained:
     torch.manual_seed(1)
     width = 36 if isinstance(model, Images) else 6
@@ -61,29 +61,29 @@ def train(
     ],
 )
 def test_the_bits_are_those_without_a_bound(num_devices: int, options: dict[str, Any]) -> None:
-    assert_same_bits(train(Deep(), num_devices, 0.7, **options), train(Deep(), num_devices, None, **options))
+    assert_same_bits(train(Deep(), num_devices, "70%", **options), train(Deep(), num_devices, None, **options))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_images_are_learned_with_the_same_bits(num_devices: int) -> None:
-    assert_same_bits(train(Images(), num_devices, 0.8), train(Images(), num_devices, None))
+    assert_same_bits(train(Images(), num_devices, "80%"), train(Images(), num_devices, None))
 
 
 @pytest.mark.parametrize("num_devices", [*slow((2,)), *exhaustive((1,), (3,))])
 def test_compiled_steps_are_those_without_a_bound(num_devices: int) -> None:
-    one, other = (train(Deep(), num_devices, bound, backend="inductor") for bound in (0.7, None))
+    one, other = (train(Deep(), num_devices, bound, backend="inductor") for bound in ("70%", None))
     assert one.losses == pytest.approx(other.losses, rel=1e-12)
     others = other.model.state_dict()
     for name, value in one.model.state_dict().items():
         torch.testing.assert_close(value, others[name], rtol=1e-10, atol=1e-12)
 
 
-def compiled(model: nn.Module, bound: float | None, num_devices: int = 2, **options: Any) -> mirrorc.Step:
+def compiled(model: nn.Module, bound: int | str | None, num_devices: int = 2, **options: Any) -> mirrorc.Step:
     return compiled_step(model, F.cross_entropy, num_devices, optimizer=ADAMW, activations=bound, **options)
 
 
-def peaks(model: nn.Module, bound: float | None, rows: int = 256, **options: Any) -> list[int]:
+def peaks(model: nn.Module, bound: int | str | None, rows: int = 256, **options: Any) -> list[int]:
     (batch,) = batches_of(rows, features=36 if isinstance(model, Images) else 6, classes=3)
     with compiled(model, bound, **options) as step:
         step.prepare(**batch)
@@ -102,9 +102,11 @@ def peaks(model: nn.Module, bound: float | None, rows: int = 256, **options: Any
     ],
 )
 def test_a_step_takes_no_more_than_what_is_allowed(model: type[nn.Module], options: dict[str, Any]) -> None:
-    part = 0.7 if options and model is Images else 0.6  # compiled regions of convolutions have temporaries of their own
+    percent = (
+        70 if options and model is Images else 60
+    )  # compiled regions of convolutions have temporaries of their own
     whole = peaks(model(), None, **options)
-    assert max(peaks(model(), part, **options)) <= part * max(whole)
+    assert max(peaks(model(), f"{percent}%", **options)) <= percent / 100 * max(whole)
     assert max(peaks(model(), int(0.75 * max(whole)), **options)) <= int(0.75 * max(whole))
 
 
@@ -112,7 +114,7 @@ def test_a_step_takes_no_more_than_what_is_allowed(model: type[nn.Module], optio
 def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
     (batch,) = batches_of(40, classes=3)
     names = []
-    for given in (None, 1.0, 2**40):
+    for given in (None, "100%", 2**40):
         with compiled(Deep(), given, disable=["reserve-memory"]) as step:
             step.prepare(**batch)
             bodies = [region.graph_module.graph.nodes for region in step.program.regions.values()]
@@ -123,11 +125,11 @@ def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
 @pytest.mark.slow
 def test_what_was_chosen_is_in_the_program_and_in_the_figures() -> None:
     (batch,) = batches_of(256, classes=3)
-    with compiled(Deep(), 0.6) as step:
+    with compiled(Deep(), "60%") as step:
         step.prepare(**batch)
         told = [str(remark) for remark in step.program.remarks]
         report = step.memory()
-    assert any(re.match(r"activation_memory=0\.6 allows \S+ KiB for each device, and everything", one) for one in told)
+    assert any(re.match(r"activations='60%' allows \S+ KiB for each device, and everything", one) for one in told)
     assert any(re.match(r"choose-checkpoints: \d+ values .* which is \d+\.\d% more work: ", one) for one in told)
     assert any(re.match(r"recompute-checkpoints: \d+ checkpoints?: backward runs \d+ operators", one) for one in told)
     assert any("to be computed again, which is" in remark for remark in report.remarks)
@@ -136,15 +138,15 @@ def test_what_was_chosen_is_in_the_program_and_in_the_figures() -> None:
 @pytest.mark.slow
 def test_checkpoints_of_the_model_are_kept_too() -> None:
     deep = partial(Deep, num_blocks=5)
-    assert max(peaks(deep(num_own=2), 0.8)) <= 0.8 * max(peaks(deep(num_own=2), None))
-    assert_same_bits(train(deep(num_own=2), 2, 0.8), train(deep(), 2, None))
+    assert max(peaks(deep(num_own=2), "80%")) <= 0.8 * max(peaks(deep(num_own=2), None))
+    assert_same_bits(train(deep(num_own=2), 2, "80%"), train(deep(), 2, None))
 
 
 @pytest.mark.slow
 def test_evaluations_and_gradients_of_several_calls_are_those_without_a_bound() -> None:
     first, second = batches_of(40, 27, classes=3)
     found = []
-    for bound in (0.7, None):
+    for bound in ("70%", None):
         torch.manual_seed(1)
         model = Deep()
         with compiled(model, bound) as step:
@@ -156,12 +158,12 @@ def test_evaluations_and_gradients_of_several_calls_are_those_without_a_bound() 
 @pytest.mark.slow
 def test_a_short_batch_has_the_bound_of_a_large_one() -> None:
     large, short = batches_of(257, 2, classes=3)
-    with compiled(Deep(), 0.6) as step:
+    with compiled(Deep(), "60%") as step:
         step(**large)
         most = max(device.own.activations for device in step.memory().devices)
         step(**short)
         assert max(device.own.activations for device in step.memory().devices) < most
-        assert not any("activation_memory=" in str(remark) for remark in step.program.remarks)
+        assert not any("activations=" in str(remark) for remark in step.program.remarks)
 
 
 @pytest.mark.slow
@@ -173,7 +175,7 @@ def test_a_bound_that_cannot_be_kept_names_the_least(monkeypatch: pytest.MonkeyP
     assert counted.call_count == 2  # lower targets have the same choice, so they are not compiled
     text = str(raised.value)
     found = re.match(
-        r"activation_memory=1000 allows 1\.0 KiB for each device, but .* \((\d+) bytes\) are the least that was reached by "
+        r"activations=1000 allows 1\.0 KiB for each device, but .* \((\d+) bytes\) are the least that was reached by "
         r"computing values again\. The peak is on cpu:0 in .*the largest values there are .* Remedy: allow \1 bytes",
         text,
     )
@@ -184,38 +186,34 @@ def test_a_bound_that_cannot_be_kept_names_the_least(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("bound", "options", "words"),
     [
+        ("0%", {}, "activations is '0%': give a size .* a part of what activations would take, such as '50%'"),
+        ("150%", {}, "activations is '150%': give .* a part"),
+        ("nan%", {}, "activations is 'nan%': give .* a part"),
+        ("half", {}, "activations is 'half': give .* a part"),
+        ("0 MiB", {}, "activations is '0 MiB': give a size for each device"),
+        (0, {}, "activations is 0: give a size for each device"),
+        (-5, {}, "activations is -5: give a size for each device"),
         (
-            0.0,
-            {},
-            "activation_memory is 0.0: give .* a part of what .* more than 0 and at most 1.0",
-        ),
-        (1.5, {}, "activation_memory is 1.5: give .* a part"),
-        (float("nan"), {}, "activation_memory is nan: give .* a part"),
-        (0, {}, "activation_memory is 0: give a positive number of bytes"),
-        (-5, {}, "activation_memory is -5: give a positive number of bytes"),
-        (
-            0.5,
+            "50%",
             {"disable": ["recompute-checkpoints"]},
-            "asks for the pass 'recompute-checkpoints', which disable_passes",
+            "activations='50%' asks for the pass 'recompute-checkpoints', which disable= leaves out",
         ),
         (
-            0.5,
+            "50%",
             {"disable": ["choose-checkpoints"]},
-            "asks for the pass 'choose-checkpoints', which disable_passes",
+            "activations='50%' asks for the pass 'choose-checkpoints', which disable= leaves out",
         ),
-        (0.5, {"passes": default_pipeline()}, r"put mirrorc.passes.ChooseCheckpoints\(\) there"),
+        ("50%", {"passes": default_pipeline()}, r"put mirrorc.passes.ChooseCheckpoints\(\) there"),
     ],
 )
-def test_wrong_bounds_are_refused(bound: float, options: dict[str, Any], words: str) -> None:
+def test_wrong_bounds_are_refused(bound: int | str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         compiled(Deep(), bound, **options)
 
 
-@pytest.mark.parametrize("bound", [True, "half", (1, 2)])
+@pytest.mark.parametrize("bound", [True, 0.5, (1, 2)])
 def test_bounds_of_another_kind_are_refused(bound: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"activation_memory is .*: give a positive number of bytes for each device as an int"
-    ):
+    with pytest.raises(TypeError, match=r"activations is .*: give a size for each device, such as '2GiB'"):
         compiled(Deep(), bound)
 
 
@@ -223,12 +221,15 @@ def test_bounds_of_another_kind_are_refused(bound: Any) -> None:
 def test_a_pipeline_of_ones_own_may_choose() -> None:
     whole = max(peaks(Deep(), None))
     pipeline = default_pipeline(chooses_checkpoints=True, reserves_memory=False)
-    assert max(peaks(Deep(), 0.7, passes=pipeline)) <= 0.7 * whole
+    assert max(peaks(Deep(), "70%", passes=pipeline)) <= 0.7 * whole
     own = [mirrorc.before("recompute-checkpoints", ChooseCheckpoints(0))]
     assert max(peaks(Deep(), None, add=own)) < 0.8 * whole
 
 
 def test_a_model_that_runs_as_plain_pytorch_is_refused() -> None:
     (batch,) = batches_of(8, classes=3)
-    with compiled(Deep(), 0.5, capture="autograd") as step, pytest.raises(CaptureError, match="what its forward keeps"):
+    with (
+        compiled(Deep(), "50%", capture="autograd") as step,
+        pytest.raises(CaptureError, match="what its forward keeps"),
+    ):
         step(**batch)

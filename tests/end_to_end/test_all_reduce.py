@@ -16,10 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from twins import compiled_step
 
-import mirrorc
 from mirrorc.all_reduce_algorithms import ALGORITHMS, ReduceToOne
 from mirrorc.ir import ops
-from mirrorc.packing import ByBytes
 
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
 ALGORITHM_NAMES = [*ALGORITHMS]
@@ -72,7 +70,7 @@ def test_training_agrees_with_one_device(algorithm: str, num_devices: int, how: 
         "mirrored": {"disable": ["share-parameters"]},
         "copy": {"disable": ["share-parameters"], "link": "copy"},
     }[how]
-    options |= {**SMALL_BUCKETS, "all_reduce": algorithm}
+    options |= {**SMALL_BUCKETS, "algorithm": algorithm}
     assert_trains_alike(net(), ADAMW, batches(), num_devices, F.cross_entropy, **options)
 
 
@@ -80,8 +78,8 @@ def test_training_agrees_with_one_device(algorithm: str, num_devices: int, how: 
 def test_sums_in_the_order_of_replicas_have_the_bits_of_native_ones() -> None:
     expected = trained(3)
     for algorithm in ("reduce-to-one{device=2}", "round-robin"):
-        assert torch.equal(trained(3, all_reduce=algorithm, exact_order=True), expected), algorithm
-    assert torch.equal(trained(2, all_reduce="ring"), trained(2))  # the sum of two does not depend on their order
+        assert torch.equal(trained(3, algorithm=algorithm, exact_order=True), expected), algorithm
+    assert torch.equal(trained(2, algorithm="ring"), trained(2))  # the sum of two does not depend on their order
 
 
 @pytest.mark.slow
@@ -92,19 +90,14 @@ def test_two_replicas_with_gradients_of_ones_take_a_quarter_twice() -> None:
         nn.init.ones_(model.weight)
         loss_fn = lambda output, target: (output - target).sum()  # noqa: E731
         options = {"optimizer": partial(torch.optim.SGD, lr=0.25), "loss_reduction": "sum"}
-        with compiled_step(model, loss_fn, all_reduce=algorithm, **options) as step:
+        with compiled_step(model, loss_fn, algorithm=algorithm, **options) as step:
             step(torch.ones(2, 10), target=torch.zeros(2, 1))
         assert torch.equal(model.weight, torch.full((1, 10), 0.5)), algorithm
 
 
 @pytest.mark.slow
 def test_pack_sizes_do_not_change_the_result() -> None:
-    found = [
-        trained(
-            2, communication_options=mirrorc.CommunicationOptions(bytes_per_pack=size, implementation="RING"), buckets=ByBytes(None, None),
-        )
-        for size in (0, 1, 4)
-    ]  # fmt: skip
+    found = [trained(2, algorithm="ring", buckets=buckets) for buckets in ("auto", 1 / 2**20, 4 / 2**20)]
     assert all(torch.equal(one, found[0]) for one in found)
 
 
@@ -125,7 +118,7 @@ def test_gradients_that_would_be_factors_are_sent_whole() -> None:
     expected = parameters(train_on_one_device(model, ADAMW, batch, F.cross_entropy).model)
     for named in ((), ("factor-gradients",)):
         found = copy.deepcopy(model)
-        with compiled_step(found, F.cross_entropy, optimizer=ADAMW, all_reduce="ring", disable=named) as step:
+        with compiled_step(found, F.cross_entropy, optimizer=ADAMW, algorithm="ring", disable=named) as step:
             step(**batch[0])
             said = "no gradient stays factors: ring sends whole gradients between devices"
             assert (said in [str(remark.text) for remark in step.program.remarks]) is not bool(named)
@@ -139,7 +132,7 @@ def test_clipping_checks_and_microbatches_work_with_sums_of_messages(algorithm: 
         options: dict[str, Any] = {} if shares else {"disable": ["share-parameters"]}
         options |= {"clip_grad_norm": 0.1, "clip_grad_value": 0.05, "check_finite": True, "microbatches": 2}
         expected = trained(2, **options)  # it measures norms of parts
-        torch.testing.assert_close(trained(2, all_reduce=algorithm, **options), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(trained(2, algorithm=algorithm, **options), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -147,7 +140,7 @@ def test_gradients_that_were_accumulated_are_in_the_sum() -> None:
     found = []
     for algorithm in ("native", "ring"):
         model = net()
-        with compiled_step(model, F.cross_entropy, optimizer=ADAMW, all_reduce=algorithm) as step:
+        with compiled_step(model, F.cross_entropy, optimizer=ADAMW, algorithm=algorithm) as step:
             for batch in batches():
                 step.accumulate(**batch)
                 step(**batch)
@@ -161,7 +154,7 @@ def test_an_optimizer_that_runs_by_itself_gets_the_whole_sum() -> None:
         return torch.optim.Muon([model.fc1.weight, model.fc2.weight], lr=0.1)
 
     results = []
-    for options in ({}, {"all_reduce": "ring"}, {"all_reduce": "tree", "disable": ["share-parameters"]}):
+    for options in ({}, {"algorithm": "ring"}, {"algorithm": "tree", "disable": ["share-parameters"]}):
         model = net()
         model.fc1.bias.requires_grad_(False)
         model.fc2.bias.requires_grad_(False)
@@ -174,7 +167,7 @@ def test_an_optimizer_that_runs_by_itself_gets_the_whole_sum() -> None:
 
 def test_a_program_shows_its_messages_and_what_they_cost() -> None:
     model = net()
-    options = {"all_reduce": ReduceToOne(device=1), "disable": ["share-parameters"]}
+    options = {"algorithm": ReduceToOne(device=1), "disable": ["share-parameters"]}
     with compiled_step(model, F.cross_entropy, 3, optimizer=ADAMW, **options) as step:
         step(**batches()[0])
         text = str(step.program)

@@ -122,7 +122,7 @@ def test_buckets_of_one_gradient_each_equal_one_device(kind: type[Layers], num_d
 WAYS: list[dict[str, Any]] = [
     {"microbatches": 2},
     {"link": "copy"},
-    {"placement": "mirrored", "all_reduce": "ring"},
+    {"placement": "mirrored", "algorithm": "ring"},
     {"clip_grad_norm": 1e6},
     {"buckets": EqualPacks(3)},
 ]
@@ -131,7 +131,7 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_options_that_wait_and_send_between_regions(options: dict[str, Any]) -> None:
-    data, own = batches(8, 6), {} if "packing" in options else ONE_EACH
+    data, own = batches(8, 6), {} if "buckets" in options else ONE_EACH
     assert_trains_alike(
         Skips(), SGD, data, 2, F.cross_entropy, tolerance=TOLERANCE, capture="autograd", **own, **options
     )
@@ -204,11 +204,11 @@ def test_replicas_that_draw_wait_for_nobody_meanwhile() -> None:
             return F.dropout(super().branch(number, h), 0.1)
 
     data = batches(6, 6)
-    waits = {"all_reduce": "ring", "placement": "mirrored"}
+    waits = {"algorithm": "ring", "placement": "mirrored"}
     for options in (waits, {}):
         torch.manual_seed(1)
         found = train_mirrored(
-            Drops(), SGD, data, 2, F.cross_entropy, capture="autograd", timeout_seconds=20, **ONE_EACH, **options
+            Drops(), SGD, data, 2, F.cross_entropy, capture="autograd", timeout=20, **ONE_EACH, **options
         )
         if options:
             first = found
@@ -246,7 +246,7 @@ def test_a_replica_that_fails_alone_stops_the_others_in_their_backward() -> None
             failing.set()
             raise KeyError("no gradient of this layer")
 
-    with compiled(model, 2, all_reduce="ring", placement="mirrored", timeout_seconds=20) as step:
+    with compiled(model, 2, algorithm="ring", placement="mirrored", timeout=20) as step:
         step(**batch)
         model.tell = fail_once
         with unchanged(model), pytest.raises(ExecutionError, match=r"KeyError.*No parameter was changed"):

@@ -20,8 +20,8 @@ from mirrorc.packing import EqualPacks
 PLANS: dict[str, dict[str, Any]] = {
     "default": {},
     "cut packs": {"buckets": EqualPacks(3)},
-    "a ring over copies": {"all_reduce": "ring", "link": "copy"},
-    "cut packs in a tree": {"all_reduce": "tree", "link": "copy", "buckets": EqualPacks(2)},
+    "a ring over copies": {"algorithm": "ring", "link": "copy"},
+    "cut packs in a tree": {"algorithm": "tree", "link": "copy", "buckets": EqualPacks(2)},
     "owners": {"placement": "least-loaded"},
 }
 SIZES = (7, 2, 7, 1, 7, 2)  # some batches have fewer examples than there are devices

@@ -79,7 +79,7 @@ def maker(optimizer: Any, devices: int, **options: Any) -> Callable[[], Any]:
     def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
         model = Net()
         own, sizes = optimizer(model.parameters()), {"buckets": ByBytes(1e-4, 1e-4)}
-        given = {"loss_fn": loss_fn, "backend": "eager", "timeout_seconds": 60.0, **sizes, **options}
+        given = {"loss_fn": loss_fn, "backend": "eager", "timeout": 60.0, **sizes, **options}
         return mirrorc.compile(model, devices, optimizer=own, **grouped(given)), model, own
 
     return make
@@ -304,7 +304,7 @@ def test_what_contradicts_check_finite_is_refused() -> None:
         ({"check_finite": 1}, TypeError, "check_finite is 1: say True"),
         ({"check_finite": "raise"}, ValueError, "check_finite is 'raise'"),
         ({"check_finite": True, "passes": default_pipeline()}, ValueError, "put mirrorc.passes.CheckFinite"),
-        ({"check_finite": "skip", "disable": ["check-finite"]}, ValueError, "which disable_passes leaves out"),
+        ({"check_finite": "skip", "disable": ["check-finite"]}, ValueError, "which disable= leaves out"),
     ):
         with pytest.raises(error, match=words):
             mirrorc.compile(model, 2, optimizer=own, loss_fn=loss_fn, **grouped(options))
@@ -317,8 +317,7 @@ def test_what_contradicts_check_finite_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_of_ones_own_may_check() -> None:
-    sizes = {"buckets": ByBytes(1e-4, 1e-4)}
-    left = dict.fromkeys(sizes)  # to the passes
-    step, _, _ = maker(ADAMW, 2, passes=default_pipeline(check_finite=True, **sizes), **left)()
+    pipeline = default_pipeline(check_finite=True, buckets=ByBytes(1e-4, 1e-4))
+    step, _, _ = maker(ADAMW, 2, passes=pipeline, buckets="auto")()
     with step, pytest.raises(NonFiniteError, match="'scale'"):
         step(**batch(**BAD_GRADIENT))

@@ -1,4 +1,4 @@
-"""Every packing, every algorithm of all-reduce and every placement together, against one device; and which pairs are refused."""
+"""Every plan of buckets, every algorithm and every placement together, against one device; and which pairs are refused."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from twins import batches_of, layers_of_odd_sizes
 
 import mirrorc
 from mirrorc.options.table import grouped
-from mirrorc.packing import ByBytes, EqualSplits
+from mirrorc.packing import ByBytes, EqualPacks, EqualSplits
 from mirrorc.passes import ALGORITHMS
 
-PACKINGS = (None, ByBytes(0.0003, 0.0001), 0, 3, EqualSplits(2))
+PACKINGS = ("auto", ByBytes(0.0003, 0.0001), EqualPacks(0), EqualPacks(3), EqualSplits(2))
 PLACEMENTS = ("auto", "mirrored", "central", "least-loaded", "cached", {"0.weight": "cpu:0", "*": "least-loaded"})
 NUM_DEVICES = (1, 2, 3, 4, 8)
 LINKS = (None, "copy")
@@ -34,12 +34,12 @@ NUM_EXAMPLES = 9  # no number of devices but 3 deals them out evenly
 
 @dataclass(frozen=True)
 class Combination:
-    packing: Any = None
-    all_reduce: str = "native"
+    buckets: Any = "auto"
+    algorithm: str = "native"
     placement: Any = "auto"
     devices: int = 2
     link: str | None = None
-    gradient_order: Any = "ready"
+    order: Any = "ready"
     exchange: str = "auto"
     exact_order: bool = False
     clip_grad_norm: float | None = None
@@ -52,22 +52,22 @@ class Combination:
 
 
 NAMED = {"wide.weight": "cpu:0", "*": "cached"}
-CUTTING = (3, 7, EqualSplits(2))
+CUTTING = (EqualPacks(3), EqualPacks(7), EqualSplits(2))
 REORDERING = ("hierarchical-copy", "ring", "halving-doubling", "tree")
 SENDING = ("reduce-to-one", "round-robin", *REORDERING)
 OWNED = (*PLACEMENTS[2:], NAMED)
 REFUSED: tuple[tuple[Mapping[str, Sequence[Any]], str], ...] = (
     (
         {"placement": OWNED, "buckets": CUTTING},
-        "placement={placement!r} cannot be used with packing={packing!r}: packs end within gradients there",
+        "placement={placement!r} cannot be used with buckets={buckets!r}: packs end within gradients there",
     ),
     (
-        {"all_reduce": REORDERING, "exact_order": (True,)},
-        "all_reduce={all_reduce!r} as it is given cannot be used with exact_order=True: replicas' gradients are added up",
+        {"algorithm": REORDERING, "exact_order": (True,)},
+        "algorithm={algorithm!r} as it is given cannot be used with exact_order=True: replicas' gradients are added up",
     ),
     (
-        {"all_reduce": SENDING, "placement": OWNED},
-        "all_reduce={all_reduce!r} cannot be used with placement={placement!r}: gradients are reduced to the device",
+        {"algorithm": SENDING, "placement": OWNED},
+        "algorithm={algorithm!r} cannot be used with placement={placement!r}: gradients are reduced to the device",
     ),
     (
         {"exchange": ("factors",), "exact_order": (True,)},
@@ -129,9 +129,9 @@ def every_pair(axes: Sequence[Sequence[Any]]) -> Iterator[Combination]:
 @pytest.mark.slow
 def test_packings_algorithms_and_placements_together() -> None:
     rows = list(zip(itertools.cycle(PACKINGS), ALGORITHMS, strict=False))[::2]  # every other algorithm once
-    check(Combination(packing, name, devices=3) for packing, name in rows)
+    check(Combination(buckets, name, devices=3) for buckets, name in rows)
     places = list(zip(itertools.cycle(PACKINGS), reversed(PLACEMENTS), strict=False))[::2]  # every other placement once
-    check(Combination(packing, placement=place, link="copy") for packing, place in places)
+    check(Combination(buckets, placement=place, link="copy") for buckets, place in places)
 
 
 def test_what_is_refused_together_is_in_the_table() -> None:
@@ -147,7 +147,7 @@ def test_what_is_refused_together_is_in_the_table() -> None:
 
 @pytest.mark.slow
 def test_every_two_values_come_together() -> None:
-    check(Combination(packing, placement=place, link="copy") for packing in PACKINGS for place in PLACEMENTS)
+    check(Combination(buckets, placement=place, link="copy") for buckets in PACKINGS for place in PLACEMENTS)
     check(every_pair((PACKINGS, tuple(ALGORITHMS), PLACEMENTS[:2], NUM_DEVICES, LINKS)))
 
 
@@ -193,7 +193,8 @@ def drawn(random: Random) -> Combination:
 
 def _any_options(random: Random) -> Combination:
     return Combination(
-        all_reduce=random.choice(tuple(ALGORITHMS)),
+        buckets=random.choice((*PACKINGS, math.inf, EqualPacks(1), EqualPacks(7), by_modules)),
+        algorithm=random.choice(tuple(ALGORITHMS)),
         placement=random.choice((*PLACEMENTS[:-1], "shared", NAMED)),
         devices=random.randint(1, 4),
         link=random.choice(LINKS),
@@ -202,7 +203,6 @@ def _any_options(random: Random) -> Combination:
         exact_order=random.random() < 0.2,
         clip_grad_norm=random.choice((None, None, 0.01)),
         microbatches=random.choice((1, 1, 2)),
-        buckets=random.choice((*PACKINGS, ByBytes(math.inf), 1, 7, by_modules)),
     )
 
 

@@ -61,7 +61,7 @@ def maker(
     def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
         model = Net()
         own, sizes = optimizer(model.parameters()), {"buckets": ByBytes(1e-4, 1e-4)}
-        step = compiled_step(model, F.cross_entropy, optimizer=own, timeout_seconds=60, **sizes, **options)
+        step = compiled_step(model, F.cross_entropy, optimizer=own, timeout=60, **sizes, **options)
         return step, model, own
 
     return make

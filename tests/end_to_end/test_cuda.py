@@ -274,7 +274,7 @@ def test_what_a_gpu_refuses_to_capture_is_said_and_changes_nothing(monkeypatch: 
 
 def test_two_logical_devices_have_no_graph() -> None:
     model = make_net()
-    with pytest.raises(ValueError, match="one device, not for cuda:0, cuda:0/1"):
+    with pytest.raises(ValueError, match="on cuda:0, cuda:0/1: devices wait for one another"):
         mirrorc.compile(
             model,
             DEVICES["two-logical"],

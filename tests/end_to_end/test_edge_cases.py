@@ -117,7 +117,7 @@ def test_after_a_timeout_no_call_gives_an_old_loss(held_rows: list[int], release
     good = torch.ones(4, 2)
     bad = good.clone()
     bad[held_rows] = HELD
-    with compile_eager(model, make_optimizer=partial(SGD, lr=0.0), timeout_seconds=0.3) as step:
+    with compile_eager(model, make_optimizer=partial(SGD, lr=0.0), timeout=0.3) as step:
         try:
             step(good)
             with pytest.raises(MirrorcError):
@@ -212,7 +212,7 @@ def channels_last_net() -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("disable_passes", "backend"),
+    ("disabled", "backend"),
     [
         ((), "eager"),
         (("share-parameters",), "eager"),
@@ -220,7 +220,7 @@ def channels_last_net() -> nn.Module:
         (("share-parameters",), "inductor"),
     ],
 )
-def test_a_channels_last_model(backend: str, disable_passes: tuple[str, ...]) -> None:
+def test_a_channels_last_model(backend: str, disabled: tuple[str, ...]) -> None:
     model = channels_last_net()
     assert not model[0].weight.is_contiguous()
     batches = [
@@ -230,18 +230,18 @@ def test_a_channels_last_model(backend: str, disable_passes: tuple[str, ...]) ->
         }
         for i in range(3)
     ]
-    options = {"backend": backend, "disable": disable_passes}
+    options = {"backend": backend, "disable": disabled}
     assert_trains_alike(model, ADAM, batches, 2, F.cross_entropy, tolerance=1e-9, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
-def test_a_transposed_parameter(backend: str, disable_passes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("disabled", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+def test_a_transposed_parameter(backend: str, disabled: tuple[str, ...]) -> None:
     model = TransposedParameter()
     assert not model.weight.is_contiguous()
     batches = [{"x": normal(8, 3, seed=i), "target": normal(8, 5, seed=10 + i)} for i in range(3)]
-    options = {"backend": backend, "disable": disable_passes}
+    options = {"backend": backend, "disable": disabled}
     assert_trains_alike(model, ADAM, batches, 2, F.mse_loss, tolerance=TOLERANCE, **options)
 
 
@@ -303,11 +303,11 @@ class Chooses(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
-def test_variables_of_a_second_program_that_has_not_run(disable_passes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("disabled", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+def test_variables_of_a_second_program_that_has_not_run(disabled: tuple[str, ...]) -> None:
     model = Chooses()
     x = torch.ones(4, 2)
-    with compile_eager(model, disable=disable_passes) as step:
+    with compile_eager(model, disable=disabled) as step:
         step(x, "a")
         step.prepare(x, "b")
         assert set(step.variables) == {"b.weight", "b.bias"}
@@ -422,8 +422,8 @@ class NoScalarLoss(torch.nn.Module):
 def test_a_refused_model_keeps_its_memory() -> None:
     model = NoScalarLoss()
     address, strides = model.scale.data_ptr(), model.scale.stride()
-    with pytest.raises(mirrorc.CaptureError, match="no scalar"):
-        compiled_step(model, example_inputs=(torch.ones(4, 4),))
+    with compiled_step(model) as step, pytest.raises(mirrorc.CaptureError, match="no scalar"):
+        step.prepare(torch.ones(4, 4))
     assert (model.scale.data_ptr(), model.scale.stride()) == (address, strides)
 
 

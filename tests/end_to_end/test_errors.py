@@ -25,7 +25,6 @@ import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.ir.program import Program, Stage
 from mirrorc.options.table import grouped
-from mirrorc.packing import ByBytes
 from mirrorc.passes import Replicate
 from mirrorc.runtime.execution import executor
 
@@ -88,23 +87,20 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"loss_reduction": "median"}, ValueError, ("loss_reduction is 'median'", "'mean' or 'sum'")),
         ({"loss_fn": 3}, TypeError, ("loss_fn is 3", "loss_fn(output, target)")),
         ({"loss_fn": nn.MSELoss}, TypeError, ("loss_fn is the class MSELoss", "loss_fn=MSELoss()")),
-        ({"disable": ("fuse",)}, ValueError, ("disable_passes names 'fuse'", "plan-buckets")),
+        ({"disable": ("fuse",)}, ValueError, ("disable names 'fuse'", "plan-buckets")),
         ({"passes": [print]}, TypeError, ("is no pass",)),
         ({"link": "pigeon"}, ValueError, ("link is 'pigeon'", "shared-memory")),
-        ({"buckets": -1}, ValueError, ("bucket_cap_mb is -1", "positive number of MiB")),
-        ({"buckets": "big"}, TypeError, ("bucket_cap_mb is 'big'", "positive number of MiB")),
-        ({"buckets": ByBytes(first_mb=-1.0)}, ValueError, ("first_bucket_mb is -1.0", "positive number of MiB")),
-        ({"buckets": ByBytes(first_mb=float("nan"))}, ValueError, ("first_bucket_mb is nan", "positive number of MiB")),
-        ({"timeout_seconds": 0}, ValueError, ("timeout_seconds is 0", "positive number of seconds")),
+        ({"buckets": -1}, ValueError, ("buckets is -1", "positive number of MiB")),
+        ({"buckets": "big"}, TypeError, ("buckets is 'big'", "number of MiB", "EqualPacks(number)")),
+        ({"timeout": 0}, ValueError, ("timeout is 0", "positive number of seconds")),
         ({"optimizer": None}, ValueError, ("optimizer is missing", "model.parameters()")),
         ({"optimizer": torch.optim.SGD}, TypeError, ("optimizer is a type", "model.parameters()")),
         ({"optimizer": "adam"}, TypeError, ("optimizer is a str", "model.parameters()")),
-        ({"example_inputs": [1]}, TypeError, ("example_inputs is [1]", "tuple of positional arguments")),
         ({"dump": 3}, TypeError, ("dump is 3", "path of a directory")),
         ({"dump": __file__}, ValueError, (f"dump is {__file__!r}", "is a file", "give a directory")),
         ({"dump": Path(__file__) / "x"}, ValueError, (f"but {__file__} is a file", "give a directory")),
-        ({"add": mirrorc.after("replicate", Replicate())}, TypeError, ("add_passes is a Placed", "give a list")),
-        ({"add": None}, TypeError, ("add_passes is None", "[mirrorc.after('pack-gradients', it)]")),
+        ({"add": mirrorc.after("replicate", Replicate())}, TypeError, ("add is a Placed", "give a list")),
+        ({"add": None}, TypeError, ("add is None", "[mirrorc.after('pack-gradients', it)]")),
     ],
     ids=str,
 )
@@ -119,9 +115,9 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], words: t
     [
         ({"optimizer": ADAMW(make_mlp().parameters())}, ("parameter 0 of group 0", "none of the model's")),
         ({"link": "nccl"}, ("link='nccl' cannot join cpu:0, cpu:1", "'copy'")),
-        ({"all_reduce": "copy"}, ("all_reduce is 'copy', which is a link", "give link='copy'")),
+        ({"algorithm": "copy"}, ("algorithm is 'copy', which is a link", "give link='copy'")),
     ],
-    ids=["another-model", "link", "all-reduce"],
+    ids=["another-model", "link", "algorithm"],
 )
 def test_what_does_not_go_with_model_or_devices(options: dict[str, Any], words: tuple[str, ...]) -> None:
     model = make_mlp()
@@ -338,11 +334,15 @@ def test_what_cannot_be_captured(fault: str, words: tuple[str, ...]) -> None:
         pair.check()
 
 
-def test_a_fault_found_with_example_inputs_is_raised_by_compile() -> None:
+def test_a_fault_is_raised_by_prepare() -> None:
     model = Bad("no scalar")
     optimizer = ADAMW(model.parameters())
-    with unchanged(model, optimizer), refuses(CaptureError, "is no scalar"):
-        compiled_step(model, optimizer=optimizer, example_inputs=(mlp_batch(4)["x"],))
+    with (
+        compiled_step(model, optimizer=optimizer) as step,
+        unchanged(model, optimizer),
+        refuses(CaptureError, "is no scalar"),
+    ):
+        step.prepare(mlp_batch(4)["x"])
 
 
 def test_a_loss_that_no_optimized_parameter_reaches() -> None:
@@ -461,7 +461,7 @@ def test_a_step_after_close() -> None:
 def test_no_program_before_the_first_call() -> None:
     with compile_mlp() as step:
         for name in ("program", "graphs", "variables"):
-            with refuses(ExecutionError, "no program yet", "example_inputs="):
+            with refuses(ExecutionError, "no program yet", "step.prepare(*batch)"):
                 getattr(step, name)
 
 

@@ -75,7 +75,7 @@ def make(make_model: Callable[[], nn.Module] = Tied) -> tuple[nn.Module, torch.o
 
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, devices: int = 2, **options: Any) -> mirrorc.Step:
-    options = {"timeout_seconds": 60, "loss_fn": F.cross_entropy, **options}
+    options = {"timeout": 60, "loss_fn": F.cross_entropy, **options}
     return compiled_step(model, devices=devices, optimizer=optimizer, **options)
 
 

@@ -136,11 +136,10 @@ class Flagged:
 def test_what_is_left_out_is_named_and_what_changed_bits_says_so() -> None:
     model = EveryFlag()
     own = {"passes": everything_on(), "add": [mirrorc.after("plan-buckets", Flagged())]}
-    example = ((IMAGES,), {"target": TARGET})
     texts = {}
     for exact_order in (False, True):
-        with compiled_step(model, F.cross_entropy, exact_order=exact_order, example_inputs=example, **own) as step:
-            texts[exact_order] = str(step.program)
+        with compiled_step(model, F.cross_entropy, exact_order=exact_order, **own) as step:
+            texts[exact_order] = str(step.prepare(IMAGES, target=TARGET))
     for name in FLAGGED:
         assert f"{name}: this changes bits, as " in texts[False] and f"{name}: this changes bits" not in texts[True]
     assert "flagged: " not in texts[False], "it has done nothing"

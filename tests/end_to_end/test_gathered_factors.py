@@ -110,9 +110,9 @@ def test_owners_and_algorithms_get_whole_sums() -> None:
     for options, expected in (
         ({"placement": "mirrored"}, {"table.weight", "wide.weight"}),
         ({"placement": "central"}, set()),
-        ({"placement": "mirrored", "all_reduce": "ring"}, set()),
+        ({"placement": "mirrored", "algorithm": "ring"}, set()),
         (
-            {"placement": "mirrored", "all_reduce": "ring", "exchange": "factors"},
+            {"placement": "mirrored", "algorithm": "ring", "exchange": "factors"},
             {"table.weight", "wide.weight", "head.weight"},
         ),
     ):

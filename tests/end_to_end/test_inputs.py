@@ -424,18 +424,16 @@ def test_autocast_around_the_call(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["keywords", "pair", "tuple"])
-def test_example_inputs_compile_at_once(form: str) -> None:
+@pytest.mark.parametrize("form", ["keywords", "both", "positional"])
+def test_preparing_compiles_at_once(form: str) -> None:
     model, batch, loss_fn = make_mlp(), mlp_batch(6), F.cross_entropy
-    args, kwargs = {"keywords": ((), batch), "pair": ((batch["x"],), {"target": batch["target"]})}.get(form, ((), {}))
-    examples: Any = batch if form == "keywords" else (args, kwargs)
-    if form == "tuple":
+    args, kwargs = {"keywords": ((), batch), "both": ((batch["x"],), {"target": batch["target"]})}.get(form, ((), {}))
+    if form == "positional":
         model, loss_fn, args = OnAnything(weighted), None, (X, WEIGHTS)
-        examples = args
     devices = ["cpu:5", torch.device("cpu:2")]
     before = [value.clone() for value in (*args, *kwargs.values())]
-    with Twins(model, MOMENTUM, loss_fn, devices, example_inputs=examples) as pair:
-        program = pair.step.program
+    with Twins(model, MOMENTUM, loss_fn, devices) as pair:
+        program = pair.step.prepare(*args, **kwargs)
         assert list(pair.step.graphs) == ["cpu:5", "cpu:2"]
         assert_same_model(pair.model, pair.twin, 0.0)
         assert_mirrored(pair.step, pair.model, 2)

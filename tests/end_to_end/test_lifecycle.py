@@ -47,9 +47,9 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return self.layer(x)
 
-def make(model, **options):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options)
+def make(model):
+    optimizer, eager = torch.optim.AdamW(model.parameters(), lr=0.01), mirrorc.Compiler(backend="eager")
+    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, compiler=eager)
 
 def say(*words):
     print(*words, flush=True)
@@ -282,7 +282,8 @@ def test_models_that_draw_nothing_leave_the_generator_alone(backend: str) -> Non
 def test_capturing_dropout_draws_nothing() -> None:
     model = make_mlp(dropout=0.5)
     before = torch.random.get_rng_state()
-    with compile_mlp(model, example_inputs=mlp_batch(4)) as step:
+    with compile_mlp(model) as step:
+        step.prepare(**mlp_batch(4))
         assert torch.equal(torch.random.get_rng_state(), before)
         step(**mlp_batch(4))
         assert not torch.equal(torch.random.get_rng_state(), before)
@@ -382,7 +383,7 @@ def test_closing_while_jobs_are_handed_out_stops_the_step(monkeypatch: pytest.Mo
 def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
     """As the handler of a signal may."""
     model = make_mlp()
-    step = compile_mlp(model, timeout_seconds=5)
+    step = compile_mlp(model, timeout=5)
     step(**mlp_batch(4))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     before_the_last_job(step, step.close)

@@ -114,7 +114,7 @@ def compare(
     def make_step() -> mirrorc.Step:
         torch.manual_seed(0)
         model = make_model()
-        step = compiled_step(model, loss_fn, num_devices, optimizer=make_optimizer, timeout_seconds=60.0, **options)
+        step = compiled_step(model, loss_fn, num_devices, optimizer=make_optimizer, timeout=60.0, **options)
         step.prepare(x, target=y)
         told.append(step.memory())
         return step

@@ -190,20 +190,20 @@ def test_a_failed_step_leaves_the_scaler_alone() -> None:
 
 def test_a_scaler_is_that_of_one_step() -> None:
     nets, scaler = [make_net(torch.float64) for _ in range(2)], make_scaler()
-    compiled = partial(mirrorc.compile, loss_fn=F.mse_loss, scaler=scaler, backend="eager")
-    first = compiled(nets[0], 2, optimizer=SGD(nets[0].parameters()))
+    compiled = partial(compiled_step, loss_fn=F.mse_loss, scaler=scaler)
+    first = compiled(nets[0], optimizer=SGD(nets[0].parameters()))
     with pytest.raises(ValueError, match=r"by two steps.*give each step a GradScaler of its own"):
-        compiled(nets[1], 2, optimizer=SGD(nets[1].parameters()))
+        compiled(nets[1], optimizer=SGD(nets[1].parameters()))
     first.close()
-    second = compiled(nets[1], 2, optimizer=SGD(nets[1].parameters()))
+    second = compiled(nets[1], optimizer=SGD(nets[1].parameters()))
     second(torch.randn(4, 5).double(), target=torch.randn(4, 3).double())
     del second  # in a notebook, a step is forgotten more often than it is closed
-    compiled(nets[0], 2, optimizer=SGD(nets[0].parameters())).close()
+    compiled(nets[0], optimizer=SGD(nets[0].parameters())).close()
 
 
 def test_what_it_refuses() -> None:
     net = make_net(torch.float32)
-    compiled = partial(mirrorc.compile, net, 2, optimizer=SGD(net.parameters()), loss_fn=F.mse_loss, backend="eager")
+    compiled = partial(compiled_step, net, F.mse_loss, optimizer=SGD(net.parameters()))
     given = {"scaler": make_scaler()}
     for options, kind, text in (
         ({"scaler": 1024.0}, TypeError, "scaler is 1024.0: give a torch.amp.GradScaler"),

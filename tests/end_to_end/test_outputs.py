@@ -68,7 +68,7 @@ def make(shape_outputs: Callable[..., Any]) -> tuple[Model, torch.optim.Optimize
 
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, devices: Any = 2, **options: Any) -> mirrorc.Step:
-    options = {"backend": "eager", "return_outputs": True, "timeout_seconds": 60, **options}
+    options = {"backend": "eager", "return_outputs": True, "timeout": 60, **options}
     return mirrorc.compile(model, devices, optimizer=optimizer, **grouped(options))
 
 

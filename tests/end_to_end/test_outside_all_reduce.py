@@ -14,10 +14,10 @@ from mirrorc.passes import LowerDevices
 from mirrorc.verifier.verifier import verify
 
 
-def trained(all_reduce: str | AllReduceAlgorithm) -> torch.Tensor:
-    step, found = trained_two_layers(3, all_reduce=all_reduce, disable=["share-parameters"])
+def trained(algorithm: str | AllReduceAlgorithm) -> torch.Tensor:
+    step, found = trained_two_layers(3, algorithm=algorithm, disable=["share-parameters"])
     with step:
-        if all_reduce != "native":
+        if algorithm != "native":
             assert "line for bucket 0" in str(step.program)
             assert len([bucket for bucket in step.explain().buckets if bucket.kind == "send"]) == 2  # rounds
     return found

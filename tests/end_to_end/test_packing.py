@@ -163,9 +163,9 @@ def test_parameters_of_all_kinds_are_packed(plan: str, num_devices: int) -> None
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # minutes, also beside other work
-@pytest.mark.parametrize("packing", [4, 0])
-def test_thousands_of_parameters_are_packed(packing: int) -> None:
-    assert_odd_trains_alike("sgd", 2, num_tiny=5000, steps=1, buckets=packing)
+@pytest.mark.parametrize("num_packs", [4, 0])
+def test_thousands_of_parameters_are_packed(num_packs: int) -> None:
+    assert_odd_trains_alike("sgd", 2, num_tiny=5000, steps=1, buckets=EqualPacks(num_packs))
 
 
 class Sum(nn.Module):
@@ -182,9 +182,8 @@ class Sum(nn.Module):
 @pytest.mark.parametrize("num_bytes", [1, 4, math.inf])
 def test_packs_of_so_many_bytes_give_the_same(num_bytes: float) -> None:
     model = Sum()
-    packing = ByBytes(num_bytes / 2**20)
     make = partial(torch.optim.SGD, lr=0.25)
-    with compiled_step(model, optimizer=make, loss_reduction="sum", buckets=packing) as step:
+    with compiled_step(model, optimizer=make, loss_reduction="sum", buckets=num_bytes / 2**20) as step:
         step(torch.ones(2, 10))
     assert torch.equal(model.weight.detach(), torch.full((10, 1), 0.5))
 
@@ -206,8 +205,8 @@ def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -
     model, batches = tiny.make(torch.float64), tiny.batches(7, torch.float64, steps=3)
     options = FEATURES[feature] | LINKS[link]
     packed, whole = (
-        train_mirrored(model, OPTIMIZERS["adamw"], batches, 3, tiny.loss_fn, buckets=packing, **options)
-        for packing in (5, ByBytes(math.inf))
+        train_mirrored(model, OPTIMIZERS["adamw"], batches, 3, tiny.loss_fn, buckets=buckets, **options)
+        for buckets in (EqualPacks(5), ByBytes(math.inf))
     )
     assert_same_training(packed, whole, TOLERANCE)
     if "exact_order" in options:
@@ -221,9 +220,9 @@ def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: s
     whole = tiny.batch(5, torch.float64, 0)
     parts = [{name: value[start:stop] for name, value in whole.items()} for start, stop in ((0, 4), (4, 5))]
     trained_models = []
-    for packing in (3, ByBytes(math.inf)):
+    for buckets in (EqualPacks(3), ByBytes(math.inf)):
         model = tiny.make(torch.float64)
-        with compiled_step(model, tiny.loss_fn, 3, OPTIMIZERS["adamw"], buckets=packing, **LINKS[link]) as step:
+        with compiled_step(model, tiny.loss_fn, 3, OPTIMIZERS["adamw"], buckets=buckets, **LINKS[link]) as step:
             step.accumulate(**parts[0])
             step(**parts[1])  # one example on three devices
             step(**whole)

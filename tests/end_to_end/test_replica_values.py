@@ -202,7 +202,7 @@ def test_a_replica_that_fails_wakes_those_that_wait_for_it() -> None:
             return super().forward(x) + mirrorc.all_reduce(super().forward(x).sum(0))
 
     model, x = Checked(5, 3).double(), torch.randn(6, 5).double()
-    with compiled_step(model, F.mse_loss, 3, timeout_seconds=60) as step:
+    with compiled_step(model, F.mse_loss, 3, timeout=60) as step:
         large = x.clone()
         large[-1] = 1000.0
         for _ in range(2):
@@ -238,7 +238,7 @@ def test_statistics_are_the_same_on_all_replicas() -> None:
 
 OTHERS: list[dict[str, Any]] = [
     {"buckets": EqualPacks(3)},
-    {"all_reduce": "ring", "link": "copy"},
+    {"algorithm": "ring", "link": "copy"},
     {"placement": "central"},
     {"exact_order": True, "check_finite": True, "check_replicas_every": 1},
     {"disable": ["share-parameters"], "link": "copy"},

@@ -74,10 +74,10 @@ def compiled(model: nn.Module, make_optimizer: Any = SGD, **options: Any) -> Ite
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
+@pytest.mark.parametrize("disabled", [(), ("share-parameters",)], ids=["shared", "mirrored"])
 @pytest.mark.parametrize("make_optimizer", [ADAM, partial(SGD, momentum=0.9)], ids=["adam", "momentum"])
-def test_two_heads_take_turns(make_optimizer: Any, disable_passes: tuple[str, ...]) -> None:
-    with Twins(seeded(TwoHeads).double(), make_optimizer, F.mse_loss, disable=disable_passes) as pair:
+def test_two_heads_take_turns(make_optimizer: Any, disabled: tuple[str, ...]) -> None:
+    with Twins(seeded(TwoHeads).double(), make_optimizer, F.mse_loss, disable=disabled) as pair:
         for i, head in enumerate("abababbba"):
             pair.train(**regression_batch(i, head=head))
         pair.check()

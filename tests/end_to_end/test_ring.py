@@ -36,9 +36,9 @@ def check_rows(step: mirrorc.Step) -> None:
         assert len(first_round) == program.num_replicas and sum(first_round) == bucket.num_bytes
 
 
-def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = ()) -> tuple[Program, torch.Tensor]:
+def trained(num_devices: int, link: str, add: Sequence[mirrorc.Placed] = ()) -> tuple[Program, torch.Tensor]:
     options = {"link": link, "disable": ["share-parameters"], **SMALL_BUCKETS}
-    step, found = trained_two_layers(num_devices, add=add_passes, **options)
+    step, found = trained_two_layers(num_devices, add=add, **options)
     with step:
         check_rows(step)
         assert step.memory().total > 0 and f"over {link}, ms" in str(step.explain())

@@ -144,7 +144,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checked": {"check_finite": True},
     "microbatches": {"microbatches": 2},
     "scaled": {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=8.0)},
-    "by messages": {"all_reduce": "ring"},
+    "by messages": {"algorithm": "ring"},
     "packs": {"buckets": EqualPacks(3)},
 }
 

@@ -146,7 +146,7 @@ OTHERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mirrored, bound": (2, "momentum", {"link": "copy", "disable": ["share-parameters"], "most": 0.05}),
     "over copies": (2, "Adagrad", {"link": "copy"}),
     "owned": (3, "SparseAdam", {"placement": "least-loaded"}),
-    "ring": (2, "momentum", {"placement": "mirrored", "all_reduce": "ring"}),
+    "ring": (2, "momentum", {"placement": "mirrored", "algorithm": "ring"}),
     "packs": (2, "SGD", {"buckets": EqualPacks(3)}),
     "packs, mirrored": (2, "SGD", {"link": "copy", "disable": ["share-parameters"], "buckets": EqualPacks(3)}),
     "scaled": (2, "SparseAdam", {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}),
@@ -322,13 +322,15 @@ def test_gradients_of_several_calls_are_refused() -> None:
 def test_workers_send_each_other_rows(options: dict[str, Any]) -> None:
     def prepared(**others: Any) -> Any:
         model = seeded()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        where = {"world": mirrorc.World(2, 2), "rank": 1, "backend": "eager"}
-        with mirrorc.compile(
-            model, optimizer=optimizer, loss_fn=F.mse_loss, **grouped({**where, **options}), **grouped(others)
-        ) as step:
-            x, y = next(batches())
-            return step.prepare(*x, target=y)
+        x, y = next(batches())
+        asked: dict[str, Any] = {
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "loss_fn": F.mse_loss,
+            "backend": "eager",
+        }
+        return mirrorc.plan(
+            model, (x, {"target": y}), world=mirrorc.World(2, 2), rank=1, **grouped({**asked, **options, **others})
+        )
 
     program = prepared()
     sent = {b.slots[0].variable for b in program.buckets if b.is_sent_as_factors}

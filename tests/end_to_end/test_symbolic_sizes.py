@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned_steps import step_of_world
 from references import assert_same_parameters
 from selections import exhaustive, slow
 from torch import nn
@@ -264,7 +265,7 @@ def step_of(make_model: Callable[[], nn.Module], **options: Any) -> tuple[mirror
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"activations": "50%"}, "activation_memory bounds what a step of known size takes"),
+        ({"activations": "50%"}, r"Memory\(activations=\) bounds what a step of known size takes"),
         ({"capture": "autograd"}, "capture='autograd' runs the model once for each size"),
     ],
 )
@@ -274,9 +275,10 @@ def test_symbols_are_refused_with_what_takes_numbers_alone(options: dict[str, An
 
 
 def test_symbols_are_refused_with_factors_that_workers_are_to_send() -> None:
-    world = {"world": mirrorc.World(num_workers=2, devices_per_worker=1), "rank": 0}
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="stay numbers here: workers may send each other factors of gradients"):
-        step_of(Classifier, dynamic=True, exchange="factors", **world)
+        step_of_world(model, world=mirrorc.World(2), optimizer=optimizer, dynamic=True, exchange="factors")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What `mirrorc.compile(compression=...)` makes for a world that is not there, and what it refuses."""
+"""What `mirrorc.Communication(compression=...)` makes for a world that is not there, and what it refuses."""
 
 import re
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from payloads import FirstElements
+from planned_steps import step_of_world
 from saved_programs import assert_same, reload
 from torch import nn
 
@@ -21,7 +22,7 @@ from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.workers import Workers
 from mirrorc.options.option import Request
-from mirrorc.options.table import OPTIONS, grouped
+from mirrorc.options.table import OPTIONS
 from mirrorc.passes import CompressExchange, default_pipeline
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.commit.used_variables import UsedVariables
@@ -31,9 +32,8 @@ def step_of(**options: Any) -> mirrorc.Step:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 4))
     given = {"world": World(2), "compression": "bfloat16", "backend": "eager", **options}
-    return mirrorc.compile(
-        model, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=nn.CrossEntropyLoss(), **grouped(given)
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    return step_of_world(model, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **given)
 
 
 def prepared(**options: Any) -> mirrorc.Program:
@@ -96,15 +96,15 @@ def test_whole_gradients_are_weighed_against_factors_by_the_bytes_that_are_sent(
     def remark(compression: Any) -> str:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 4))
-        step = mirrorc.compile(
+        program = mirrorc.plan(
             model,
+            {"input": torch.zeros(200, 5), "target": torch.zeros(200, dtype=torch.int64)},
+            world=World(2),
             optimizer=torch.optim.AdamW(model.parameters()),
             loss_fn=nn.CrossEntropyLoss(),
-            world=World(2),
             compiler=mirrorc.Compiler(backend="eager"),
             communication=mirrorc.Communication(compression=compression),
         )
-        program = step.prepare(torch.zeros(200, 5), target=torch.zeros(200, dtype=torch.int64))
         return next(str(one) for one in program.remarks if "how workers send gradients" in str(one))
 
     assert "2.weight as factors (937.5 KiB against 1.4 MiB)" in remark(None)
@@ -139,7 +139,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ({"exact_order": True}, "cannot be used with exact_order=True: sums are rounded on their way"),
         (
             {"disable": ["compress-exchange"]},
-            "asks for the pass 'compress-exchange', which disable_passes leaves",
+            "asks for the pass 'compress-exchange', which disable= leaves",
         ),
         (
             {"compression": TopK(0.1), "shard_optimizer": True},
@@ -151,7 +151,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ),
         (
             {"compression": TopK(0.1), "disable": ["send-largest"]},
-            "asks for the pass 'send-largest', which disable_passes leaves",
+            "asks for the pass 'send-largest', which disable= leaves",
         ),
         (
             {"compression": TopK(0.1), "passes": default_pipeline(over_workers=True)},
@@ -167,7 +167,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ),
         (
             {"compression": FirstElements(), "disable": ["send-payload"]},
-            "asks for the pass 'send-payload', which disable_passes leaves",
+            "asks for the pass 'send-payload', which disable= leaves",
         ),
         (
             {"compression": FirstElements(), "passes": default_pipeline(over_workers=True)},
@@ -223,8 +223,8 @@ def test_what_is_kept_of_gradients_is_counted_in_memory() -> None:
         ({"placement": "mirrored"}, "these need to share their parameters, so that a worker sends each sum once"),
         ({"placement": "central"}, "an owner updates for the devices of its own process"),
         ({"placement": "least-loaded"}, "an owner updates for the devices of its own process"),
-        ({"all_reduce": "ring"}, "it makes sums of messages between the devices of one process"),
-        ({"all_reduce": "reduce-to-one"}, "it makes sums of messages between the devices of one process"),
+        ({"algorithm": "ring"}, "it makes sums of messages between the devices of one process"),
+        ({"algorithm": "reduce-to-one"}, "it makes sums of messages between the devices of one process"),
         ({"cuda_graphs": True}, "a graph does not replay what joins workers"),
     ],
 )

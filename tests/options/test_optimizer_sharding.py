@@ -1,4 +1,4 @@
-"""What `mirrorc.compile(shard_optimizer=True)` makes for a world of workers that is not there, and what it refuses."""
+"""What `mirrorc.Memory(shard_optimizer=True)` makes for a world of workers that is not there, and what it refuses."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned_steps import step_of_world
 from saved_programs import assert_same, reload
 from torch import nn
 
@@ -26,14 +27,12 @@ UNEVEN = World(3, (1, 2, 1))
 def step_of(world: World | None = UNEVEN, rank: int = 1, **options: Any) -> mirrorc.Step:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 200), nn.Tanh(), nn.Linear(200, 4))
-    given = {"shard_optimizer": True, "backend": "eager", "buckets": ByBytes(0.0004, 0.0004), **options}
-    placed = {"world": world, "rank": rank} if world is not None else {"devices": 2}
-    return mirrorc.compile(
-        model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        loss_fn=nn.CrossEntropyLoss(),
-        **grouped({**placed, **given}),
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = {"optimizer": optimizer, "loss_fn": nn.CrossEntropyLoss(), "shard_optimizer": True, "backend": "eager"}
+    given = {**given, "buckets": ByBytes(0.0004, 0.0004), **options}
+    if world is None:
+        return mirrorc.compile(model, 2, **grouped(given))
+    return step_of_world(model, world=world, rank=rank, **given)
 
 
 def prepared(**options: Any) -> tuple[mirrorc.Step, Program]:
@@ -167,18 +166,18 @@ def test_gpus_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_without_the_pass_is_refused() -> None:
-    with pytest.raises(ValueError, match="asks for the pass 'shard-optimizer', which disable_passes leaves out"):
+    with pytest.raises(ValueError, match="asks for the pass 'shard-optimizer', which disable= leaves out"):
         step_of(disable=("shard-optimizer",))
     torch.manual_seed(0)
     model = nn.Linear(5, 4)
-    given = {"optimizer": torch.optim.AdamW(model.parameters()), "loss_fn": nn.CrossEntropyLoss(), "world": UNEVEN}
+    given = {"optimizer": torch.optim.AdamW(model.parameters()), "loss_fn": nn.CrossEntropyLoss(), "backend": "eager"}
+    given |= {"world": UNEVEN, "shard_optimizer": True}
     with pytest.raises(
         ValueError, match=r"has no part in a pipeline given with passes=: put mirrorc.passes.ShardOptimizer\(\)"
     ):
-        mirrorc.compile(
-            model, **grouped({"passes": default_pipeline(over_workers=True), "shard_optimizer": True, **given})
-        )
+        step_of_world(model, passes=default_pipeline(over_workers=True), **given)
     passes = default_pipeline(over_workers=True, shard_optimizer=True)
-    step = mirrorc.compile(model, **grouped({"passes": passes, "shard_optimizer": True, "backend": "eager", **given}))
-    program = step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+    program = step_of_world(model, passes=passes, **given).prepare(
+        torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64)
+    )
     assert all(bucket.part is not None for bucket in program.buckets)

@@ -1,4 +1,4 @@
-"""What `mirrorc.compile(placement=...)` makes, and what it refuses."""
+"""What `mirrorc.Memory(placement=...)` makes, and what it refuses."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned_steps import step_of_world
 from saved_programs import assert_same, reload
 from torch import nn
 from torch.nn import functional as F
@@ -34,9 +35,8 @@ def step_of(placement: Any, model: nn.Module | None = None, **options: Any) -> m
     model = model or Tied()
     options = {"devices": 2, "backend": "eager", **options}
     optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters())
-    return mirrorc.compile(
-        model, optimizer=optimizer, loss_fn=F.cross_entropy, **grouped({"placement": placement, **options})
-    )
+    given = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "placement": placement, **options}
+    return step_of_world(model, **given) if "world" in given else mirrorc.compile(model, **grouped(given))
 
 
 def owners(placement: Any, **options: Any) -> dict[str, int | None]:
@@ -106,17 +106,17 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         (
             "central",
             {"disable": ["place-variables"]},
-            "asks for the pass 'place-variables', which disable_passes leaves",
+            "asks for the pass 'place-variables', which disable= leaves",
         ),
         (
             "least-loaded",
             {"disable": ["update-at-owner"]},
-            "asks for the pass 'update-at-owner', which disable_passes",
+            "asks for the pass 'update-at-owner', which disable=",
         ),
         (
             "shared",
             {"disable": ["share-parameters"]},
-            "asks for the pass 'share-parameters', which disable_passes",
+            "asks for the pass 'share-parameters', which disable=",
         ),
         (
             "central",

@@ -1,6 +1,5 @@
 """Options beside a pipeline of the user's own: each has its effect there, or is refused; and what such a pipeline must have."""
 
-import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -16,65 +15,53 @@ from torch import nn
 
 import mirrorc
 from mirrorc import api
-from mirrorc.options.table import grouped
+from mirrorc.options.table import OPTIONS, grouped
 from mirrorc.packing import ByBytes, EqualPacks
 from mirrorc.passes import default_pipeline
 
 MODEL = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
-OTHER = nn.Linear(2, 2)
 
 GIVEN: dict[str, Any] = {
     "optimizer": [torch.optim.Adam(MODEL.parameters())],
     "loss_fn": F.l1_loss,
     "loss_reduction": "sum",
-    "backend": "inductor",
-    "dump": "folder",
-    "print_after": "all",
-    "add": [mirrorc.after("plan-buckets", mirrorc.passes.RecomputeCheckpoints())],
-    "disable": ["schedule-overlap"],
-    "order": "reversed",
-    "link": "copy",
-    "all_reduce": "ring",
-    "communication_options": mirrorc.CommunicationOptions(timeout_seconds=4.0),
-    "exact_order": True,
-    "capture": "autograd",
-    "timeout_seconds": 3.0,
-    "record": False,
-    "cuda_graphs": True,
     "return_outputs": True,
     "microbatches": 2,
-    "activations": "50%",
-    "progress": False,
-    "autocast": True,
-    "scaler": torch.amp.GradScaler("cpu"),
     "clip_grad_norm": 1.0,
     "clip_grad_value": 1.0,
+    "autocast": True,
+    "scaler": torch.amp.GradScaler("cpu"),
     "check_finite": True,
-    "check_replicas_every": 3,
-    "example_inputs": {"input": torch.ones(4, 2), "target": torch.ones(4, 1)},
-    "workers": None,
-    "process_group": object(),
-    "world": mirrorc.World(2, 2),
-    "rank": 0,
+    "distributed": False,
+    "mode": "reproducible",
+    "buckets": EqualPacks(3),
+    "order": "reversed",
+    "algorithm": "ring",
+    "link": "copy",
     "exchange": "dense",
-    "early_update": False,
     "compression": "bfloat16",
+    "early_update": False,
+    "process_group": object(),
+    "timeout": 3.0,
+    "activations": "50%",
     "shard_optimizer": True,
     "placement": "central",
+    "backend": "inductor",
+    "capture": "autograd",
     "dynamic": True,
-    "buckets": EqualPacks(3),
+    "exact_order": True,
+    "cuda_graphs": True,
+    "add": [mirrorc.after("plan-buckets", mirrorc.passes.RecomputeCheckpoints())],
+    "disable": ["schedule-overlap"],
+    "dump": "folder",
+    "print_after": "all",
+    "progress": False,
+    "check_replicas_every": 3,
 }
 """For each option another value than its default."""
-BESIDE = {
-    "optimizer": {"optimizer": OPTIMIZER},
-    "rank": {"world": mirrorc.World(2, 2), "passes": default_pipeline(over_workers=True)},
-    "world": {"passes": default_pipeline(over_workers=True), "devices": ["cpu:0", "cpu:1"]},
-}
-"""What an option needs besides."""
 WITHOUT_EFFECT = {
-    "workers": "there are no others in this process",
-    "rank": "0 is its default beside a world",
+    "distributed": "there are no others in this process",
     "process_group": "refused, as nobody has initialised one",
     "cuda_graphs": "refused, as there is no GPU",
 }
@@ -83,9 +70,6 @@ WITHOUT_EFFECT = {
 class Options:
     def __init__(self, options: Any, model_state: Any) -> None:
         self.made = {one.name: getattr(options, one.name) for one in fields(options)}
-
-    def prepare(self, *args: Any, **kwargs: Any) -> None:
-        self.made["prepared"] = True
 
 
 def made(**options: Any) -> Mapping[str, Any]:
@@ -103,17 +87,16 @@ def _text(value: Any) -> str:
 def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(api, "Step", Options)
     monkeypatch.chdir(tmp_path)
-    assert {*GIVEN, "model", "devices", "passes"} == set(inspect.signature(mirrorc.compile).parameters) - {"declared"}
-    silent = []
+    assert {*GIVEN, "passes"} == set(OPTIONS.defaults)
+    silent, usual = [], made()
     for option, value in GIVEN.items():
-        besides = BESIDE.get(option, {})
         try:
-            found = made(**{**besides, option: value})
+            found = made(**{option: value})
         except (ValueError, TypeError) as error:
             if option not in WITHOUT_EFFECT:
                 assert re.match(f"{option}=.*(given with passes=|the pipeline given with passes= has not)", str(error))
             continue
-        if found == made(**(besides if option != "world" else {})) and option not in WITHOUT_EFFECT:
+        if found == usual and option not in WITHOUT_EFFECT:
             silent.append(option)
     assert silent == []
 
@@ -124,17 +107,24 @@ def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPat
         ({"link": "copy"}, "link='copy' has no part in a pipeline given with passes=: put mirrorc.passes.LowerCollec"),
         (
             {"buckets": 1},
-            "bucket_cap_mb=1 has no part in a pipeline given with passes=: give mirrorc.passes.Plan",
+            "buckets=1 has no part in a pipeline given with passes=: give mirrorc.passes.PlanBuckets its buckets",
         ),
-        ({"buckets": ByBytes(first_mb=math.inf)}, "first_bucket_mb=inf has no part in a pipeline given with passes="),
-        ({"buckets": EqualPacks(2)}, "packing=EqualPacks(num_packs=2) has no part in a pipeline given with passes="),
+        (
+            {"buckets": ByBytes(first_mb=math.inf)},
+            "buckets=ByBytes(cap_mb=25.0, first_mb=inf) has no part in a pipeline",
+        ),
+        ({"buckets": EqualPacks(2)}, "buckets=EqualPacks(num_packs=2) has no part in a pipeline given with passes="),
+        (
+            {"order": "reversed"},
+            "order='reversed' has no part in a pipeline given with passes=: give mirrorc.passes.PlanB",
+        ),
         (
             {"early_update": False},
             "early_update=False has no part in a pipeline given with passes=: put mirrorc.passes.",
         ),
         (
-            {"communication_options": mirrorc.CommunicationOptions(implementation="ring")},
-            "all_reduce='ring' has no part in a pipeline given with passes=: put mirrorc.all_reduce_algorithms.Ring() behind",
+            {"algorithm": "ring"},
+            "algorithm='ring' has no part in a pipeline given with passes=: put mirrorc.all_reduce_algorithms.Ring() behind",
         ),
     ],
 )
@@ -143,12 +133,12 @@ def test_what_a_pass_of_the_pipeline_says_is_refused_beside_it(options: dict[str
         mirrorc.compile(
             MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, **grouped({"passes": default_pipeline(), **options})
         )
-    assert "add_passes and disable_passes in place of passes" in str(caught.value)
+    assert "or use add= and disable= in place of passes=" in str(caught.value)
 
 
 def test_the_time_of_a_wait_is_no_matter_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "Step", Options)
-    assert made(communication_options=mirrorc.CommunicationOptions(timeout_seconds=7))["timeout_seconds"] == "7.0"
+    assert made(timeout=7)["timeout_seconds"] == "7.0"
 
 
 NO_WHOLE = "what passes= gives is no pipeline of a whole step: "
@@ -178,16 +168,14 @@ OF_WORKERS = {
 def test_a_pipeline_without_a_needed_pass_is_refused(name: str) -> None:
     options = {"placement": "least-loaded" if name in OF_OWNERS else "auto", "over_workers": name in OF_WORKERS}
     passes = [compiler_pass for compiler_pass in default_pipeline(**options) if compiler_pass.name != name]
-    world: dict[str, Any] = {"world": mirrorc.World(2, 2)} if name in OF_WORKERS else {}
     said = NO_WHOLE + (NEEDED | OF_OWNERS | OF_WORKERS)[name]
     with pytest.raises(mirrorc.PassError, match=f"^{re.escape(said)}"):
-        sgd_step(MODEL, ["cpu:0", "cpu:1"], loss_fn=F.mse_loss, passes=passes, **world)
+        given = {"optimizer": OPTIMIZER, "loss_fn": F.mse_loss, "compiler": mirrorc.Compiler(passes=passes)}
+        mirrorc.plan(MODEL, (), 2, world=mirrorc.World(2, 2) if name in OF_WORKERS else None, **given)
 
 
 def test_the_options_that_make_a_pipeline_are_named() -> None:
-    with pytest.raises(
-        mirrorc.PassError, match=r"^what disable_passes= gives is no pipeline of a whole step: pass 'pack"
-    ):
+    with pytest.raises(mirrorc.PassError, match=r"^what disable= gives is no pipeline of a whole step: pass 'pack"):
         mirrorc.compile(
             MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, compiler=mirrorc.Compiler(disable=["replicate"])
         )

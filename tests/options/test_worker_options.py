@@ -1,7 +1,6 @@
-"""What `mirrorc.compile` makes for a world of workers that is not there."""
+"""What is compiled for a world of workers that is not there."""
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from golden_programs import MODELS, WORKER, golden_program, worker_text
+from planned_steps import step_of_world
 from saved_programs import assert_same, reload
 from tiny_programs import SMALL_BUCKETS, every_stage, handmade_of_worker
 from torch import nn
@@ -32,8 +32,8 @@ UNEVEN = World(3, (1, 2, 1))
 def compiled(world: World = UNEVEN, rank: int = 1, model: nn.Module | None = None, **options: Any) -> mirrorc.Step:
     model = model or nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "backend": "eager", "world": world, "rank": rank}
-    return mirrorc.compile(model, **grouped({**given, **options}))
+    given = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "backend": "eager", **options}
+    return step_of_world(model, world=world, rank=rank, **given)
 
 
 def batch(num_examples: int = 8) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ def test_the_program_of_one_worker_is_compiled_where_no_other_is() -> None:
         assert second == f"# workers: {told}; {schedule}"
         assert "# cpu:0, cpu:1 (replicas 1, 2) run this on 4 of this worker's 8 examples each" in str(program)
         assert "loss_weight = 4/(examples of all 3 workers in this step), its part of all examples" in str(program)
-        assert step.memory().total > 0
+        assert step.memory().total > 0 and "on cpu:0, cpu:1 of worker 1 of 3" in repr(step)
     assert [step.program.num_replicas, step.program.num_examples] == [2, (4, 4)]
 
 
@@ -65,8 +65,9 @@ def test_compile_makes_the_golden_program() -> None:
     golden = MODELS["digits"]
     model = golden.make().train()
     options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets}
-    with compiled(model=model, example_inputs=golden.inputs(golden.num_examples(2)), **options) as step:
-        assert step.program.to_text(slots=True, sources=False) == worker_text(), WORKER
+    with compiled(model=model, **options) as step:
+        program = step.prepare(**golden.inputs(golden.num_examples(2)))
+    assert program.to_text(slots=True, sources=False) == worker_text(), WORKER
 
 
 @pytest.mark.slow
@@ -90,12 +91,12 @@ def test_early_updates_are_said_and_can_be_left_out() -> None:
     ("devices", "world", "options", "cap"),
     [
         (["cpu:0"], World(2), {}, 4.0),
-        (["cpu:0", "cpu:1"], World(3, 2), {"order": "reversed", "buckets": None}, 4.0),
+        (["cpu:0", "cpu:1"], World(3, 2), {"order": "reversed", "buckets": "auto"}, 4.0),
         (["cpu:0"], World(2), {"buckets": 25.0}, 25.0),
         (["cpu:0"], World(2), {"buckets": ByBytes(7.0)}, 7.0),
         (["cpu:0"], World(2), {"buckets": ByBytes()}, 25.0),
         (["cpu:0", "cpu:1"], None, {}, 25.0),
-        (["cpu:0"], None, {"buckets": None}, 25.0),
+        (["cpu:0"], None, {"buckets": "auto"}, 25.0),
     ],
 )
 def test_buckets_are_smaller_over_several_workers(
@@ -105,9 +106,8 @@ def test_buckets_are_smaller_over_several_workers(
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.mse_loss, "backend": "eager", **options}
-    placed = {"workers": None} if world is None else {"world": world}
-    with mirrorc.compile(model, devices, **grouped({**placed, **given})) as step:
-        program = step.prepare(torch.zeros(4, 512), target=torch.zeros(4, 512))
+    batch = {"input": torch.zeros(4, 512), "target": torch.zeros(4, 512)}
+    program = mirrorc.plan(model, batch, devices, world=world, **grouped(given))
     assert f"over {cap:g} MiB (bucket 0: 1 MiB) opens the next" in str(program)
 
 
@@ -171,25 +171,11 @@ def test_a_text_whose_heading_and_workers_do_not_fit_is_no_program() -> None:
 
 @pytest.mark.slow
 def test_a_dump_has_the_program_of_the_worker_after_each_pass(tmp_path: Path) -> None:
-    with compiled(dump=tmp_path, example_inputs=batch()):
+    with compiled(dump=tmp_path) as step:
+        step.prepare(**batch())
         (file,) = (tmp_path / "program-0").glob("*-reduce-over-workers.txt")
     read = read_program_text(file.read_text(encoding="utf-8"))
     assert read.after == "reduce-over-workers" and read.worker == "worker 1 of 3, replicas 1 … 2 of 4"
-
-
-@pytest.mark.slow
-def test_a_step_of_a_world_is_for_reading(tmp_path: Path) -> None:
-    model = nn.Linear(4, 3)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with compiled(model=model, example_inputs=batch()) as step:
-        calls = [partial(call, **batch()) for call in (step, step.accumulate, step.evaluate)]
-        for call in (*calls, step.explain, partial(step.timeline, tmp_path / "trace.json")):
-            with pytest.raises(
-                ExecutionError, match="compiled for worker 1 of a world of 3, which is for reading: prepare"
-            ):
-                call()
-        assert "on cpu:0, cpu:1 of worker 1 of 3" in repr(step)
-    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.slow
@@ -206,7 +192,6 @@ def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
     ("options", "said"),
     [
         ({"rank": 3}, "rank is 3, but the world has 3 workers"),
-        ({"world": None}, "rank is 1, but there is no world=: give rank only with a mirrorc.World"),
         ({"devices": ["cpu:0"]}, "devices names 1 device, but worker 1 of the world has 2: leave devices out"),
         ({"cuda_graphs": True}, "cuda_graphs=True"),
         (

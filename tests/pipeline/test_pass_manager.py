@@ -253,7 +253,7 @@ def test_passes_are_disabled_by_name() -> None:
 
 
 def test_disabling_an_unknown_pass_lists_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"disable_passes names 'no-such-pass', .*plan-buckets, .*lower-devices"):
+    with pytest.raises(ValueError, match=r"disable names 'no-such-pass', .*plan-buckets, .*lower-devices"):
         select_passes(default_pipeline(), ["no-such-pass"])
 
 

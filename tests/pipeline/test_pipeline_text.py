@@ -118,7 +118,7 @@ def test_every_pass_has_its_name() -> None:
     asked = {"max_grad_norm": 1.0, "scales_loss": True, "over_workers": True, "shard_optimizer": True}
     asked |= {"compression": "bfloat16", "chooses_checkpoints": True}
     asked |= {"pads_products": True}
-    pipelines = [default_pipeline(microbatches=2, all_reduce=algorithm(), **asked) for algorithm in ALGORITHMS.values()]
+    pipelines = [default_pipeline(microbatches=2, algorithm=algorithm(), **asked) for algorithm in ALGORITHMS.values()]
     pipelines.append(default_pipeline(placement="central"))
     pipelines += [default_pipeline(over_workers=True, compression=one) for one in (TopK(0.1), Halves())]
     names = [[compiler_pass.name for compiler_pass in passes] for passes in pipelines]
@@ -139,7 +139,7 @@ def test_a_pipeline_survives_as_text(cap: float, first: float, link: str | None)
 
 def test_defaults_are_left_out() -> None:
     text = format_passes([PlanBuckets(buckets=math.inf), OutlineRegions(), LowerCollectives(link="copy")])
-    assert text == "plan-buckets{bucket_cap_mb=inf},outline-regions,lower-collectives{link='copy'}"
+    assert text == "plan-buckets{buckets=inf},outline-regions,lower-collectives{link='copy'}"
 
 
 def test_a_pass_of_ones_own_is_named_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,24 +300,24 @@ def test_what_goes_wrong_in_a_script_is_explained(
         ("plan", r"there is no pass 'plan': there are decompose-gelu, .*, and module:Class"),
         (
             "plan-buckets{cap=3}",
-            r"'plan-buckets' does not take these options .*cap.*; it has: bucket_cap_mb, first_bucket_mb",
+            r"'plan-buckets' does not take these options .*cap.*; it has: buckets, order",
         ),
         (
-            "plan-buckets{bucket_cap_mb}",
-            r"the options of 'plan-buckets', 'bucket_cap_mb', are not option=value with plain values: an option has no name",
+            "plan-buckets{buckets}",
+            r"the options of 'plan-buckets', 'buckets', are not option=value with plain values: an option has no name",
         ),
         (
-            "plan-buckets{bucket_cap_mb=open('x')}",
+            "plan-buckets{buckets=open('x')}",
             r"are not option=value with plain values: open\('x'\) is no plain value",
         ),
-        ("plan-buckets{bucket_cap_mb=torch.ones}", r"are not option=value with plain values: torch.ones is no plain"),
-        ("plan-buckets{bucket_cap_mb={**x}}", r"with plain values: \{\*\*x\} is no plain value"),
-        ("plan-buckets{bucket_cap_mb={[]: 1}}", r"are not option=value with plain values: unhashable"),
+        ("plan-buckets{buckets=torch.ones}", r"are not option=value with plain values: torch.ones is no plain"),
+        ("plan-buckets{buckets={**x}}", r"with plain values: \{\*\*x\} is no plain value"),
+        ("plan-buckets{buckets={[]: 1}}", r"are not option=value with plain values: unhashable"),
         ("plan-buckets{**{'a': 1}}", r"are not option=value with plain values: \*\* gives no option a name"),
         ("plan-buckets{a=1)(b=2}", r"are not option=value with plain values"),
-        ("plan-buckets{bucket_cap_mb='}", r"not option=value with plain values: unterminated string literal"),
+        ("plan-buckets{buckets='}", r"not option=value with plain values: unterminated string literal"),
         ("json:JSONDecoder", r"'json:JSONDecoder' gives a JSONDecoder, which is no pass: a pass has name, input_stage"),
-        ("plan-buckets{bucket_cap_mb=-1}", r"bucket_cap_mb is -1: give a positive number"),
+        ("plan-buckets{buckets=-1}", r"buckets is -1: give a positive number"),
         ("plan-buckets outline", r"is no pass: write name, or name\{option=value"),
         ("plan-buckets{", r"is no pass"),
         ("nowhere.at.all:Pass", r"the pass 'nowhere.at.all:Pass' cannot be imported: .*; run from where"),

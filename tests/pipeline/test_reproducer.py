@@ -156,7 +156,7 @@ def test_the_record_names_error_options_and_versions(tmp_path: Path) -> None:
     ]
     for_inductor = ",".join([not_wanted[0], "read-row-elements", *not_wanted[1:]])
     assert record["pipeline"].startswith(
-        f"{for_inductor},recompute-checkpoints,plan-buckets{{bucket_cap_mb=1e-06,first_bucket_mb=1e-06}},outline-regions"
+        f"{for_inductor},recompute-checkpoints,plan-buckets{{buckets=ByBytes(cap_mb=1e-06, first_mb=1e-06)}},outline-regions"
     )
     assert record["passes"].startswith(f"{__name__}:Breaks,schedule-overlap") and {"torch", "python"} <= set(record)
 
@@ -198,11 +198,11 @@ class Fails:
 
 print("training")
 model = torch.nn.Linear(4, 3)
+fails = mirrorc.after("pack-gradients", Fails((float("-inf"), torch.float16, "a{b")))
 mirrorc.compile(
     model, 2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=torch.nn.functional.mse_loss,
-    backend="eager", dump="dump", example_inputs=((torch.ones(4, 4),), {"target": torch.ones(4, 3)}),
-    add_passes=[mirrorc.after("pack-gradients", Fails((float("-inf"), torch.float16, "a{b")))],
-)
+    compiler=mirrorc.Compiler(backend="eager", add=[fails]), debug=mirrorc.Debug(dump="dump"),
+).prepare(torch.ones(4, 4), target=torch.ones(4, 3))
 """
 
 

@@ -110,14 +110,14 @@ class Blocks(nn.Module):
         return x
 
 
-LAYER_BUCKETS = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb"), (64 * 64 + 64) * 4 / 2**20)
-"""Options that give each linear layer of 64 features a bucket of its own."""
+LAYER_CAP_MB = (64 * 64 + 64) * 4 / 2**20
+"""The cap that gives each linear layer of 64 features a bucket of its own."""
 
 
 @pytest.mark.slow
 def test_a_stretch_is_made_of_whole_blocks() -> None:
-    half = dict.fromkeys(LAYER_BUCKETS, 8192 / 2**20)  # of a layer: what its norm has is not too little for a bucket
-    program = every_stage(captured_model(Blocks(10), columns=64), **half)["lower-devices"]
+    half = 8192 / 2**20  # of a layer: what its norm has is not too little for a bucket
+    program = every_stage(captured_model(Blocks(10), columns=64), buckets=ByBytes(half, half))["lower-devices"]
     text = program.to_text()
     read, whole = read_program_text(text), read_program_text(program.to_text(fold=False))
     assert [bucket.gradients for bucket in read.buckets] == [bucket.gradients for bucket in whole.buckets]
@@ -143,7 +143,10 @@ def test_a_block_that_goes_on_after_the_stretch_is_printed_whole() -> None:
 @pytest.mark.slow
 def test_layers_that_are_named_by_numbers_alone_are_folded() -> None:
     layers = (nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(24))
-    program = every_stage(captured_model(nn.Sequential(*layers, nn.Linear(64, 64)), columns=64), **LAYER_BUCKETS)
+    program = every_stage(
+        captured_model(nn.Sequential(*layers, nn.Linear(64, 64)), columns=64),
+        buckets=ByBytes(LAYER_CAP_MB, LAYER_CAP_MB),
+    )
     text = program["lower-devices"].to_text()
     read, whole = read_program_text(text), read_program_text(program["lower-devices"].to_text(fold=False))
     assert [line.text for line in read.lines_of("cpu:0")] == [line.text for line in whole.lines_of("cpu:0")]

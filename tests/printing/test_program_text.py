@@ -62,14 +62,15 @@ def functions(text: str) -> list[str]:
 
 def step_with_dump(**options: object) -> mirrorc.Step:
     model = TwoLayers()
-    return mirrorc.compile(
+    step = mirrorc.compile(
         model,
         ["cpu:0", "cpu:1"],
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=torch.nn.functional.cross_entropy,
-        example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
-        **grouped({"backend": "eager", **options}),  # type: ignore[arg-type]
+        **grouped({"backend": "eager", **options}),
     )
+    step.prepare(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0]))
+    return step
 
 
 def test_the_heading_names_pass_stage_devices_buckets_and_time() -> None:
@@ -431,10 +432,9 @@ def test_arguments_of_regions_are_called_as_in_the_call() -> None:
         2,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=nn.functional.cross_entropy,
-        example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
         compiler=mirrorc.Compiler(backend="eager"),
     ) as step:
-        text = step.program.to_text(regions=True)
+        text = step.prepare(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0])).to_text(regions=True)
     FileCheck().check("= fwd_0(input, target, ").check("region fwd_0(").check_same("input: f32[2, 4]").check(
         "aten.addmm.default(bias, input, "
     ).check("region bwd_0(").check_same("input: f32[2, 4]").run(text)

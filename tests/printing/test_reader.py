@@ -260,10 +260,9 @@ def test_a_function_after_a_region_is_refused() -> None:
 def test_dumps_of_passes_are_read_but_for_those_that_leave_the_program_out(tmp_path: Path) -> None:
     weights = TwoLayers()
     optimizer = torch.optim.SGD(weights.parameters(), lr=0.1)
-    inputs = ((torch.zeros(4, 4),), {"target": torch.zeros(4, dtype=torch.int64)})
     options = {"loss_fn": torch.nn.functional.cross_entropy, "backend": "eager", "dump": tmp_path}
-    with mirrorc.compile(weights, 1, optimizer=optimizer, example_inputs=inputs, **grouped(options)) as step:  # type: ignore[arg-type]
-        last = step.program
+    with mirrorc.compile(weights, 1, optimizer=optimizer, **grouped(options)) as step:
+        last = step.prepare(torch.zeros(4, 4), target=torch.zeros(4, dtype=torch.int64))
     texts = [path.read_text(encoding="utf-8") for path in sorted((tmp_path / "program-0").glob("*.txt"))]
     as_before = [text for text in texts if "# the program is as before" in text]
     read = [read_program_text(text) for text in texts if text not in as_before]

@@ -102,7 +102,7 @@ def _arguments(how: str) -> tuple[nn.Module, dict[str, Any]]:
         "backend": "eager",
         "capture": "dynamo",
         "exchange": "dense",  # "auto" measures, and so may have other bits in the next attempt
-        "timeout_seconds": 600.0,  # longer than the test waits
+        "timeout": 600.0,  # longer than the test waits
     }
     if how.startswith("by "):
         given |= _in_order(how)
@@ -111,21 +111,20 @@ def _arguments(how: str) -> tuple[nn.Module, dict[str, Any]]:
     elif how in ("in parts", "in shards"):
         given |= {"microbatches": 2} if how == "in parts" else {"shard_optimizer": True}
     elif how == "value":
-        given["bucket_cap_mb"] = -1.0
+        given["microbatches"] = -1
     elif how == "kind":
         given["microbatches"] = "two"
-    elif how == "time":
-        given["timeout_seconds"] = -1.0
-    elif how == "options":
-        given["communication_options"] = mirrorc.CommunicationOptions(timeout_seconds=3.0)
+    elif how == "name":
+        given["timeout_seconds"] = 3.0
+    elif how == "communication":
+        given = {name: value for name, value in given.items() if name not in ("exchange", "timeout")}
+        given["communication"] = 3.0
     elif how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "rank":
-        given["rank"] = 1  # of no world
-    elif how == "world":
-        given["world"] = 3
-    elif how == "capture":
-        given["example_inputs"] = ((torch.zeros(4, 3),), {"target": torch.zeros(4, 2)})
+    elif how == "distributed":
+        given["distributed"] = "yes"
+    elif how == "mode":
+        given["mode"] = "quick"
     elif how == "devices":
         given["placement"] = "mirrored"
     elif how == "unsendable":
@@ -150,6 +149,8 @@ def compile_in_turn(rank: int, attempts: list[list[str]]) -> dict[str, Any]:
         model, given = _arguments(ways[rank])
         try:
             with mirrorc.compile(model, **grouped({"scaler": scaler, **given})) as step:
+                if ways[rank] == "capture":
+                    step.prepare(torch.zeros(4, 3), target=torch.zeros(4, 2))
                 step(torch.full((2, 3), rank + 1.0), target=torch.ones(2, 2))
             found.append(model.weight.tolist())
         except (mirrorc.MirrorcError, ValueError, TypeError, KeyboardInterrupt) as error:

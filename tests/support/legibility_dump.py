@@ -31,19 +31,16 @@ def dumped_program(dump: Path | None = None) -> mirrorc.Program:
     decayed = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}
     plain = {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0, "lr": 1e-3}
     tokens = torch.zeros(NUM_EXAMPLES, NUM_TOKENS, dtype=torch.int64)
-    with (
-        warnings.catch_warnings(action="ignore"),  # of the tracer, about side effects in transformers
-        mirrorc.compile(
+    with warnings.catch_warnings(action="ignore"):  # of the tracer, about side effects in transformers
+        return mirrorc.plan(
             model,
+            {"input_ids": tokens, "labels": tokens},
             [f"cpu:{i}" for i in range(NUM_DEVICES)],
             optimizer=AdamW([decayed, plain], lr=3e-4, betas=(0.9, 0.95)),
-            example_inputs={"input_ids": tokens, "labels": tokens},
+            communication=mirrorc.Communication(buckets=ByBytes(4.0, 1.0)),
             compiler=mirrorc.Compiler(backend="eager"),
             debug=mirrorc.Debug(dump=dump),
-            communication=mirrorc.Communication(buckets=ByBytes(4.0, 1.0)),
-        ) as step,
-    ):
-        return step.program
+        )
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, A
     sends all, and fails in its second ``update``. Where the optimizer is dealt out, it sends all sums, and the new parameters
     of the first bucket that is gathered. Files in ``folder`` tell workers how far the others are."""
     model, optimizer = made("mlp", given.get("optimizer", "AdamW"), seed=rank)
-    options = {"backend": "eager", "timeout_seconds": 60.0, "buckets": ByBytes(0.0005, 0.0005)}
+    options = {"backend": "eager", "timeout": 60.0, "buckets": ByBytes(0.0005, 0.0005)}
     folder, size = Path(given["folder"]), len(given["devices"])
     losses: list[float] = []
     with mirrorc.compile(

@@ -42,7 +42,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """
     model, optimizers = made(given, seed=rank)
     scaler = scaler_of(given)
-    options = {"shard_optimizer": True, "backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
+    options = {"shard_optimizer": True, "backend": "eager", "timeout": 100.0, **given.get("options", {})}
     if "bound" in given:
         options["clip_grad_norm"] = _bound(given["bound"])
     found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "scales": []}

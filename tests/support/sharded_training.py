@@ -32,7 +32,7 @@ class _Training:
     def __init__(self, rank: int, given: dict[str, Any]) -> None:
         self.given, self.rank = given, rank
         self.model, self.optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
-        options = {"shard_optimizer": True, "backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
+        options = {"shard_optimizer": True, "backend": "eager", "timeout": 100.0, **given.get("options", {})}
         self.step = mirrorc.compile(
             self.model,
             given["devices"][rank],

@@ -16,7 +16,7 @@ LONG = 600.0  # seconds; longer than the tests wait
 
 def _step(model: nn.Module, **options: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = {"backend": "eager", "capture": "dynamo", "timeout_seconds": LONG}
+    given = {"backend": "eager", "capture": "dynamo", "timeout": LONG}
     return mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=functional.mse_loss, **grouped({**given, **options}))
 
 
@@ -66,7 +66,7 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def train_adversaries(rank: int) -> dict[str, Any]:
     """Trains both as one of two workers, of which the second has fewer batches, the generator twice for each batch."""
     generator, discriminator, optimizers = adversaries()
-    given = {"backend": "eager", "capture": "dynamo", "timeout_seconds": LONG}
+    given = {"backend": "eager", "capture": "dynamo", "timeout": LONG}
     with (
         mirrorc.compile(Judge(generator, discriminator), 1, optimizer=optimizers[0], **grouped(given)) as d_step,
         mirrorc.compile(Forger(generator, discriminator), 1, optimizer=optimizers[1], **grouped(given)) as g_step,

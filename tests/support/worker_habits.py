@@ -23,7 +23,7 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     until a batch has no examples.
     """
     model, optimizer = worker_training.made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
-    options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
+    options = {"backend": "eager", "timeout": 100.0, **given.get("options", {})}
     reduction = "sum" if given.get("is_sum") else "mean"
     loss_fn = nn.CrossEntropyLoss(reduction=reduction)
     found: dict[str, Any] = {"losses": [], "kept": [], "skipped": [], "norms": []}

@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import socket
@@ -141,7 +142,7 @@ def outcomes(
         cases: by name; for each process how it joins, see `_run`, or None if it does not.
         num_ended: how many of the last processes end on the way, by a signal; of these comes nothing.
     """
-    (folder / "cases.json").write_text(json.dumps(cases))
+    (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
     num_processes = len(next(iter(cases.values())))
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     output = folder / "output.txt"
@@ -271,7 +272,7 @@ def _run(given: dict[str, Any], number: int) -> Any:
 def _run_all(folder: Path, number: int, num_processes: int, num_ended: int) -> None:
     """What one of the processes does."""
     found = {}
-    for name, given in json.loads((folder / "cases.json").read_text()).items():
+    for name, given in pickle.loads((folder / "cases.pickle").read_bytes()).items():
         _meet(folder, name, number, num_processes)
         found[name] = _run(given[number], number) if given[number] is not None else None
     (folder / f"outcome-{number}.json").write_text(json.dumps(found))

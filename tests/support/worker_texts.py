@@ -57,7 +57,7 @@ def batch(number: int, rank: int, sizes: list[int]) -> tuple[torch.Tensor, torch
 def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of the workers; ``batches`` has the sizes of each worker's batch, by call, none for one that has left."""
     model, optimizer = made(given)
-    options = {"backend": "eager", "timeout_seconds": 100.0, "dynamic": None, **given.get("options", {})}
+    options = {"backend": "eager", "timeout": 100.0, "dynamic": None, **given.get("options", {})}
     losses = []
     torch.manual_seed(1 + rank)  # the chief's stream is that of all
     with warnings.catch_warnings():

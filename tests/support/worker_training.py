@@ -283,7 +283,7 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
         part["scaler"] = torch.amp.GradScaler("cpu", **given["scaler"])
     if "autocast" in given:
         part["autocast"] = getattr(torch, given["autocast"])
-    return {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {}), **part}
+    return {"backend": "eager", "timeout": 100.0, **given.get("options", {}), **part}
 
 
 def shaped(model: nn.Module, values: Mapping[str, list[float]]) -> dict[str, torch.Tensor]:

@@ -129,8 +129,8 @@ def test_a_program_a_step_and_a_text_can_be_checked(program: Program) -> None:
         check(program.to_text().replace("b0: f32", "b0: f16"), directives)
     model = TwoLayers()
     loss_fn = torch.nn.functional.cross_entropy
-    inputs = ((torch.zeros(4, 4),), {"target": torch.zeros(4, dtype=torch.int64)})
-    with sgd_step(model, 2, loss_fn=loss_fn, example_inputs=inputs) as step:
+    with sgd_step(model, 2, loss_fn=loss_fn) as step:
+        step.prepare(torch.zeros(4, 4), target=torch.zeros(4, dtype=torch.int64))
         check(step, "CHECK: SGD group 0\nCHECK: reduce_scatter(\nCHECK: return loss")
     for wrong in (model, None, 3):
         with pytest.raises(

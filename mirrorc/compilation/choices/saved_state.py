@@ -54,7 +54,8 @@ def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
         numbers = ", ".join(f"{key}={value!r}" for key, value in sizes.items())
         raise ValueError(
             f"this state of a step has {numbers}, which an earlier version measured, and that is "
-            f"withdrawn: give these numbers to mirrorc.compile() for the same bits, and leave {', '.join(sizes)} out of the state"
+            "withdrawn: give communication=mirrorc.Communication(buckets=mirrorc.packing.ByBytes(cap_mb, first_mb)) for the same "
+            f"bits, and leave {', '.join(sizes)} out of the state"
         )
     if {key for key in state if key not in (*_WITHDRAWN, _BUFFERS)} != set(_KEYS):
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from broken_meetings import Meeting
+from planned_steps import step_of_world
 from tiny_programs import captured_model
 from torch import nn
 from torch.nn import functional as F
@@ -19,7 +20,6 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
-from mirrorc.options.table import grouped
 
 
 def test_one_replica_has_copies() -> None:
@@ -107,9 +107,9 @@ def test_microbatches_are_refused() -> None:
 
 def of_worker(rank: int, rows: int) -> tuple[Program, str]:
     model = Meeting()
-    options: dict[str, Any] = {"world": mirrorc.World(2, 2), "rank": rank, "backend": "eager", "progress": False}
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "progress": False}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, optimizer=optimizer, loss_fn=F.mse_loss, **grouped(options)) as step:
+    with step_of_world(model, world=mirrorc.World(2, 2), rank=rank, optimizer=optimizer, **options) as step:
         program = step.prepare(torch.randn(rows, 4), target=torch.randn(rows, 3))
         return program, step.schedule_hash
 

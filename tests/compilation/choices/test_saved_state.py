@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from planned_steps import step_of_world
 from torch import nn
 
 import mirrorc
 from mirrorc import World
-from mirrorc.options.table import grouped
-from mirrorc.packing import ByBytes
 
 MIDDLE = {"devices_per_worker": [1, 1], "sent_as_factors": ["2.weight"]}
 
@@ -19,8 +18,8 @@ def made(**options: Any) -> mirrorc.Step:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(4096, 64), nn.Flatten(), nn.Linear(128, 2048), nn.ReLU(), nn.Linear(2048, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    given = {"loss_fn": nn.CrossEntropyLoss(), "backend": "eager", "world": World(2), **options}
-    return mirrorc.compile(net, optimizer=optimizer, **grouped(given))
+    given = {"loss_fn": nn.CrossEntropyLoss(), "backend": "eager", **options}
+    return step_of_world(net, world=World(2), optimizer=optimizer, **given)
 
 
 def prepare(step: mirrorc.Step) -> mirrorc.ir.program.Program:
@@ -56,10 +55,10 @@ def test_what_others_have_chosen_is_left_aside() -> None:
 
 
 def test_measured_sizes_of_an_earlier_version_are_refused_by_name() -> None:
-    sizes = {"buckets": ByBytes(4.0, 1.0)}
+    sizes = {"bucket_cap_mb": 4.0, "first_bucket_mb": 1.0}
     with made() as step:
         with pytest.raises(
-            ValueError, match=r"has bucket_cap_mb=4.0, first_bucket_mb=1.0, .* give these numbers to mirrorc.c"
+            ValueError, match=r"has bucket_cap_mb=4.0, first_bucket_mb=1.0, .* give communication=mirrorc.Comm"
         ):
             step.load_state_dict({**MIDDLE, **sizes})
         step.load_state_dict({**MIDDLE, **dict.fromkeys(sizes)})  # that version had measured none

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_programs import captured_model, sgd_step
+import torch
+from planned_steps import step_of_world
+from tiny_programs import captured_model
 from torch import nn
 
 from mirrorc.capture.front_ends.front_end import front_end_named
@@ -45,7 +47,8 @@ def captured() -> Program:
 
 def choices_with(control: Control) -> WorkerChoices:
     net = model()
-    with sgd_step(net, None, loss_fn=nn.MSELoss(), world=World(2)) as step:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with step_of_world(net, world=World(2), optimizer=optimizer, loss_fn=nn.MSELoss()) as step:
         options = replace(step._options, program_workers=WORKER)
     team: Any = SimpleNamespace(control=control, link=None)
     return WorkerChoices(options, 1, team)

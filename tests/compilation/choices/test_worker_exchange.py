@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from planned_steps import step_of_world
 from torch import nn
 
-import mirrorc
 from mirrorc import World
 from mirrorc.analysis.communication.worker_schedule import worker_schedule
 from mirrorc.analysis.cost.gradient_exchange import Candidate
@@ -17,7 +17,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers
-from mirrorc.options.table import grouped
+from mirrorc.options.communication import Exchange
 
 WIDE = Candidate("wide", num_bytes=2048 * 2048 * 4, row_bytes=2 * 2048 * 4, num_rows=64, work_per_row=2048 * 2048)
 NARROW = replace(WIDE, variable="narrow", num_bytes=2048 * 4)
@@ -28,7 +28,7 @@ def figures(rows: int, **more: Any) -> Figures:
     return Figures({"wide": rows, "narrow": rows}, MACHINE, **more)
 
 
-def names(*everyone: Figures, exchange: mirrorc.options.table.Exchange = "auto") -> tuple[str, ...]:
+def names(*everyone: Figures, exchange: Exchange = "auto") -> tuple[str, ...]:
     return choose_sent_as_factors([WIDE, NARROW], everyone, Workers((1,) * len(everyone)), exchange)[0]
 
 
@@ -94,12 +94,8 @@ def model() -> nn.Module:
 def prepared(devices: int = 1, rank: int = 0, num_examples: int = 8, **options: object) -> Program:
     torch.manual_seed(0)
     net = model()
-    given = {
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-        "loss_fn": nn.CrossEntropyLoss(),
-        "backend": "eager",
-    }
-    with mirrorc.compile(net, world=World(2, devices), rank=rank, **grouped({**given, **options})) as step:  # type: ignore[arg-type]
+    given = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "loss_fn": nn.CrossEntropyLoss(), **options}
+    with step_of_world(net, world=World(2, devices), rank=rank, backend="eager", **given) as step:
         step.prepare(torch.randint(4096, (num_examples, 2)), target=torch.zeros(num_examples, dtype=torch.int64))
         assert step.memory().total > 0
         return step.program
@@ -147,10 +143,6 @@ def test_factors_need_what_makes_them() -> None:
     with pytest.raises(ValueError, match="exchange='factors' cannot be used over workers that have different numbers"):
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        mirrorc.compile(
-            net,
-            optimizer=optimizer,
-            loss_fn=nn.CrossEntropyLoss(),
-            world=World(2, (1, 2)),
-            communication=mirrorc.Communication(exchange="factors"),
+        step_of_world(
+            net, world=World(2, (1, 2)), optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), exchange="factors"
         )

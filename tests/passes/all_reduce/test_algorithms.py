@@ -71,7 +71,7 @@ def test_every_algorithm_is_proved_and_sums_each_element_once(num_devices: int) 
 
 def test_an_empty_share_is_measured_too() -> None:
     """The bucket has one share, which one of three devices takes; all tell their norms, and whether all is finite."""
-    pipeline = default_pipeline(all_reduce=Ring(), max_grad_norm=1.0, check_finite=True)
+    pipeline = default_pipeline(algorithm=Ring(), max_grad_norm=1.0, check_finite=True)
     after = run_passes(handmade(3, [Weight("w", (3,))]), pipeline, [Verify()])
     values = [
         node.all_input_nodes[0] for module in after.device_graphs.values() for node in targets(module.graph, ops.norm)

@@ -131,13 +131,6 @@ def test_scalar_parameters_get_a_slot_of_one_element() -> None:
     assert (slot.shape, slot.num_elements) == ((), 1)
 
 
-@pytest.mark.parametrize("option", ["bucket_cap_mb", "first_bucket_mb"])
-@pytest.mark.parametrize("value", [-1.0, math.nan, True, "25", None])
-def test_caps_that_are_no_positive_numbers_are_refused(option: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{option} is .*positive number of MiB"):
-        PlanBuckets(**{option: value})  # type: ignore[arg-type]
-
-
 def planned(weights: list[Weight], **options: Any) -> Program:
     return PlanBuckets(**options).run(planned_only(weights))
 
@@ -158,8 +151,8 @@ FOUR = [Weight("a", (16,)), Weight("b", (160,)), Weight("c", (0,)), Weight("d", 
 
 
 def test_an_infinite_cap_is_one_bucket_whatever_the_first_one_is() -> None:
-    for options in ({"buckets": ByBytes(math.inf, 1e-6)}, {"buckets": ByBytes(math.inf, 1e-6)}):
-        assert contents(planned(FOUR, **options)) == [["a", "b", "c", "d"]]
+    for buckets in (math.inf, ByBytes(math.inf, 1e-6)):
+        assert contents(planned(FOUR, buckets=buckets)) == [["a", "b", "c", "d"]]
 
 
 def test_the_first_bucket_has_no_larger_cap_than_the_others() -> None:
@@ -167,13 +160,20 @@ def test_the_first_bucket_has_no_larger_cap_than_the_others() -> None:
     assert len(planned(FOUR, buckets=ByBytes(1e-6)).buckets) == 4
 
 
-@pytest.mark.parametrize("cap", [0, 0.0, -1, math.nan, True, "1"])
+@pytest.mark.parametrize("cap", [0, 0.0, -1, -1.0, math.nan, True, "25", None])
 def test_a_cap_that_is_not_positive_is_refused(cap: Any) -> None:
-    for option in ("bucket_cap_mb", "first_bucket_mb"):
+    for option in ("cap_mb", "first_mb"):
         with pytest.raises(
             ValueError, match=f"{option} is .*: give a positive number of MiB, or math.inf for one bucket"
         ):
-            planned(FOUR, **{option: cap})
+            ByBytes(**{option: cap})
+    is_number = isinstance(cap, int | float) and cap is not True
+    with pytest.raises(
+        ValueError if is_number else TypeError,
+        match="buckets is .*: give a "
+        + ("positive number of MiB, or math.inf for one bucket" if is_number else "number"),
+    ):
+        planned(FOUR, buckets=cap)
 
 
 def test_equal_packs_cut_the_bucket_anywhere() -> None:
@@ -240,7 +240,7 @@ def test_groups_of_ones_own_are_buckets() -> None:
 
     program = planned(FOUR, buckets=mine)
     assert contents(program) == [["b"], ["c"], ["d", "a"]]
-    assert "the groups of packing=mine" in remarks(program)
+    assert "the groups of buckets=mine" in remarks(program)
     rules = [Weight("a"), Weight("b", rule=MUON), Weight("c", (9,)), Weight("d", (9,))]
     program = planned(rules, buckets=mine)
     program = planned([*rules[:3], Weight("d", (9,), rule=MUON)], buckets=mine)
@@ -258,7 +258,7 @@ def test_packs_are_not_dealt_out() -> None:
 @fuzzed(100)
 @given(weights=weights_strategy, number=st.integers(1, 9), is_reversed=st.booleans())
 def test_every_element_lies_in_one_pack(weights: list[Weight], number: int, is_reversed: bool) -> None:
-    program = planned(weights, order="reversed" if is_reversed else "ready", buckets=number)
+    program = planned(weights, order="reversed" if is_reversed else "ready", buckets=EqualPacks(number))
     position = {weight.name: i for i, weight in enumerate(weights)}
     ready = []
     for bucket, pack in program.packs:

@@ -232,19 +232,17 @@ def test_anyone_may_look_while_steps_are_run() -> None:
 
 
 def test_no_record_says_why() -> None:
-    with pytest.raises(ExecutionError, match=r"compiled with record=False; compile with record=True$"):
-        recorded_steps(False, None)
     recorder, _ = recorder_with(1)
     for none in (None, recorder):
         with pytest.raises(ExecutionError, match=r"none has run yet .*; call the step with a batch first$"):
-            recorded_steps(True, none)
+            recorded_steps(none)
     recorder.begin()
     with pytest.raises(
         ExecutionError, match=r"each that began .* failed or was interrupted; call the step with a batch"
     ):
-        recorded_steps(True, recorder)
+        recorded_steps(recorder)
     run_steps(recorder, 1)
-    assert len(recorded_steps(True, recorder)) == 1
+    assert len(recorded_steps(recorder)) == 1
 
 
 # Clocks
@@ -449,15 +447,6 @@ def test_no_more_than_the_last_steps_are_kept_and_nothing_outlives_the_step() ->
     del step
     gc.collect()
     assert reference() is None
-
-
-@pytest.mark.slow
-def test_a_step_without_records_has_no_trace_of_them() -> None:
-    model = nn.Linear(3, 2)
-    with compiled(model, record=False) as step:
-        step(torch.ones(4, 3), target=torch.ones(4, 2))
-        assert step._last is not None and step._last.recorder is None
-        assert not any(re.search("begin|mark|note", function.source) for function in step._last.functions.whole)
 
 
 # What calls are, and what they belong to

@@ -23,7 +23,7 @@ ATTEMPTS: dict[str, list[list[str]]] = {
 }
 FIRST = {
     f"in the first call, a wrong {how}": [how if rank == number % 3 else "" for rank in range(3)]
-    for number, how in enumerate(("model", "optimizer", "time", "kind", "options", "rank", "world"))
+    for number, how in enumerate(("model", "optimizer", "name", "kind", "communication", "distributed", "mode"))
 }
 ATTEMPTS |= {name: [ways, GOOD] for name, ways in FIRST.items()}
 ORDERS = {
@@ -72,7 +72,7 @@ def test_who_has_failed_and_why_is_told_to_all(found: Mapping[str, Any]) -> None
     first, second = found["on one worker"][0]["attempts"][1:3]
     assert FAILED + "ValueError: " in first and "worker 1 " in first
     assert first.endswith("Mend that, and call mirrorc.compile again on all workers")
-    assert FAILED + "ValueError: bucket_cap_mb" in second
+    assert FAILED + "ValueError: microbatches" in second
 
 
 @pytest.mark.parametrize("case", slow_but(FAST, FIRST))
@@ -100,7 +100,7 @@ import mirrorc, torch
 if mirrorc.cluster.join(timeout_seconds=60).rank:
     raise ValueError("there is no data")
 model = torch.nn.Linear(2, 1)
-mirrorc.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=torch.nn.MSELoss(), backend="eager")
+mirrorc.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=torch.nn.MSELoss())
 """
 
 
@@ -150,7 +150,7 @@ def test_buckets_that_one_worker_fills_or_launches_in_another_order_are_refused_
     refused, trained = of_each(found, case)
     assert refused[0] == refused[1] == refused[2]
     if case.endswith("option"):
-        differ = "the arguments of mirrorc.compile: .*gradient_order='ready'.*gradient_order='reversed'"
+        differ = "the arguments of mirrorc.compile: .*order='ready'.*order='reversed'"
     else:
         differ = r"what their programs exchange: worker 0 \(.*\) has line 1: .*, worker 1 \(.*\) has line 1: "
     assert re.match(f"CommunicationError: workers differ in {differ}", refused[0]), refused[0]

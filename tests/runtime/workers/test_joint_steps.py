@@ -324,7 +324,7 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
         [[4, 4, 4]],
         faults=[[2, 2, fault]],
         ends=True,
-        options={"timeout_seconds": 10.0 if fault == "stop" else 60.0},
+        options={"timeout": 10.0 if fault == "stop" else 60.0},
     )
     num_ended = 0 if fault == "end" else 1
     own = outcome(tmp_path, workers("train", given), num_ended=num_ended)
@@ -339,9 +339,7 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_lives_and_does_not_come_is_named(tmp_path: Any) -> None:
-    given = training(
-        [1, 1, 1], [[4, 4, 4]], faults=[[2, 1, "pause"]], pause=20.0, ends=True, options={"timeout_seconds": 8.0}
-    )
+    given = training([1, 1, 1], [[4, 4, 4]], faults=[[2, 1, "pause"]], pause=20.0, ends=True, options={"timeout": 8.0})
     own = outcome(tmp_path, workers("train", given))
     for rank in (0, 2):
         *made, error = own[rank]["losses"]
@@ -362,7 +360,7 @@ def test_a_worker_that_fails_at_any_moment_is_named(tmp_path: Any, what: str, se
         steps=steps,
         faults=[[3, 2, f"after {moment} {what}"]],
         ends=True,
-        options={"timeout_seconds": 10.0 if what == "stop" else 60.0},
+        options={"timeout": 10.0 if what == "stop" else 60.0},
     )
     own = outcome(tmp_path, workers("train", given), num_ended=int(what != "raise"))
     values = {}

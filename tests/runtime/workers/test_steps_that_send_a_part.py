@@ -92,15 +92,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 def program_of(case: Mapping[str, Any]) -> mirrorc.Program:
     model, optimizer = made("mlp", case.get("optimizer", "AdamW"), seed=0)
     options = {**options_of(case), "compression": mirrorc.TopK(case["top_k"]), "backend": "eager"}
-    step = mirrorc.compile(
-        model,
-        optimizer=optimizer,
-        loss_fn=nn.CrossEntropyLoss(),
-        world=mirrorc.World(len(case["devices"]), tuple(case["devices"])),
-        **grouped(options),
-    )
     x, y = batch(0, 0, case["sizes"][0][0])
-    return step.prepare(x, target=y)
+    world = mirrorc.World(len(case["devices"]), tuple(case["devices"]))
+    given = {"optimizer": optimizer, "loss_fn": nn.CrossEntropyLoss(), **grouped(options)}
+    return mirrorc.plan(model, ((x,), {"target": y}), world=world, **given)
 
 
 def parts_sent(case: Mapping[str, Any]) -> list[tuple[list[tuple[str, slice, slice]], int, int]]:

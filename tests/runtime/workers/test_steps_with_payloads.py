@@ -83,15 +83,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 def matrices_of(case: Mapping[str, Any]) -> list[str]:
     model, optimizer = made("mlp", case.get("optimizer", "AdamW"), seed=0)
     options = {**asked(case), **options_of(case)}
-    step = mirrorc.compile(
-        model,
-        optimizer=optimizer,
-        loss_fn=nn.CrossEntropyLoss(),
-        world=mirrorc.World(len(case["devices"]), tuple(case["devices"])),
-        **grouped(options),
-    )
     x, y = batch(0, 0, case["sizes"][0][0])
-    program, names = step.prepare(x, target=y), []
+    world = mirrorc.World(len(case["devices"]), tuple(case["devices"]))
+    given = {"optimizer": optimizer, "loss_fn": nn.CrossEntropyLoss(), **grouped(options)}
+    program, names = mirrorc.plan(model, ((x,), {"target": y}), world=world, **given), []
     for node in calls_to(program.graphs()[0], ops.exchange_payload):
         bucket, pack = program.packs[pack_of(node)]
         gradients = gradients_of_pack(bucket, pack, torch.empty(pack.num_elements, dtype=bucket.dtype, device="meta"))

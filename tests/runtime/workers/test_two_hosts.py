@@ -72,7 +72,7 @@ def test_steps_over_two_hosts_are_those_of_one_process(interface: str) -> None:
 
 def test_a_cut_link_ends_both_workers() -> None:
     given = worker_training.training(
-        [1, 1], [[4, 4]], steps=100_000, faults=[[2, 1, "after 0 cut"]], ends=True, options={"timeout_seconds": 6.0}
+        [1, 1], [[4, 4]], steps=100_000, faults=[[2, 1, "after 0 cut"]], ends=True, options={"timeout": 6.0}
     )
     chief, other = trained(1.0, given)
     errors = [own["losses"][-1] for own in (chief, other)]

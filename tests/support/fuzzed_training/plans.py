@@ -24,12 +24,12 @@ def smallest_first(gradient: Gradient) -> int:
 
 
 PACKINGS: dict[str, Any] = {
-    "by bytes": None,
-    "one for each": 0,
-    "2 packs": 2,
+    "by bytes": "auto",
+    "one for each": EqualPacks(0),
+    "2 packs": EqualPacks(2),
     "7 packs": EqualPacks(7),
     "small ones": ByBytes(0.0002, 0.0001),
-    "one": ByBytes(math.inf),
+    "one": math.inf,
     "1 split": EqualSplits(1),
     "2 splits": EqualSplits(2),
     "layers": by_layers,
@@ -45,23 +45,22 @@ PLACEMENTS = ("auto", "mirrored", "shared", *OWNED)
 
 @dataclass(frozen=True)
 class Plans:
-    """What is asked for of packing, sums, placement and exchange; the texts are keys, or what `mirrorc.compile` takes."""
+    """What is asked for of buckets, sums, placement and exchange; the texts are keys, or what `mirrorc.compile` takes."""
 
-    packing: str = "by bytes"
-    gradient_order: str = "ready"
-    all_reduce: str = "native"
+    buckets: str = "by bytes"
+    order: str = "ready"
+    algorithm: str = "native"
     placement: str = "auto"
     exchange: str = "auto"
 
     def of_pipeline(self, bucket_bytes: int) -> dict[str, Any]:
         """The arguments of `mirrorc.passes.default_pipeline`; the size of a bucket counts where no other plan is asked for."""
-        packing, cap = PACKINGS[self.packing], bucket_bytes / 2**20
-        sizes: dict[str, Any] = {"buckets": packing}
-        if packing is None:
-            sizes = {"buckets": ByBytes(cap, cap)}
-        algorithm = None if self.all_reduce == "native" else ALGORITHMS[self.all_reduce]()
-        order = ORDERS[self.gradient_order]
-        return {"order": order, "all_reduce": algorithm, "placement": self.placement, **sizes}
+        buckets, cap = PACKINGS[self.buckets], bucket_bytes / 2**20
+        if buckets == "auto":
+            buckets = ByBytes(cap, cap)
+        algorithm = None if self.algorithm == "native" else ALGORITHMS[self.algorithm]()
+        order = ORDERS[self.order]
+        return {"buckets": buckets, "order": order, "algorithm": algorithm, "placement": self.placement}
 
     def simpler(self) -> Iterator[Plans]:
         for one in fields(self):
@@ -80,12 +79,12 @@ def draw_plans(draw: Random, *, has_factors: bool) -> Plans:
     placement = draw.choice(PLACEMENTS)
     packings, algorithms = list(PACKINGS), list(ALGORITHMS)
     if placement in OWNED:
-        packings = [name for name, packing in PACKINGS.items() if packing is None or not may_cut(packing)]
+        packings = [name for name, packing in PACKINGS.items() if packing == "auto" or not may_cut(packing)]
         algorithms = [name for name, algorithm in ALGORITHMS.items() if not algorithm().sends]
     return Plans(
+        buckets=draw.choice(packings),
         order=draw.choice(tuple(ORDERS)),
-        all_reduce=draw.choice(algorithms),
+        algorithm=draw.choice(algorithms),
         placement=placement,
         exchange=draw.choice(("auto", "dense", "factors") if has_factors else ("auto", "dense")),
-        buckets=draw.choice(packings),
     )

@@ -129,7 +129,7 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
         model="coupled",
         faults=[[2, 2, fault]],
         ends=True,
-        options={"timeout_seconds": 10.0 if fault == "stop" else 60.0},
+        options={"timeout": 10.0 if fault == "stop" else 60.0},
     )
     for own in outcome(tmp_path, workers("train", given), num_ended=1)[:2]:
         assert re.search(r"training call 3 has failed: worker 2 \(.*No parameter was changed", own["losses"][2])
