@@ -19,8 +19,8 @@ class PerReplica:
     """A value that is already split: one tensor (or nested tensors) for each replica, in order of the devices.
 
     Args:
-        values: one value for each replica. Their sizes along dim 0 may differ; each replica's loss is weighted by its size.
-            A replica without examples (dim 0 is 0) runs neither forward nor backward.
+        values: their sizes along dim 0 may differ; each replica's loss is weighted by its size. A replica without
+            examples runs neither forward nor backward.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -61,7 +61,7 @@ class Leaf:
 
 
 class Constant:
-    """An argument other than a tensor. Programs are specialized on its value, or on its identity if it has no hash."""
+    """An argument other than a tensor. Programs are specialized on its value, or on its identity if it is not hashable."""
 
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
@@ -164,7 +164,7 @@ def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 
 def _with_shared_nan(value: Any) -> Any:
-    """Replaces each positive nan, also within tuples, by `math.nan`: guards compare tuples, and identical objects are equal."""
+    """Replaces positive nans, also within tuples, by `math.nan`: guards compare tuples, and identical objects are equal."""
     if type(value) is float and value != value and math.copysign(1.0, value) > 0:
         return math.nan
     if type(value) is not tuple:
@@ -214,7 +214,7 @@ Rebuild = Callable[[Structure, Sequence[Any], Mapping[str, Any]], tuple[list[Any
 
 
 def rebuilding(structure: Structure) -> Rebuild:
-    """Generates a function that rebuilds a call's arguments. A trace of a generic walk would take as long as a small model's."""
+    """Generates a function that rebuilds a call's arguments. Tracing a generic walk would take as long as a small model."""
     positional, keyword = structure
     args = ", ".join(_code_of(child, f"structure[0][{i}]") for i, child in enumerate(positional))
     kwargs = ", ".join(f"{key!r}: {_code_of(child, f'structure[1][{i}][1]')}" for i, (key, child) in enumerate(keyword))
@@ -274,7 +274,7 @@ def _paths_within(structure: Structure, path: str) -> list[str]:
 
 
 def without_examples(call: Call) -> Call:
-    """A copy of a call without examples: split tensors have size 0 along dim 0, and replicated tensors stay."""
+    """A copy of a call whose split tensors have size 0 along dim 0; replicated tensors stay."""
     return dataclasses.replace(call, leaves=tuple(_emptied(leaf) if leaf.split else leaf for leaf in call.leaves))
 
 

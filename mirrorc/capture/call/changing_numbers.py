@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 class ChangingNumbers:
     """The Python numbers that have changed between calls of a step, by the expressions that read them.
 
-    A number is a constant in its first program, and a graph input from its second value on. If a graph cannot take it as an
-    input, each value gets a program of its own.
+    A number is a constant in its first program, and a graph input from its second value on. A number that cannot be an
+    input gets a program for each value.
 
     Attributes:
         can_be_drawn: whether random numbers that forward draws in Python may be inputs; they are never constants.

@@ -58,7 +58,7 @@ def _constants_in(structure: Structure) -> Iterator[Constant]:
 
 
 def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:
-    """Descriptions of the arguments in which calls differ, with some of the values: ``the shape of 'x' ([4, 7], [4, 9])``."""
+    """Describes the arguments in which calls differ, with some of the values: ``the shape of 'x' ([4, 7], [4, 9])``."""
     names = dict.fromkeys(name for kind in kinds for name in (*kind.tensors, *kind.constants))
     changes = [text for name in names if (text := _change_of(name, kinds))]
     return (

@@ -58,11 +58,11 @@ def split_call(
 ) -> Shards:
     """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
 
-    A batch too small for all replicas is split among the first ones.
+    A batch too small for all replicas is split among the first replicas.
 
     Args:
-        fewest: the least size of a shard or microbatch, if the batch has that many examples. Ignored for shards if an
-            argument is a `PerReplica`.
+        fewest: the least size of a shard or microbatch, if the batch has that many examples. If an argument is a
+            `PerReplica`, it limits microbatches only.
         microbatches: the number of microbatches in a shard, if it has enough examples.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
@@ -104,7 +104,7 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Materializes lazy conjugates and negatives, as compiled regions read memory as it is."""
+    """Materializes lazy conjugates and negatives: compiled regions read the memory as it is."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 

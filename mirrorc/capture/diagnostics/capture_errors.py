@@ -16,11 +16,11 @@ from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, use
 
 
 class LoneExampleError(CaptureError):
-    """Raised if an operator of torch refuses a shard of one example, as it normalizes over the examples."""
+    """Raised if a torch operator refuses a shard of one example because it normalizes over the examples."""
 
 
 class UnreadableError(CaptureError):
-    """Raised for Python that a tracer cannot follow. ``why`` continues "cannot capture" and the model's name."""
+    """Raised for Python that a tracer cannot follow. Messages put "cannot capture" and the model's name before ``why``."""
 
     def __init__(self, refusal: str, why: str) -> None:
         super().__init__(f"{refusal} Or leave forward and backward to plain PyTorch, with capture='autograd'.")
@@ -88,7 +88,6 @@ def _place(error: Exception) -> tuple[str, str]:
 
 
 def _module(node: fx.Node | None) -> tuple[str, str]:
-    """The module of a node, and its name in a remedy. The module is "" for the model itself; both are "" without a node."""
     if node is None:
         return "", ""
     modules = node.meta.get("nn_module_stack")
@@ -180,7 +179,7 @@ def _checked_loss(loss: Any, model_name: str) -> torch.Tensor:
 def refuse_written_inputs(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], model_name: str
 ) -> None:
-    """Refuses a forward that writes parameters or arguments in place, or writes a value that requires a gradient to a buffer."""
+    """Refuses in-place writes to parameters or arguments, and writes to a buffer of a value that requires a gradient."""
     if joint.written_inputs:
         kind, name = joint.written_inputs[0]
         if kind == "buffer":

@@ -1,4 +1,4 @@
-"""Buffers to which all replicas write the same value: vectors of spectral norms, and statistics over all replicas."""
+"""Finds buffers to which all replicas write the same value: vectors of spectral norms, and statistics over all replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
     """Tests whether all captured graphs write the same value to a buffer.
 
     Args:
-        alike: the result of `written_alike` for each graph.
+        alike: `written_alike` of each graph.
 
     Raises:
         CaptureError: the graphs compute the value in different ways.

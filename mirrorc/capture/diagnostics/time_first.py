@@ -27,7 +27,7 @@ _METHODS = {
 
 
 def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
-    """The indices of tensor arguments that reach a recurrent layer with their dim 0 as its time."""
+    """The indices of tensor arguments whose dim 0 is the time of a recurrent layer."""
     origins = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
     return tuple(leaf for leaf in origins if leaf is not None)
 

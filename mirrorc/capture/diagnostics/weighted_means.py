@@ -1,4 +1,4 @@
-"""Losses whose mean divides by class weights, or by the number of targets that count, instead of by examples."""
+"""Losses whose mean divides by class weights or by the number of counted targets, instead of by examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIGNATURES = {function: inspect.signature(function) for function in (F.cross_en
 
 @dataclass(frozen=True, eq=False)
 class WeightedMean:
-    """A call of a loss of torch that averages over its targets.
+    """A call of a torch loss that averages over its targets.
 
     Attributes:
         is_weighted: whether it divides by the sum of the targets' class weights.
@@ -79,7 +79,7 @@ def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
 
 
 def _leaf_behind(node: fx.Node) -> int | None:
-    """The index of the tensor argument from which alone a value is derived, such as by a view or a slice; otherwise None."""
+    """The index of the tensor argument that is a value's only source, as of a view or a slice; otherwise None."""
     while node.op != "placeholder":
         if len(node.all_input_nodes) != 1:
             return None

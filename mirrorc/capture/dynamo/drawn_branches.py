@@ -1,4 +1,4 @@
-"""A substitute for `torch.rand` where forward branches on random numbers. They are drawn before each step."""
+"""A substitute for `torch.rand` where forward branches on random numbers, which are drawn before each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.torch_internals import torch_random, traced_file
 
 
 class _Scalar:
-    """An object that isinstance() takes for a tensor in a trace, except in this file. It lacks the methods of tensors."""
+    """A tensor for isinstance() in a trace, except in this file. It lacks the methods of tensors."""
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
@@ -22,7 +22,7 @@ class _Scalar:
 class DrawnScalarDecides(_Scalar):
     """The result of a comparison of a `DrawnScalar`, which chooses a branch.
 
-    It is no bool, because ``+`` and ``~`` give other results for bools than for boolean tensors.
+    It is not a bool, because ``+`` and ``~`` give other results for bools than for boolean tensors.
     """
 
     def __init__(self, answer: bool) -> None:
@@ -39,7 +39,7 @@ class DrawnScalarDecides(_Scalar):
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
-    """A comparison method. Its result is a tensor if the other operand is one, and otherwise a `DrawnScalarDecides`."""
+    """A comparison method: its result is a tensor if the other operand is one, else a `DrawnScalarDecides`."""
 
     def method(self: DrawnScalar, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
@@ -53,7 +53,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
 
 
 class DrawnScalar(_Scalar):
-    """A random tensor of one element in a trace, which can only be compared.
+    """A random tensor of one element in a trace. It supports only comparisons, item() and bool().
 
     Args:
         number: its value, between 0 and 1.
@@ -96,4 +96,4 @@ def _is_tensor(value: Any) -> bool:
 
 
 DECIDING: Mapping[Callable[..., Any], Callable[..., Any]] = {torch.rand: _rand, torch.is_tensor: _is_tensor}
-"""Functions of torch that draw such numbers or test for tensors, with their substitutes in a trace."""
+"""Functions of torch, with their substitutes in a trace."""

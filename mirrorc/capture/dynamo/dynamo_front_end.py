@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class DynamoFrontEnd(FrontEnd):
-    """A front end that traces the whole call into one graph without breaks."""
+    """Traces the whole call into one graph without breaks."""
 
     name = "dynamo"
 
@@ -205,7 +205,7 @@ def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | No
 
 
 def _copy_aliased_loss(graph: fx.Graph) -> None:
-    """Copies a loss that aliases a parameter: the step updates the parameter before it returns the loss."""
+    """Copies a loss that aliases an input: the step updates parameters before it returns the loss."""
     output = graph.output_node()
     loss = output.args[0][0]  # type: ignore[index]
     assert isinstance(loss, fx.Node)
@@ -218,7 +218,7 @@ def _copy_aliased_loss(graph: fx.Graph) -> None:
 
 
 class _Explained:
-    """A context manager that shortens the tracer's errors. As a generator it would add frames to the user's traceback."""
+    """Shortens the tracer's errors. A generator as context manager would add frames to the user's traceback."""
 
     def __init__(self, model_name: str, leaves: Sequence[torch.Tensor]) -> None:
         self._model_name, self._leaves, self._quiet = model_name, leaves, quiet_fake_tensors()

@@ -36,7 +36,7 @@ def masked_spans(
     attention_mask: torch.Tensor | None = None,
     min_masks: int = 0,
 ) -> torch.Tensor:
-    """A mask of random spans like that of Hugging Face's function, drawn by torch instead of numpy.
+    """A mask of random spans as Hugging Face's function makes, drawn by torch instead of numpy.
 
     Args:
         shape: the number of rows, and of places in a row.

@@ -46,10 +46,11 @@ class ModuleCopy:
     def load(
         self, tensors: Mapping[int, torch.Tensor], transient: Set[Attribute] = frozenset(), **of_root: Any
     ) -> None:
-        """Loads the current attributes of the originals, except ``transient`` ones, which the copies assign before each read.
+        """Loads the current attributes of the originals, except ``transient`` ones, which the copies assign before each
+        read.
 
         Args:
-            tensors: the parameters and buffers to load, by the ids of the originals'.
+            tensors: the parameters and buffers of the copies, by the ids of the tensors that they replace.
             **of_root: attributes that override those of the root.
         """
         self._loaded = []
@@ -80,7 +81,7 @@ class ModuleCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context in which reads of the originals' transient attributes fail, as runs assign only the copies'."""
+        """Makes reads of the originals' transient attributes fail, because runs assign only those of the copies."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient:
             names.setdefault(self._originals[place], set()).add(name)
@@ -100,7 +101,7 @@ class ModuleCopy:
             attributes.clear()
 
     def assigned(self) -> list[Attribute]:
-        """The attributes that were assigned, added or deleted since `load`, without transient ones."""
+        """The attributes assigned, added or deleted since `load`, without transient attributes."""
         assigned = []
         for place, ((_, attributes), loaded) in enumerate(zip(self._pairs, self._loaded, strict=True)):
             changed = [key for key, value in attributes.items() if loaded[0].get(key, _ABSENT) is not value]
@@ -125,7 +126,7 @@ class ModuleCopy:
                 object.__setattr__(module, "__class__", kind)
 
     def _of_copies(self, value: Any, depth: int = 0) -> Any:
-        """A value that refers to copies instead of the originals; the same object if it refers to none."""
+        """A value that refers to copies instead of originals; the same object if it refers to none."""
         kind = type(value)
         if isinstance(value, nn.Module):
             return self._copies_of_all.get(id(value), value)
