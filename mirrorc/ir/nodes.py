@@ -32,7 +32,8 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """The operation and its keywords, if a node takes one bucket's part of a result."""
+    """For a `getitem` of an operation with one result per bucket: the operation, and its keywords for this bucket. Else
+    None."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):
@@ -87,7 +88,7 @@ def bucket_of(node: fx.Node) -> int:
 
 
 def pack_of(node: fx.Node) -> int:
-    """The number of the bucket, unless buckets are cut."""
+    """The number of the node's pack; the bucket's number if no bucket is cut."""
     number = node.kwargs.get("pack")
     return number if isinstance(number, int) else bucket_of(node)
 

@@ -51,7 +51,7 @@ class Stage(enum.IntEnum):
 
     @property
     def refines(self) -> Stage | None:
-        """Passes that take this stage also take a refined one."""
+        """The stage whose passes also take this one."""
         return Stage.UPDATED if self is Stage.SCHEDULED else None
 
 
@@ -74,7 +74,7 @@ class Property(enum.Enum):
 
 
 class Accumulation(enum.StrEnum):
-    """Files and printed programs have the text."""
+    """Saved and printed programs have the value."""
 
     NONE = "none"  # it updates with its own gradients alone
     ADDS = "accumulating"  # it adds its gradients to those that are kept, and updates nothing
@@ -93,7 +93,7 @@ class Region:
 
 
 class ArgumentKind(enum.StrEnum):
-    """Files and printed programs have the text."""
+    """Saved and printed programs have the value."""
 
     BATCH = "batch"  # a shard, or a tensor that is given whole
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
@@ -125,19 +125,20 @@ class Program:
 
     An evaluation has no gradients, buckets or loss weight. Its loss is gathered with its other outputs.
 
-    Up to OUTLINED, ``shard_graphs`` holds a single-device graph for each distinct shard shape, and ``shard_of_replica``
-    its index; None without examples. From REPLICATED to SCHEDULED, ``graph`` has the nodes of every device side by
-    side. In LOWERED, ``device_graphs`` holds one graph module per device.
+    Up to OUTLINED, ``shard_graphs`` holds a single-device graph for each distinct shard shape.
+    ``shard_of_replica`` has each replica's index into them, None without examples.
+    From REPLICATED to SCHEDULED, ``graph`` has the nodes of all devices side by side.
+    In LOWERED, ``device_graphs`` holds one graph module per device.
 
     Attributes:
         devices: replica i runs on devices[i].
         buckets: in the order in which they become ready.
         num_examples: of each replica; empty if unknown.
-        microbatches: for each replica, their sizes.
+        microbatches: the sizes of each replica's microbatches.
         loss_reduction: ``mean`` or ``sum`` over the batch.
         optimizer_groups: for readers alone.
         gathered: variables with gradients gathered as factors between devices.
-        workers: devices, graphs and ``num_examples`` are those of one of them.
+        workers: devices, graphs and ``num_examples`` are those of one worker.
     """
 
     stage: Stage
@@ -172,13 +173,13 @@ class Program:
 
     @functools.cached_property
     def local_replicas(self) -> range:
-        """Numbered over all workers."""
+        """This worker's replicas, numbered over all workers."""
         first = self.workers.first_replica
         return range(first, first + self.num_replicas)
 
     @property
     def reduced_replicas(self) -> range:
-        """All workers' once sums are exchanged, before that this worker's."""
+        """The replicas of all workers once sums are exchanged; before, those of this worker."""
         is_exchanged = self.workers.are_several and Property.EXCHANGED in self.properties
         return range(self.workers.num_all_replicas) if is_exchanged else self.local_replicas
 
@@ -188,7 +189,7 @@ class Program:
 
     @functools.cached_property
     def present(self) -> tuple[int, ...]:
-        """The replicas with examples; all, if the numbers are unknown."""
+        """The replicas with examples; all replicas if ``num_examples`` is unknown."""
         sizes = self.num_examples if len(self.num_examples) == self.num_replicas else (1,) * self.num_replicas
         return tuple(replica for replica, size in enumerate(sizes) if size)
 
@@ -197,7 +198,7 @@ class Program:
         return self.present[0] if self.present else 0
 
     def graphs_run_by(self, replica: int) -> tuple[int, ...]:
-        """One shard graph, or one for each microbatch; none without examples."""
+        """Indices of shard graphs: one, or one per microbatch; none without examples."""
         if self.shard_of_microbatch:
             return self.shard_of_microbatch[replica]
         shard = self.shard_of_replica[replica]
@@ -267,7 +268,7 @@ class Program:
         """Loads a program from a file of `save`. Runs nothing in the file, and needs none of its devices.
 
         Raises:
-            ValueError: the file is no program, damaged, of a later version, or calls unknown operators.
+            ValueError: the file is not a program, is damaged, is of a later version, or calls unknown operators.
         """
         from mirrorc.serialization import load_program
 

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class World:
-    """A description of workers, for compiling the program of one of them without running any.
+    """Describes workers, to compile the program of one without running any.
 
     Attributes:
         devices_per_worker: a number for all, or one for each worker.
@@ -57,7 +57,7 @@ def _count(name: str, number: Any) -> int:
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a program, and the one that runs it. Replicas are numbered over all, by rank.
+    """The workers of a program; ``rank`` is the one that runs it. Replicas are numbered over all workers, by rank.
 
     Attributes:
         devices_per_worker: empty if a process trains on its own.

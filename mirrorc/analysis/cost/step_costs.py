@@ -1,6 +1,6 @@
 """The costs of a step's calls, measured on one program and valid for any bucket plan of its model.
 
-Plans differ in their regions, but not in the order of operators, so that measured regions become a pace.
+Plans cut regions differently but keep the order of operators, so the times of regions become a `Pace`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _IN_PARTS = f"{_WHOLE} in parts"
 
 
 class UnknownCostError(ValueError):
-    """A program has an operation of unknown cost."""
+    """A program has a call of unknown cost."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The progress of forward or backward: after each region, the part of the work (0 to 1), and the seconds."""
+    """The progress of forward or backward: the fraction of the work done after each region, and the seconds."""
 
     parts: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -57,7 +57,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The measured costs of a step's calls; ``paces`` are by replica and phase, ``lines`` by `kind_of_call`."""
+    """Measured costs of a step's calls: ``paces`` by replica and phase, ``lines`` by `kind_of_call`."""
 
     starts: tuple[float, ...]
     paces: tuple[Mapping[str, Pace], ...]
@@ -66,7 +66,7 @@ class StepCosts:
     link: LinkSpeed
 
     def durations(self, program: Program) -> ProgramDurations:
-        """The estimated durations of the calls of a lowered program of the same model.
+        """Estimates the durations of the calls of a lowered program of the same model.
 
         Raises:
             UnknownCostError: a phase of a replica was not measured.
@@ -177,7 +177,7 @@ def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]
 
 
 def kind_of_call(program: Program, node: fx.Node) -> str:
-    """The kind of a call; calls of one kind take equal time per byte."""
+    """Calls of one kind take equal time per byte."""
     kind = name_of(node)
     if node.target is ops.wait:
         kind = f"wait {name_of(launch_of(node))}"

@@ -13,7 +13,7 @@ from mirrorc.ir.nodes import calls_to
 
 
 def gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Maps gradients to their variables, without gradients that are other outputs too."""
+    """Maps gradients to their variables, except gradients that are also other outputs."""
     output: Any = graph.output_node().args[0]
     names: dict[fx.Node, str] = {}
     shared: set[fx.Node] = {output["loss"], *output["writes"].values()}
