@@ -1,4 +1,4 @@
-"""LRU cache of the compiled programs of a step."""
+"""An LRU cache of the compiled programs of a step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Specialization:
     Attributes:
         guards: test that a new trace would read the same values, given the plain values in `training_call`.
         plain: the call's plain values at capture.
-        shard_of_replica: the number of each replica's captured graph; None for a replica without examples.
+        shard_of_replica: the index of each replica's captured graph; None for a replica without examples.
         loss_dtype: None for an evaluation.
     """
 
@@ -160,11 +160,11 @@ class Specialization:
 
 
 class Specializations:
-    """An LRU cache of specializations; those of one key differ in their guards.
+    """An LRU cache of specializations. Those of one key differ in their guards.
 
     Args:
         subject: the word for the compiled thing in messages.
-        has_numbers_as_sizes: each size has its own program, since the user has not requested symbols.
+        has_numbers_as_sizes: whether each size has its own program, because the user has not requested symbols.
     """
 
     def __init__(self, subject: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
@@ -177,7 +177,7 @@ class Specializations:
         self._read_plain: set[str] = set()  # names of plain values that failed guards
 
     def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
-        """The specialization for a key and these plain values, if any; marks it as used.
+        """The specialization for a key and these plain values, or None; marks it as used.
 
         A program with symbolic sizes serves all fitting sizes; the cache remembers the keys that it serves.
         """
@@ -233,8 +233,9 @@ class Specializations:
     ) -> list[Executor]:
         """Adds a program, or replaces ``instead``; returns the evicted programs, whose memory may be freed.
 
-        ``attributes`` are the plain attributes of the model, by path. ``reasons`` say why changing numbers are no
-        inputs.
+        Args:
+            attributes: the plain attributes of the model, by path.
+            reasons: why changing numbers are not inputs.
         """
         called = key
         if new.sizes is not None:  # the cached key may belong to other sizes

@@ -1,4 +1,4 @@
-"""Progress of a long compilation: a line on a terminal, elsewhere a line of the log."""
+"""Shows the progress of a long compilation: a line on a terminal, elsewhere a line of the log."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Progress(Instrument):
-    """Progress of a compilation, written to standard error by a thread.
+    """Writes the progress of a compilation to standard error, in a thread.
 
-    An interrupt may arrive between any two Python calls. So setting `is_over` suffices: the thread polls it ten times a
-    second and removes its line.
+    To end it, setting `is_over` suffices, because an interrupt may arrive between any two Python calls: the thread
+    polls it ten times a second and removes its line.
     """
 
     def __init__(self, subject: str, *, is_shown: bool) -> None:
@@ -45,7 +45,7 @@ class Progress(Instrument):
             self._thread.start()
 
     def enter(self, phase: str, num_all: int = 0) -> None:
-        """Starts a phase of ``num_all`` steps; 0 if they are not counted."""
+        """``num_all`` is the number of steps in the phase; 0 if they are not counted."""
         self._phase, self._num_done, self._num_all = phase, 0, num_all
 
     def advance(self) -> None:

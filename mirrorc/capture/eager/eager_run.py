@@ -115,9 +115,7 @@ def note_reach(run: Run) -> list[nn.Parameter]:
 
 
 def reached_otherwise(besides: Sequence[nn.Parameter], originals: Mapping[str, nn.Parameter]) -> str | None:
-    """The name of a user's parameter among ``besides``, which forward has used instead of the run's own; None if there
-    is none.
-    """
+    """The name of a user's parameter among ``besides``, which forward has used instead of the run's own; None without one."""
     names = {id(original): name for name, original in originals.items()}
     return next((names[id(parameter)] for parameter in besides if id(parameter) in names), None)
 

@@ -1,4 +1,4 @@
-"""Traces lookups with ``sparse=True`` as dense ones, and finds the variables with sparse gradients in torch."""
+"""Traces lookups with ``sparse=True`` as dense, and finds the variables with sparse gradients in torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], 
     """Turns lookups with ``sparse=True`` in a tracer's graph into lookups with dense gradients.
 
     Returns:
-        The paths of the parameters with sparse lookups only. Other parameters have dense gradients in torch.
+        The paths of parameters with sparse lookups only. Other parameters have dense gradients in torch.
     """
     sparse: set[str] = set()
     dense: set[str] = set()
@@ -70,7 +70,7 @@ def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
 
 
 def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
-    """The indices of tensor arguments that a tracer's graph passes to ``embedding_bag`` as offsets."""
+    """The indices of tensor arguments that are offsets of ``embedding_bag`` in a tracer's graph."""
     leaves: set[int] = set()
     for node in _lookups(graph):
         offsets = _arguments_of(node).get("offsets")
@@ -81,7 +81,7 @@ def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], model_name: str) -> None:
-    """Refuses to split offsets, as they count from the first index of the whole batch."""
+    """Refuses to split offsets: they count from the first index of the whole batch."""
     for index in with_offsets:
         leaf = leaves[index]
         if leaf.split:
@@ -111,8 +111,8 @@ def _gradient_of_bags(
 ) -> Any:
     """The gradient of an embedding bag's table as rows to add, because torch's gradient is as large as the table.
 
-    The row for an index is the gradient of its bag, times its weight if there is one; in mode "mean", divided by the bag's size.
-    Returns NotImplemented in mode "max" or with ``scale_grad_by_freq``.
+    A row is the gradient of its bag, times the index's weight if there is one, divided by the bag's size in mode
+    "mean". Returns NotImplemented in mode "max" or with ``scale_grad_by_freq``.
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -131,9 +131,9 @@ BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_
 
 
 def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str) -> frozenset[str]:
-    """The parameters with sparse gradients in torch: those among ``looked_up`` whose gradients sum only lookups.
+    """The ``looked_up`` parameters whose gradients sum only lookups. Torch makes these gradients sparse.
 
-    Several lookups in one table become a single one with all rows and indices, in the output of the graph.
+    In the output of the graph, several lookups in one table become a single one with all rows and indices.
     """
     output: Any = graph.output_node().args[0]
     gradients, sparse = dict(output["gradients"]), set()
