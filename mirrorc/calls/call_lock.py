@@ -17,7 +17,7 @@ _LONGEST_CLOSING_SECONDS = 5.0
 
 
 class ExclusiveCalls:
-    """Runs one call at a time; ``callers`` is shared by the steps over the same variables."""
+    """Runs one call at a time. The steps over the same variables share ``callers``."""
 
     def __init__(self, guard: InterruptGuard, callers: Callers) -> None:
         self._guard = guard
@@ -29,7 +29,7 @@ class ExclusiveCalls:
     def run(self, function: Callable[[], _T], end_threads: Callable[[], None]) -> _T:
         """Runs a function while no other call of the step runs, with the guard's handler of Ctrl-C.
 
-        An interrupt may come between any two calls of Python. So acquire and release are one operation each, within the
+        An interrupt may come between any two calls of Python. So acquire and release are one operation each within the
         ``try``, and the ``finally`` runs with interrupts deferred.
         """
         if os.getpid() != self._pid:

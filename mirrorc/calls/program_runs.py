@@ -21,7 +21,7 @@ class ProgramRuns:
     Attributes:
         pool: None before the first run.
         last: the program of the last call, or of `prepare`.
-        last_update: the last one of a call that updates.
+        last_update: the last program that updates.
     """
 
     def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:
@@ -35,9 +35,7 @@ class ProgramRuns:
         self.last = self.last_update = executor
 
     def run(self, compiled: Specialization, shards: Shards, coordinator: Coordinator) -> torch.Tensor | None:
-        """Gives the loss of all workers' examples. A run that fails before its commit leaves the random number
-        generators.
-        """
+        """Returns the loss of all workers' examples. A run that fails before its commit restores the random number generators."""
         executor = compiled.executor
         if executor.program.trains and not executor.program.accumulates:
             self.last_update = executor

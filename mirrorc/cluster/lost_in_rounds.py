@@ -1,4 +1,4 @@
-"""Detection of lost workers while others wait for them: each process announces its own end."""
+"""Detects lost workers while others wait for them in a round. Each process announces its own end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_TEXT = 600  # of an error in a message to the others
 
 
 def pace_of_rounds(num_workers: int) -> Pace:
-    """A pace that tolerates long compilations."""
+    """The heartbeat times for rounds, the tasks that all workers do together. They tolerate long compilations."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(interval, silence=_SILENT_BEATS * interval, longest_gap=interval)
 
@@ -39,13 +39,13 @@ class Presence:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Publishes the end of this process. Runs at exit, but does nothing in a forked child."""
+        """Runs at exit; does nothing in a forked child."""
         if os.getpid() == self._pid:
             self.detector.leave(f"{self._rank} its process has ended{cause_of_exit()}")
 
 
 class Lookout:
-    """Detects lost workers while this one waits for others in their store."""
+    """Detects lost workers while this worker waits for others in the common store."""
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, pace: Pace) -> None:
         self._others = [worker for worker in workers if worker.rank != rank]
@@ -56,7 +56,7 @@ class Lookout:
         self._ends: dict[int, str] = {}
 
     def gone(self) -> dict[int, str]:
-        """The reasons why workers were lost, as clauses, by rank. Reads the store at intervals, and is empty in between.
+        """Why workers were lost, as clauses, by rank. Reads the store at intervals, and is empty in between.
 
         Raises:
             RuntimeError: the store was lost.

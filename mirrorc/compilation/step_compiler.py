@@ -1,4 +1,4 @@
-"""Compilation of a step for one call: capture, passes, regions, executor."""
+"""Compiles a step for one call: capture, passes, regions, executor."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ class StepCompiler:
     ) -> Specialization:
         """Compiles the program for a call. On failure, the model's tensors return to their former devices.
 
-        ``new_parts`` says in the progress line how this call differs from earlier ones. ``on_sizes`` is a remark on sizes.
+        Args:
+            new_parts: how this call differs from earlier calls, for the progress line.
+            on_sizes: a remark on sizes.
 
         Raises:
             SizesGivenUp: the sizes ``symbolic`` cannot be symbols.
@@ -177,7 +179,7 @@ class StepCompiler:
     def _captured(
         self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims, on_sizes: str
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
-        """Captures a call by the first front end that can, and adds the program's variables to the step's state."""
+        """Also adds the program's variables to the step's state."""
         progress.enter("capture")
         ladder = (
             self._options.ladder.first if symbolic else self._options.ladder
@@ -222,7 +224,7 @@ class StepCompiler:
     def _lowered_and_compiled(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]
     ) -> tuple[Program, list[dict[str, RegionFunction]]]:
-        """Runs the passes and compiles the regions; appends the finish time of each phase to ``times``."""
+        """Appends the finish time of each phase to ``times``."""
         bound = self._options.activation_memory
         prepared, pipeline = self._prepared(captured, purpose)
         if bound is None or not purpose.trains:

@@ -39,7 +39,7 @@ class Announcements:
         return facts
 
     def written(self, program: Program, *, is_stale: bool) -> int:
-        """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for none.
+        """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for no writes.
 
         Leaves out buffers that the program writes: an evaluation on one worker may have written them.
         """
@@ -62,7 +62,7 @@ class Announcements:
         """The header of a training call, and the facts behind its digests.
 
         Args:
-            executor: on a worker that has left its loop, the executor of its last call.
+            executor: that of the last call, on a worker that has left its loop.
             num_examples: for each replica; empty on a worker that has left its loop.
         """
         program, tensors = executor.program, self._state.store.tensors
@@ -106,7 +106,7 @@ class Announcements:
         """The header of a call that does not train, and the facts behind its digests.
 
         Args:
-            has_changed: if it differs between workers, their agreement says that values are taken over.
+            has_changed: if workers differ in it, their agreement ``takes_over`` values.
         """
         facts = Facts({"the call": name})
         header = Header(
@@ -125,7 +125,7 @@ class Announcements:
         return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """The header, with its facts, before a call of step ``number`` of a block. A worker that has left its loop calls none."""
+        """The header before a call of step ``number`` in a block of `mirrorc.join`, with its facts."""
         num_examples = 0 if has_left else 1  # a call without any would be refused
         header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
         return header, {

@@ -1,4 +1,4 @@
-"""A call of `mirrorc.compile` on several workers."""
+"""One call of `mirrorc.compile` on several workers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DOING = "mirrorc.compile"
 
 
 class JointCompilation(AbstractContextManager["JointCompilation"]):
-    """A context around one call of `mirrorc.compile`; an error in it reaches the other workers.
+    """A context around one call of `mirrorc.compile`, whose errors reach the other workers.
 
-    Arguments that name the workers are checked on entering, all others within it.
+    On entering, it checks the arguments that name the workers.
 
     Raises:
-        TypeError, ValueError: on entering, the description of the workers is wrong, or ``workers=None`` comes with a group.
+        TypeError, ValueError: on entering, if these arguments are wrong, or ``workers=None`` comes with a group.
         CommunicationError: on entering, see `mirrorc.cluster.join`.
     """
 
@@ -61,7 +61,7 @@ def _joined_workers(arguments: Mapping[str, Any]) -> Cluster | None:
 
 
 def _longest_wait(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """The timeout for `join`; none if it is invalid, which the checks within the context report."""
+    """Empty if the timeout is invalid: checks within the context report that."""
     options = arguments["communication_options"]
     timeout = options.timeout_seconds if isinstance(options, CommunicationOptions) else None
     seconds: Any = arguments["timeout_seconds"] if timeout is None else timeout

@@ -1,4 +1,4 @@
-"""Coordination of a step's training calls between workers."""
+"""The interface by which a training call meets other workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Coordinator(Protocol):
 
     @property
     def team(self) -> Team | None:
-        """The team of workers; None for a process on its own."""
+        """None for a process on its own."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class Coordinator(Protocol):
         ...
 
     def call(self) -> AbstractContextManager[None]:
-        """A context around one training call: an exception on any worker ends the call on all."""
+        """A context around one training call. An exception on any worker ends the call on all workers."""
         ...
 
     def note_call(self, call: Call) -> None:
@@ -50,7 +50,7 @@ class Coordinator(Protocol):
         ...
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
-        """Waits for the headers of all workers, and may broadcast the parameters of the chief.
+        """Waits for the headers of all workers, and may broadcast the parameters of one.
 
         Returns:
             The program to look up before the next try; None if the call goes on with this program.
@@ -60,11 +60,11 @@ class Coordinator(Protocol):
     def compare_replicas(self, program: Program) -> None: ...
 
     def examples(self, local: int) -> Examples:
-        """The numbers of examples over all workers; ``local`` is that of this process."""
+        """The numbers of examples over all workers, given that of this process."""
         ...
 
     def seed(self, local: int | None) -> int | None:
-        """The seed for this call; ``local`` was drawn in this process, None if the program draws no random numbers."""
+        """The seed for this call. ``local`` was drawn in this process; None if the program draws no random numbers."""
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
@@ -74,7 +74,7 @@ class Coordinator(Protocol):
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Returns the loss over the examples of all workers."""
+        """The loss over the examples of all workers."""
         ...
 
     def joined_steps(
@@ -91,7 +91,7 @@ class Coordinator(Protocol):
     def note_failure(self, error: BaseException) -> None: ...
 
     def close(self) -> None:
-        """Ends the coordination; may be called again."""
+        """May be called again."""
         ...
 
 
@@ -152,7 +152,7 @@ class LocalCoordinator:
 
 
 def coordinator_of(options: StepOptions, model: ModelState, state: StepState) -> Coordinator:
-    """The coordinator of a step. With several workers, they first compare the arguments of `mirrorc.compile`."""
+    """Creates a step's coordinator. Several workers first compare their arguments of `mirrorc.compile`."""
     if options.cluster is None:
         return LocalCoordinator(options.timeout_seconds)
     return TeamCoordinator(options, model, state)

@@ -42,9 +42,7 @@ class GatheredRows:
         self._known: dict[_Key, int] = {}
 
     def of(self, shard: int, more: int = 0) -> RowsOfAll:
-        """Returns a function from a gathered value to the rows of all replicas, for a trace of ``shard`` with ``more``
-        examples.
-        """
+        """Returns a function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` examples."""
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)

@@ -1,4 +1,4 @@
-"""The form in which devices without shared memory exchange gradients."""
+"""Chooses the form in which devices without shared memory exchange gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.passes import FactorGradients, ShareParameters, UpdateAtOwner
 
 @dataclass(frozen=True)
 class Gatherable:
-    """A gradient that devices may gather as factors; bytes are those that a device receives, at most."""
+    """A gradient that devices may gather as factors. Bytes are the most that a device receives."""
 
     variable: str
     whole_bytes: float

@@ -1,4 +1,4 @@
-"""The workers' joint decision on the form of each gradient."""
+"""Decides the form of each gradient from the proposals of all workers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Figures:
     """The proposal of a worker.
 
     Attributes:
-        rows: this worker's rows of the factors of each candidate.
+        rows: the number of this worker's rows in the factors of each candidate.
         machine: the facts that determine the bits of a product.
         seconds_per_byte, seconds_per_multiplication: of the link and the processor; 0 if not measured.
-        loaded: the choice of an earlier run; that of worker 0 counts.
+        loaded: the choice of an earlier run; only worker 0's counts.
     """
 
     rows: Mapping[str, int]
@@ -35,12 +35,12 @@ class Figures:
 def choose_sent_as_factors(
     candidates: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
 ) -> tuple[tuple[str, ...], str]:
-    """The variables with gradients to send as factors, and a remark on the reason; alike on all workers.
+    """The variables whose gradients are sent as factors, and a remark on the reason; alike on all workers.
 
-    With a sharded optimizer, each worker makes its part of the gradients alone, so machines may differ in bits.
+    With a sharded optimizer, each worker computes its part of the gradients alone, so machines may differ in bits.
 
     Raises:
-        CommunicationError: the option asks for factors, and the workers' machines would make different gradients of
+        CommunicationError: ``exchange`` is "factors", and the workers' machines would compute different gradients from
             them.
     """
     candidates = [gradient for gradient in candidates if all(gradient.variable in figures.rows for figures in everyone)]

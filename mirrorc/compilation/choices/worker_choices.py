@@ -1,4 +1,4 @@
-"""All joint choices of a step."""
+"""The joint choices of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class WorkerChoices:
-    """The joint choices, in the order of their exchange."""
+    """Holds the joint choices in the order of their exchange."""
 
     def __init__(self, options: StepOptions, num_threads: int, team: Team | None) -> None:
         self.exchange = ExchangeChoice(options, num_threads, team)
@@ -22,7 +22,7 @@ class WorkerChoices:
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Enters a training call, in which workers can exchange proposals."""
+        """Marks a training call, in which workers can exchange proposals."""
         self._in_call = self._has_team
         try:
             yield
@@ -36,11 +36,11 @@ class WorkerChoices:
                 choice.settle()
 
     def apply_to(self, program: Program) -> bool:
-        """A program compiled before the first call may differ from the present decisions."""
+        """False for a program compiled before the first call, if decisions have changed since."""
         return all(choice.applies_to(program) for choice in self._choices)
 
     def put_into(self, program: Program) -> Program:
-        """The program with all decisions; open ones are made now."""
+        """The program with all decisions. Open choices are made now."""
         for choice in self._choices:
             choice.consider(program, in_call=self._in_call)
             program = choice.noted_in(program)
