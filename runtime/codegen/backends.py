@@ -1,4 +1,4 @@
-"""The interface and the registry of backends for regions."""
+"""Interface and registry of the backends that compile regions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Backend(ABC):
     name: ClassVar[str]
 
     def objection(self, device: torch.device) -> str:
-        """The reason against a device on this machine; empty for a supported device."""
+        """Why the backend does not support a device on this machine; empty if it does."""
         return ""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
@@ -32,16 +32,14 @@ class Backend(ABC):
         return {}
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """Options of `mirrorc.passes.default_pipeline` that make the backend's code faster on a device, or preserve its
-        bits.
-        """
+        """Options of `mirrorc.passes.default_pipeline` that suit the backend's code on a device."""
         return {"reserves_memory": device.type == "cpu"}
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - there need be nothing to wait for
         """Starts background work for the first region, before a program is captured."""
 
     def together(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for parallel compilation of regions; their functions must not be called before its end."""
+        """A context in which regions compile in parallel. Their functions must not be called before it ends."""
         return contextlib.nullcontext()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
@@ -80,7 +78,7 @@ def backend_named(name: object) -> Backend:
     """The backend of this name.
 
     Raises:
-        ValueError: there is none; lists the registered ones.
+        ValueError: no backend has this name.
     """
     backend = _backends.get(name) if isinstance(name, str) else None
     if backend is None:

@@ -1,4 +1,4 @@
-"""Compilation of each region of a step, once per torch device."""
+"""Compilation of regions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ class RegionCompiler:
         self._compiled = {key: value for key, value in self._compiled.items() if key[0] in ids}
 
     def compile(self, region: Region, device: torch.device) -> RegionFunction:
-        """The region as a function that takes a list of arguments, which it empties, and returns a sequence of outputs."""
         key = (id(region), device)
         if key not in self._compiled:
             graph_module = retarget(region.graph_module, device)

@@ -32,7 +32,7 @@ class Communicator:
         self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Makes the rendezvous of a program's collectives and the mailboxes of its sends, before it runs."""
+        """Makes a rendezvous for each collective of a program and a mailbox for each send, before it runs."""
         self._prepared_for = (tags, routes)
         self._rendezvous = {tag: self._make_rendezvous(tag) for tag in tags}
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
@@ -57,7 +57,7 @@ class Communicator:
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """The sum, bitwise the same on each replica, added in the order of replicas unless a library adds."""
+        """The sum, bitwise equal on all replicas; added in their order, unless a library adds."""
         raise self._not_carried("all_reduce")
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
@@ -82,7 +82,7 @@ class Communicator:
         return share
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """The unmade share of a sum with complete inputs; here the share itself."""
+        """The share of a sum that is not added yet, but has all its addends; here it is added."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
         return unmade_sum([share], (0, share.numel()))
 
@@ -102,9 +102,7 @@ class Communicator:
         return [_on_device(factored_bucket, home) for factored_bucket in rendezvous.tensors]
 
     def memory_to_send(self, pack: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for `launch_exchange`, 1-D, on the device of ``like``; replicas share it until the last of them
-        launches.
-        """
+        """1-D memory for `launch_exchange`, on the device of ``like``. Replicas share it until the last of them launches."""
         raise self._not_carried("exchange")
 
     def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
@@ -127,7 +125,7 @@ class Communicator:
         raise self._not_carried("gather_factors")
 
     def wait_gather(self, pack: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's elements of the sum over the replicas of all workers, made from their factors."""
+        """This replica's elements of the sum over all workers' replicas, made from their factors."""
         raise self._not_carried("gather_factors")
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:

@@ -17,11 +17,11 @@ Tag = tuple[str, int]  # kind of collective, index of bucket
 
 
 class Aborted(Exception):
-    """Raised in a waiting replica after a failure of another."""
+    """Raised in a waiting replica after another one has failed."""
 
 
 class StepStoppedError(ExecutionError):
-    """Raised for a step stopped by another thread, without a failed replica."""
+    """Raised for a step that another thread has stopped; no replica has failed."""
 
 
 class Rendezvous:
@@ -69,7 +69,7 @@ class Rendezvous:
 
 
 class Mailbox:
-    """A slot for a single send: the sender leaves a tensor and goes on, the receiver waits for it.
+    """A single send: the sender leaves a tensor and goes on, the receiver waits for it.
 
     Attributes:
         tensor: held until the next step, because a GPU may copy it after `take` has returned.
@@ -81,12 +81,12 @@ class Mailbox:
         self._inbox: queue.SimpleQueue[tuple[torch.Tensor, Any] | None] = queue.SimpleQueue()
 
     def put(self, tensor: torch.Tensor) -> None:
-        """The receiver gets the tensor's value after the work queued on its device so far."""
+        """Sends the value that the tensor has after the work queued on its device so far."""
         self.tensor = tensor
         self._inbox.put((tensor, record_event(tensor.device)))
 
     def take(self) -> torch.Tensor:
-        """On the receiver's device; on the CPU, the same object."""
+        """The tensor on the receiver's device; on the CPU, the sent object."""
         route, device = self._route, self._devices[self._route.destination]
         try:
             came = self._inbox.get(timeout=self._timeout_seconds)

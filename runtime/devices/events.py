@@ -1,4 +1,4 @@
-"""Order among the streams of a GPU by events; on CPUs there is no wait."""
+"""Events, which order the streams of a GPU; no-ops on CPUs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _returns_in_time(wait: Callable[[], object], timeout_seconds: float, name: s
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:
-    """Makes a GPU's current stream wait for an event; the default is the current GPU."""
+    """Makes a GPU's current stream wait for an event; the default is the current GPU. A no-op for no event."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 

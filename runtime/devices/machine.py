@@ -1,4 +1,4 @@
-"""Machine properties that affect measured times, under names that are equal in every run."""
+"""Properties of this machine that affect measured times and the bits of products."""
 
 from __future__ import annotations
 

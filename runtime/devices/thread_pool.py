@@ -1,4 +1,4 @@
-"""Thread pool with one persistent thread per device."""
+"""A persistent thread for each device."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ class DevicePool:
         *,
         is_stopped: bool,
     ) -> None:
-        """Waits for all results; the first failure, or ``is_stopped``, calls ``on_failure`` once."""
         has_called = False
         while None in results:
             if not has_called and (is_stopped or any(result and not result[0] for result in results)):
@@ -164,7 +163,7 @@ class DevicePool:
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """Waits for a message. An interrupt may lose one, but no result: the last device sends a message about all."""
+        """An interrupt may lose a message, but not a result: the last device's message stands for all."""
         try:
             self._next_message(deadline)
         except queue.Empty:
@@ -175,7 +174,7 @@ class DevicePool:
             ) from None
 
     def _next_message(self, deadline: float) -> Message:
-        """Waits for a message, interruptible by Ctrl-C; raises `queue.Empty` at the deadline."""
+        """Interruptible by Ctrl-C; raises `queue.Empty` at the deadline."""
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:

@@ -131,7 +131,7 @@ class StepGraph:
         self._graph: Graph | None = None
 
     def is_for(self, **fixed: Any) -> bool:
-        """Test for a graph, or a warm-up, that is valid for these values; takes the same arguments as `renew`."""
+        """Tests whether the graph, or the warm-up, is valid for these values; takes the arguments of `renew`."""
         return tuple(fixed.values()) == self._key
 
     def renew_for(self, program: Program, optimizers: BucketOptimizers, *, memory: int) -> None:
@@ -142,7 +142,7 @@ class StepGraph:
             self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:
-        """Drops the graph after a change of a baked value; ``fixed`` has the baked values by readable names."""
+        """Drops the graph. ``fixed`` has the values baked into the next one, by readable names; frequent changes warn."""
         key = tuple(fixed.values())
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
         self._key = key
@@ -217,7 +217,7 @@ class StepGraph:
 
 
 def _copy(memory: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a value into memory of equal strides; if both are expanded, each memory location is copied once."""
+    """Copies each memory location once if both tensors are expanded."""
     for dim, stride in enumerate(memory.stride()):
         if stride == 0:
             memory, value = memory.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -37,7 +37,7 @@ class InterruptGuard:
     deferred to the step's end. While device threads run, an exception of the user's handler stops them and is raised
     after their end.
 
-    The guard also restores the thread's torch settings, as an exception at the exit of ``torch.no_grad()`` leaves
+    The guard also restores the thread's torch settings: an exception at the exit of ``torch.no_grad()`` leaves
     gradients off.
 
     Attributes:

@@ -17,7 +17,7 @@ _MOST_CACHED = 16
 
 
 class Losses:
-    """Weighs and adds the losses of a program's replicas. An evaluation gathers its loss, and has no sum."""
+    """Weighs and adds the losses of a program's replicas. An evaluation's loss is gathered, not added."""
 
     def __init__(self, program: Program, state: ProgramState) -> None:
         self._program, self._state = program, state
@@ -57,7 +57,7 @@ class Losses:
     def total(
         self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]
     ) -> torch.Tensor | None:
-        """The weighted sum of the replicas' losses; None in an evaluation, and on a worker without examples."""
+        """The weighted sum of the losses, on the first device; None in an evaluation, and on a worker without examples."""
         if not self._program.trains or not self._program.present:
             return None
         home = self._program.devices[0].torch_device

@@ -213,7 +213,7 @@ class _Walk:
 
     @accounts(ops.MEETINGS)
     def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The value. A copy for other replicas and the sum over workers live until the end of the step."""
+        """A copy for other replicas and the sum over workers live until the end of the step."""
         (source,) = node.all_input_nodes
         value = source.meta["val"]
         self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(source)}", type_of(value))])
@@ -250,7 +250,7 @@ class _Walk:
 
     @accounts(ops.gather_largest)
     def _gather_largest(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds the workers' messages until the end of the step, and the workspace of the top-k search."""
+        """One device has the workspace of the top-k search, and holds the workers' messages until the end of the step."""
         if self.replica:
             return (), 0
         _, pack = self.program.packs[pack_of(node)]

@@ -132,9 +132,7 @@ class _Tally:
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + accumulated)
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
-        """Records the devices' memory for parts of gradients; returns the number of elements that are computed in
-        parts.
-        """
+        """Also records the devices' memory for parts of gradients."""
         num_elements = 0
         for replica, module in enumerate(self.program.device_graphs.values()):
             update = next(

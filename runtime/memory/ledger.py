@@ -1,4 +1,4 @@
-"""Ledger of live memory and its peak."""
+"""Live memory and its peak."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Ledger:
                 self._count(block, False)
 
     def leave(self, blocks: Iterable[Block]) -> int:
-        """Stops counting blocks that live until the next step replaces them; returns the bytes of newly removed ones."""
+        """Stops counting blocks that live until the next step replaces them; returns the bytes that this call removes."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._left]
         for block in new:
             self._count(block, False)

@@ -34,15 +34,14 @@ class Explanation:
 
     Attributes:
         num_steps: the recorded steps, without the program's first one if there are others.
-        step_ms: the time from when the caller began to start the devices until the last device was done. The caller's
-            work before and after it does not count.
+        step_ms: the time from when the caller began to start the devices until the last device was done.
         parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their
             sum is step_ms.
         hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several may be in flight.
         buckets: the collectives, in the order in which they were launched.
         devices: the devices' times, in order of replicas.
         advice: the change that is estimated to help most, or why there is none.
-        prediction: that of a simulation, over several workers; otherwise None.
+        prediction: a simulation of the step over several workers; None for a single worker or unknown costs.
         capture: the front end, if it was not the first one, and changing sizes that are numbers in the program; with
             reasons.
     """
@@ -140,7 +139,7 @@ def _summary(explanation: Explanation) -> list[str]:
 
 
 def _hidden_lines(explanation: Explanation) -> list[str]:
-    """Hidden communication is no part of the step because several buckets may be in flight at once."""
+    """Hidden communication is not a part of the step, because several buckets may be in flight at once."""
     links = list(dict.fromkeys(bucket.link for bucket in explanation.buckets if bucket.link))
     idle = [link for link in links if not link_named(link).moves_by_itself]
     reasons = []

@@ -13,16 +13,14 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 @dataclass(frozen=True, kw_only=True)
 class FlightTimes:
-    """The times of a bucket's communication. Moments count from the beginning of the step; all are means over typical
-    steps.
+    """The times of a bucket's communication, as means over typical steps. Moments count from the beginning of the step.
 
     Attributes:
         ready_ms: the end of the last call that makes the launched value.
         launched_ms: the end of the launch.
         waited_ms: the beginning of the wait.
         finished_ms: the end of the wait. The bytes may have arrived before a late wait.
-        hidden_ms: from the launch to the wait. It is 0 on links that move nothing before the wait, such as
-            shared-memory.
+        hidden_ms: from the launch to the wait; 0 on links that move nothing before the wait, such as shared-memory.
         exposed_ms: the time in the wait: skew and transfer.
         skew_ms: the part of the wait before the launch of the last device that is needed.
         transfer_ms: the rest of the wait: moving, adding and multiplying factors.
@@ -58,14 +56,13 @@ class BucketTimes(FlightTimes):
 
     Attributes:
         index: the bucket's number. A bucket that is reduced and then sent is listed twice.
-        num_bytes: those moved: of the bucket, in the dtype in which workers send it; of its part; or of the factors of
-            all devices.
+        num_bytes: bytes moved: of the bucket, in the dtype that workers send; of its part; or of all devices' factors.
         kind: its collective, or ``none``.
-        link: empty if there is none.
+        link: empty without communication.
         behind: the cause of the longest waiting: the call of a late device (``cpu:1's bwd_0``), or an earlier wait
             (``wait b2``); empty if neither took 1% of the step.
-        devices: those that take part.
-        chunk, round: those of a send; None if it names none.
+        devices: the devices that take part.
+        chunk, round: of a send; None without.
         pack: None if the bucket is not cut.
         uncompressed_bytes: None if nothing is compressed.
     """

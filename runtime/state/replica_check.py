@@ -89,7 +89,7 @@ class ComparedState(StepState):
             yield Copies(key, tensors, self._plan[bucket.index])
 
     def _refuse(self, copies: Sequence[Copies]) -> None:
-        """Raises an error about the first variable with different copies; none if only gaps between variables differ."""
+        """No error if only gaps between variables differ."""
         place = {name: i for i, name in enumerate(self.store.tensors)}
         entries = [item for copy in copies for item in copy.of_variables()]
         for name, entry, tensors in sorted(entries, key=lambda item: place[item[0]]):

@@ -207,8 +207,9 @@ class StepState:
         return self.loss_scale.begin() if self.loss_scale is not None else 1.0
 
     def begin(self) -> None:
-        """Begins a step; backs variables up before the optimizer's first step, which may run out of memory, unless
-        parameters of other workers may arrive after a failure.
+        """Backs variables up before the optimizer's first step, which may run out of memory.
+
+        Not with a sharded optimizer: parameters of other workers may arrive after a failure.
         """
         if self.optimizers.is_fresh and not self.optimizers.are_sharded:
             self._backup = [

@@ -40,7 +40,6 @@ def pack_of_cut_bucket(
 
 
 def _is_copied_before(gradient: Any, pack: fx.Node) -> bool:
-    """Test for a gradient that an earlier pack has copied."""
     return any(other.target is ops.pack and other < pack for other in gradient.users)
 
 

@@ -44,8 +44,8 @@ def _nothing() -> None:
 class CommitPoint:
     """Commits a step on all replicas or on none.
 
-    The first replica past the barrier decides the step, unless it was stopped before. Either is a single operation,
-    indivisible for threads and signals. A step may also be skipped.
+    The first replica past the barrier decides the step, unless it was stopped before. Decision and stop are single
+    operations, indivisible for threads and signals. A step may also be skipped.
 
     Args:
         settle: called by each replica of a committed step, before it goes on.
@@ -79,7 +79,7 @@ class CommitPoint:
 
     @property
     def is_skipped(self) -> bool:
-        """Test for a step without updates on all replicas; its loss is returned."""
+        """True if all replicas leave out the step's updates; its loss is returned."""
         return self._decision.get("step") is SKIPPED
 
     @property
@@ -113,7 +113,7 @@ class CommitPoint:
         self._decide(SKIPPED)
 
     def _decide(self, decision: str, numbers: torch.Tensor | None = None) -> None:
-        """Decides the step, as all workers do; raises `Aborted` if it is stopped."""
+        """Raises `Aborted` if the step is stopped."""
         if self._workers is None:
             if self._decision.setdefault("step", decision) is not decision:
                 raise Aborted
@@ -143,7 +143,7 @@ class CommitPoint:
         self._rendezvous.abort()
 
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
-        """Records that a replica is past all that can fail, and its numbers for all replicas; never blocks."""
+        """Records that a replica is past all that can fail, with its numbers for all replicas. Never blocks."""
         if numbers:
             self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
         self._rendezvous.announce(replica)

@@ -1,4 +1,4 @@
-"""Commits of steps only if all losses and reduced gradients are finite."""
+"""Commits that need finite losses and finite reduced gradients."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ from mirrorc.runtime.workers.protocol.vote import Vote
 
 @dataclass(frozen=True)
 class Examined:
-    """A value and the sum of its elements: if the sum is finite, all elements are. Otherwise, the sum may have
-    overflowed, and the elements are examined.
-    """
+    """A value and the sum of its elements. If the sum is finite, so are all elements; if not, it may have overflowed."""
 
     value: torch.Tensor
     total: torch.Tensor
@@ -80,9 +78,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class _Range:
-    """The elements of a checked value that belong to a variable's gradient, and their offset in the bucket; no variable
-    for a loss.
-    """
+    """Elements of a checked value that belong to one gradient, and their offset in the bucket. A loss has no variable."""
 
     variable: str
     place: int
@@ -153,9 +149,7 @@ class CheckedCommit(CommitPoint):
         return False if self.is_skipped else self._numbers_for_all(met)
 
     def _make_vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
-        """The vote, with the soundness of sums that all workers have; losses, parts of sums and accumulated gradients
-        are local.
-        """
+        """Reports only sums that all workers have: losses, parts of sums and accumulated gradients are local."""
         has_sound_sums = not any(fault.variable in self._known_to_all for fault in self._all_faults())
         return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)
 

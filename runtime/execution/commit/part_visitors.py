@@ -83,7 +83,7 @@ class SumVisitor(Looker):
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:
-    """The sum of all elements, of float16 in float32."""
+    """The sum of all elements; float16 is summed in float32."""
     return value.sum(dtype=_dtype_of_sum(value.dtype))
 
 
@@ -113,7 +113,7 @@ class BoundVisitor(Visitor):
 
 
 def visitors_of(wait: fx.Node) -> dict[fx.Node, Visitor]:
-    """Visitors for the nodes that read the share of a wait, and for a clip in place if no other node reads it."""
+    """Visitors for norms and finite checks of a wait's share, and for a clip by value if nothing else reads the share."""
     visitors: dict[fx.Node, Visitor] = {}
     for user in wait.users:
         if user.target is ops.norm:

@@ -15,7 +15,7 @@ from mirrorc.messages.wording import numbered
 
 
 class UpdateProgress:
-    """Records the step's updates, from the threads of devices, in a program that commits early or gathers parameters."""
+    """Records the updates of a step; the devices' threads call it."""
 
     def __init__(self, program: Program) -> None:
         self._num_buckets = len(program.buckets)

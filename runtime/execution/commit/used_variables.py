@@ -71,5 +71,5 @@ class UsedVariables:
                 self._state.accumulated.note_unused(left_out)
 
     def unused(self, bucket: int) -> Set[int]:
-        """The places of a bucket's slots whose updates the last committed step leaves out."""
+        """Indices of a bucket's slots whose updates the last committed step leaves out."""
         return self._unused.get(bucket, frozenset())

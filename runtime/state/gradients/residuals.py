@@ -68,7 +68,7 @@ class UnsentGradients:
         self._program = program
 
     def _is_for(self, program: Program) -> bool:
-        """Test for the program of the present layout, by its device graphs, since its remarks may be replaced."""
+        """Compares device graphs, because a program's remarks may be replaced."""
         return self._program is not None and program.device_graphs is self._program.device_graphs
 
     def begin(self, program: Program, scale: float) -> None:

@@ -83,7 +83,6 @@ class BucketOptimizers:
         return Laid(state, state.shown())
 
     def _keeps_dealt_state(self, buckets: Sequence[FlatBucket]) -> bool:
-        """Test for sharded state that can stay: its buckets are equal, and the user has not changed it."""
         are_same = [flat.bucket for flat in buckets] == [flat.bucket for flat in self._state.buckets]
         return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
 
@@ -127,9 +126,7 @@ class BucketOptimizers:
         return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for buckets that can hold the user's state: equal entries and scalars for all parameters of a bucket,
-        unless some may be unused in a step.
-        """
+        """Test for equal state entries and scalars within each element-wise bucket, unless its parameters may be unused."""
         return all(
             len({state_signature(state) for state in self._user_states(bucket)}) == 1
             for bucket in buckets
@@ -268,7 +265,9 @@ class BucketOptimizers:
         return update_memory(optimizer, index, bucket.dtype, first.device, state)
 
     def user_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
-        """Bytes of state in optimizers that step by themselves; None before their first step."""
+        """Bytes of the state of optimizers whose own `step()` runs, for these buckets; None if they have no state and have not
+        stepped.
+        """
         states = [
             self.groups[bucket.rule.group][0].state.get(parameter, {})
             for bucket, parameters in buckets
@@ -285,7 +284,7 @@ class BucketOptimizers:
         """Steps the user's optimizers of these buckets on replica 0's parameters, as a training loop would.
 
         Args:
-            unused: for each bucket, the positions of slots without a gradient.
+            unused: for each bucket, the indices of slots without a gradient.
         """
         flats = self._store.buckets_of(self.owner)
         owners = {id(self.groups[flats[index].bucket.rule.group][0]) for index in buckets}
@@ -325,7 +324,7 @@ def _gradients(flat: FlatBucket, reduced: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _dense_parts(value: Any) -> list[torch.Tensor]:
-    """The dense tensors of a state entry; the momentum of sparse gradients is sparse."""
+    """The momentum of sparse gradients is sparse."""
     if not isinstance(value, torch.Tensor):
         return []
     return [value._indices(), value._values()] if value.is_sparse else [value]

@@ -182,7 +182,7 @@ class PartOptimizer:
         return {key: value for key, value in part.state.items() if key in SCALAR_STATE}
 
     def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
-        """Saves the state that a range's first update has created; other elements stay zero until theirs."""
+        """Other elements' state stays zero until their first update."""
         whole = self._whole.state
         for key, value in made.items():
             if key in SCALAR_STATE or not isinstance(value, torch.Tensor):

@@ -63,7 +63,7 @@ class FlatState:
                 self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
-        """A bucket's flat optimizers by replica, without replicas whose share is empty."""
+        """Without replicas whose share is empty."""
         keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
         return {
             replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
@@ -111,9 +111,7 @@ class FlatState:
             optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Gives each replica its range of a state entry: a view to the first that updates and to those that share its
-        parameters, a copy to others.
-        """
+        """Replicas that share the first updating replica's parameters get a view of their range, others a copy."""
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
         home = flat.bucket.owner_of_parameters(next(iter(replicas)))

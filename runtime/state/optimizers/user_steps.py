@@ -29,7 +29,7 @@ class InternalSteps:
 
 
 class UserSteps:
-    """Watches the user's steps of optimizers, and of other optimizers with the same parameters, by hooks.
+    """Watches, by hooks, the user's steps of these optimizers and of others with the same parameters.
 
     Version counters are not enough: torch's fused implementations write without a count. A class that skips
     ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do.

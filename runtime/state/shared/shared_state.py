@@ -72,9 +72,7 @@ class HeldState:
         return self.trained() | (buffers - self._unwritten)
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
-        """The name of the first common variable that this side or, by the ids ``written``, the other may write; else
-        None.
-        """
+        """Name of the first common variable that either side may write, or None; ``written`` has the ids of the other side's."""
         either = self.written().union(written)
         common = (tensor for tensor in tensors if id(tensor) in self.store.names)
         return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
@@ -86,9 +84,7 @@ class HeldState:
         return any(id(tensor) in self._read and self._read[id(tensor)]() is tensor for tensor in tensors)
 
     def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:
-        """Test for a new step that can share this memory: equal devices, and optimizers of equal or disjoint
-        parameters.
-        """
+        """Test for equal devices, and optimizers of equal or disjoint parameters."""
         parameters = groups.parameters()
         each = [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
         are_apart = all(parameters == other or parameters.isdisjoint(other) for other in each)

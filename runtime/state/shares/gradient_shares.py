@@ -80,10 +80,10 @@ class MadeShare:
 
 @dataclass(frozen=True)
 class UnmadeShare:
-    """A pending share of a sum with complete inputs.
+    """A share of a sum that is not added up yet, with complete inputs.
 
     Attributes:
-        buckets: of all participating replicas; the first one holds parts without other memory.
+        buckets: of all participating replicas; the first one takes the sum, except parts with other memory.
         start, stop: the share's elements. Gaps between slots are in no piece.
         change: applied to each finished part.
     """
@@ -150,12 +150,12 @@ def largest_part_of_share(
 
 
 def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
-    """Makes one replica's gradients in its own bucket; ``is_summed`` if other replicas' are added later."""
+    """Makes one replica's gradients in its own bucket; ``is_summed`` if other replicas' gradients are added later."""
     if is_summed:
         forget_writes(bucket.pieces)
     make_share([bucket], 0)
 
 
 def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """Peak temporary bytes of `make_share`; ``factors`` (maybe fake) by replica, factored gradient and part."""
+    """Peak temporary bytes of `make_share`; ``factors`` (maybe fake) by replica, factored gradient and microbatch."""
     return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

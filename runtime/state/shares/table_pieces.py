@@ -70,7 +70,7 @@ class TablePiece(Rectangle):
         return self._sizes()[0]
 
     def rows_and_places(self, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-        """A part's 2-D rows, and their row numbers in the table, in this rectangle or others."""
+        """A microbatch's rows, 2-D, and their row numbers in the table, inside this rectangle or not."""
         rows, indices = factors
         return rows.reshape(-1, rows.shape[-1])[:, self.columns], indices.reshape(-1)
 

@@ -100,9 +100,7 @@ class Layout:
         )
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
-        """A copy with another layout's variables under new names, without its buckets; and the former names of the
-        added variables.
-        """
+        """A copy with another layout's variables under new names, but not its buckets; and the added variables' former names."""
         taken = {name for name in other.values if names[name] not in self.values or name in other.separate}
         both = replace(
             self,
@@ -114,9 +112,7 @@ class Layout:
         return both, taken
 
     def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
-        """A copy with only these variables, and those in buckets or memory in common with them; and the names of its
-        variables.
-        """
+        """A copy with these variables, all in buckets, and any that share memory with these; and the names of its variables."""
         aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
         remaining = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
         values = {name: values for name, values in self.values.items() if name in remaining}

@@ -40,7 +40,7 @@ class SavedBuffers:
         """Loads the result of `state_dict`.
 
         Raises:
-            TypeError, ValueError: the argument is no such result, or is of another model or number of devices.
+            TypeError, ValueError: the argument is not such a result, or is of another model or number of devices.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"replica_buffers of a step's state is a dict, as state_dict() gives it, not {state!r:.80}")

@@ -82,16 +82,15 @@ class StepVariables:
         return {name: loaded[other] for name, other in self._names.items() if other in loaded} if loaded else {}
 
     def load_buffers(self, buffers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces the buffers that wait by others of this step's variables."""
+        """Replaces the buffers that wait for memory."""
         self.take_loaded_buffers(self.loaded_buffers)
         self._store.loaded_buffers |= {self._names[name]: buffer for name, buffer in buffers.items()}
 
     def take_loaded_buffers(self, names: Collection[str]) -> dict[str, Mapping[str, Any]]:
-        """Removes these buffers, and returns them."""
         return {name: self._store.loaded_buffers.pop(self._names[name]) for name in names}
 
     def per_replica(self) -> dict[str, list[torch.Tensor]]:
-        """The buffers that have a value on each replica, by name, in order of replicas."""
+        """The buffers with a value on each replica, by name, in order of replicas."""
         names = [
             name for name, other in self._names.items() if name in self.tensors and self._store.has_per_replica(other)
         ]

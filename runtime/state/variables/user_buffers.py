@@ -17,9 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Member:
-    """A buffer's range of the aggregate (``now``) and of its copy (``then``); ``is_counted`` if its module counts its
-    forwards.
-    """
+    """A buffer's range of the aggregate (``now``) and of its copy (``then``); ``is_counted`` if its module counts forwards."""
 
     name: str
     place: slice

@@ -87,7 +87,7 @@ class VariableStore:
         return put_in_place
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Drops variables whose tensors have other ids, except those in common memory with the rest."""
+        """Keeps variables whose tensors have these ids, all in buckets, and any that share memory with these."""
         layout, names = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
         watched = {name: watched for name, watched in self._watched.items() if name in names}
         self._copies.keep_only(names)
@@ -131,8 +131,8 @@ class VariableStore:
     def lay_out(self, program: Program, owner: int = 0) -> Layout:
         """Allocates memory for a program's variables and copies their values; the user's tensors stay in place.
 
-        Parameters with new memory from the user get new flat memory, since the user may hold the old one. Other owners'
-        buckets stay unless the new ones contain their parameters, or the user has moved these.
+        Parameters with new memory from the user get new flat memory, since the user may hold the old one. Another owner's
+        buckets stay unless the new ones contain its parameters, or the user has moved one of its parameters.
 
         Raises:
             ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or other
@@ -190,6 +190,7 @@ class VariableStore:
         return {self.names[id(tensor)] for tensor in moved if memory_of(tensor) not in others}
 
     def adopt(self, layout: Layout) -> None:
+        """Puts a layout in place: the user's tensors get its memory as their ``.data``."""
         for name, home in layout.homes.items():
             if home is not None:
                 self.tensors[name].data = home
@@ -257,7 +258,7 @@ class VariableStore:
             mirror_first(flat.parameters)
 
     def _mirror(self, name: str) -> bool:
-        """Mirrors a written variable; returns True if it has new memory."""
+        """Returns True if the variable has new memory."""
         tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
         if name in self._layout.separate:
             assert watched.home is not None

@@ -10,9 +10,7 @@ import torch
 
 @dataclass
 class Watched:
-    """A tensor when mirrorc last used it. ``home`` is its memory in mirrorc's buffers; None for the tensor's own
-    memory.
-    """
+    """A tensor when mirrorc last used it. ``home`` is its memory in mirrorc's buffers, or None."""
 
     tensor: torch.Tensor
     version: int
