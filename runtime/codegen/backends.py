@@ -24,7 +24,7 @@ class Backend(ABC):
     name: ClassVar[str]
 
     def objection(self, device: torch.device) -> str:
-        """Why the backend does not support a device on this machine; empty if it does."""
+        """Why a device of this machine is not supported; empty if it is."""
         return ""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
@@ -36,7 +36,7 @@ class Backend(ABC):
         return {"reserves_memory": device.type == "cpu"}
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - there need be nothing to wait for
-        """Starts background work for the first region, before a program is captured."""
+        """Starts background work for the first region, before capture."""
 
     def together(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which regions compile in parallel. Their functions must not be called before it ends."""
@@ -75,11 +75,6 @@ def unregister_backend(name: str) -> None:
 
 
 def backend_named(name: object) -> Backend:
-    """The backend of this name.
-
-    Raises:
-        ValueError: no backend has this name.
-    """
     backend = _backends.get(name) if isinstance(name, str) else None
     if backend is None:
         raise ValueError(f"backend is {name!r}: choose one of {', '.join(_backends)}")

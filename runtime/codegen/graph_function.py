@@ -1,4 +1,4 @@
-"""Generates Python functions from FX graphs. They free values after the last use, and know the node of each line."""
+"""Generates Python functions from FX graphs. They free values after the last use."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class GraphFunction:
     Attributes:
         nodes: the node of each source line, or None.
         namespace: the source's globals; may be rebound between calls.
-        marked: nodes with a time mark at the end of their call, in order. The function's beginning has a mark, too.
-        asks: True for a generator that yields requests before calls, see `Asking`.
-        pauses: True for a generator that yields at the nodes chosen by ``pauses`` of `generate`.
+        marked: nodes with a time mark after their call, in order. The function's beginning has a mark, too.
+        asks: True for a generator that yields requests, see `Asking`.
+        pauses: True for a generator that yields at the ``pauses`` of `generate`.
     """
 
     asks = pauses = False

@@ -46,7 +46,7 @@ class RegionCompiler:
         After a failure it tries again in the backend's `second_try` context, if there is one.
 
         Raises:
-            Exception: the first error, if there is no second try or it fails.
+            Exception: the first try's error.
         """
         try:
             with self.together():

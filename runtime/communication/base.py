@@ -32,7 +32,7 @@ class Communicator:
         self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Makes a rendezvous for each collective of a program and a mailbox for each send, before it runs."""
+        """Makes a rendezvous for each collective and a mailbox for each send."""
         self._prepared_for = (tags, routes)
         self._rendezvous = {tag: self._make_rendezvous(tag) for tag in tags}
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
@@ -53,7 +53,7 @@ class Communicator:
             mailbox.abort()
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """Offers this replica's bucket, 1-D, for the sum; returns a handle for `wait_all_reduce`."""
+        """Offers this replica's bucket, 1-D; returns a handle for `wait_all_reduce`."""
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Communicator:
         raise self._not_carried("reduce_scatter")
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's share of the sum, the same bits as in an all_reduce."""
+        """This replica's share of the sum, with the bits of an all_reduce."""
         raise self._not_carried("reduce_scatter")
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
@@ -72,7 +72,7 @@ class Communicator:
         raise self._not_carried("reduce")
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """The sum on replica ``root``, the same bits as in an all_reduce. Other replicas do not wait."""
+        """The sum on replica ``root``, with the bits of an all_reduce. Other replicas do not wait."""
         raise self._not_carried("reduce")
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
@@ -106,16 +106,14 @@ class Communicator:
         raise self._not_carried("exchange")
 
     def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
-        """Offers this replica's part of ``whole``, 1-D, the worker's local sum; None for the memory of
-        `memory_to_send`.
-        """
+        """Offers this replica's part of the worker's sum ``whole``, 1-D; None if that is in the memory of `memory_to_send`."""
         raise self._not_carried("exchange")
 
     def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
         raise self._not_carried("exchange")
 
     def launch_part(self, pack: int, replica: int, make: Callable[[], Any]) -> None:
-        """Offers this replica's part of a payload. After the last replica, ``make`` returns a `SentPart`."""
+        """Offers this replica's elements of a pack. For the last replica, ``make`` is called, and returns a `SentPart`."""
         raise self._not_carried("parts of sums")
 
     def wait_part(self, pack: int, replica: int) -> Any:
@@ -125,18 +123,18 @@ class Communicator:
         raise self._not_carried("gather_factors")
 
     def wait_gather(self, pack: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's elements of the sum over all workers' replicas, made from their factors."""
+        """This replica's elements of the sum over all workers' replicas, made from factors."""
         raise self._not_carried("gather_factors")
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         raise self._not_carried("scatter_sums")
 
     def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
-        """This replica's elements of ``whole``, a half-open range, when they are the sum."""
+        """Writes the sum over workers of ``elements``, a half-open range, into ``whole``; returns these elements."""
         raise self._not_carried("scatter_sums")
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """Offers this replica's updated share of the parameters ``whole``, 1-D; the other workers' shards are written."""
+        """Offers this replica's updated share of the parameters ``whole``, 1-D, into which other workers' shards are written."""
         raise self._not_carried("gather_parameters")
 
     def wait_parameters(self, bucket: int, replica: int) -> None:

@@ -45,7 +45,7 @@ def _returns_in_time(wait: Callable[[], object], timeout_seconds: float, name: s
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:
-    """Makes a GPU's current stream wait for an event; the default is the current GPU. A no-op for no event."""
+    """Makes a GPU's current stream wait for an event, if it is not None; the default device is the current GPU."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 

@@ -67,5 +67,4 @@ def seconds_per_moved_byte() -> float:
 
 @functools.cache
 def measured_machine() -> Machine:
-    """Speed of this processor with all threads, measured once per process."""
     return Machine(seconds_per_multiplication(), seconds_per_moved_byte())

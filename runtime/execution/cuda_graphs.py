@@ -131,11 +131,10 @@ class StepGraph:
         self._graph: Graph | None = None
 
     def is_for(self, **fixed: Any) -> bool:
-        """Tests whether the graph, or the warm-up, is valid for these values; takes the arguments of `renew`."""
+        """Tests whether the graph, or the warm-up, is valid for these arguments of `renew`."""
         return tuple(fixed.values()) == self._key
 
     def renew_for(self, program: Program, optimizers: BucketOptimizers, *, memory: int) -> None:
-        """Drops the graph if the memory layout or hyperparameters have changed."""
         fixed = {"memory": memory, "hyperparameters": optimizers.baked_hyperparameters()}
         if not self.is_for(**fixed):
             check_capturable(optimizers.groups, program.variables)

@@ -242,7 +242,6 @@ class Executor:
         return loss
 
     def _choose_way(self) -> None:
-        """Chooses between threads and interleaving."""
         is_interleaved = self.trial.interleaves and is_plain_thread()
         if is_interleaved:
             self.functions.bind_pausing()

@@ -17,15 +17,15 @@ _MOST_CACHED = 16
 
 
 class Losses:
-    """Weighs and adds the losses of a program's replicas. An evaluation's loss is gathered, not added."""
+    """Weighs and adds the losses of a program's replicas."""
 
     def __init__(self, program: Program, state: ProgramState) -> None:
         self._program, self._state = program, state
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def weight_tensors(self, replica_weights: Sequence[float], examples: Examples) -> Sequence[torch.Tensor | None]:
-        """The tangent of backward on each replica, a scalar on its device: the loss weight times the loss scale; None
-        without backward.
+        """The tangent of backward on each replica, a scalar on its device: loss weight times loss scale; None without
+        backward.
         """
         if not self._program.trains:
             return [None] * len(replica_weights)

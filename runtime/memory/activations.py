@@ -67,7 +67,7 @@ class Activations:
 def activations_of(
     program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
 ) -> Activations:
-    """The activations of a device in a LOWERED program; ``temporary_bytes``: bucket -> bytes per element of its update."""
+    """The activations of a device; ``temporary_bytes``: bucket -> bytes per element of its update."""
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
@@ -310,7 +310,7 @@ class _Walk:
         return (), 0
 
     def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
-        """The sum of the replicas' rows of a table, at most as large as all of them, or their indices alone."""
+        """Counts the sum of the replicas' rows as large as all their rows, or only the rows' indices."""
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]

@@ -37,7 +37,7 @@ class DryStep:
 
     Attributes:
         call: name of the called function, or of the function for which the statement prepares memory.
-        node: the called function's node in the region's graph, if known.
+        node: the called function's node, if known.
         taken: the allocated memory.
         dropped: memory that the region releases after the statement; the caller may still hold an argument.
         workspace: bytes of the called operator's workspace.

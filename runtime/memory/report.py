@@ -1,4 +1,4 @@
-"""The report on a step's memory: bytes by device and kind, and the peak of the activations."""
+"""The report on a step's memory: bytes by device and kind, and the activations' peak."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class HeldMemory:
     Attributes:
         devices: names of the devices with this memory.
         parameters: all parameters, trained or not, with the gaps between them.
-        gradients: the written ranges of buckets, sums that live until the next step replaces them, and accumulated
-            gradients.
+        gradients: written ranges of buckets, sums that live until the next step, and accumulated gradients.
         optimizer_state: the present state, or the state after the first step; None if unknown before that step.
         buffers: the buffers of the model, and the constants of its graph.
         activations: the peak of values with a lifetime within a step.

@@ -44,7 +44,6 @@ class Clock:
         return float(marks[0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
-        """In nanoseconds of the host's clock."""
         return [nanoseconds(mark) for mark in marks]
 
 

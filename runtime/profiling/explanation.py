@@ -58,17 +58,17 @@ class Explanation:
 
     @property
     def compute_ms(self) -> float:
-        """The time in regions, as a mean over devices."""
+        """Time in regions, as a mean over devices."""
         return self.parts_ms["forward"] + self.parts_ms["backward"]
 
     @property
     def exposed_ms(self) -> float:
-        """The time in waits, as a mean over devices."""
+        """Time in waits, as a mean over devices."""
         return self.parts_ms["skew"] + self.parts_ms["transfer"]
 
     @property
     def update_ms(self) -> float:
-        """The time in the optimizer and in writing variables, as a mean over devices."""
+        """Time in the optimizer and in writing variables, as a mean over devices."""
         return self.parts_ms["update"] + self.parts_ms["write"]
 
     @property

@@ -80,7 +80,7 @@ class BucketTimes(FlightTimes):
 
     @property
     def label(self) -> str:
-        """With pack, chunk and round, if there are any: ``b1 p3 c0 r2``."""
+        """With pack, chunk and round, if any: ``b1 p3 c0 r2``."""
         parts = (("b", self.index), ("p", self.pack), ("c", self.chunk), ("r", self.round))
         return " ".join(f"{letter}{number}" for letter, number in parts if number is not None)
 
@@ -91,9 +91,9 @@ class DeviceTimes:
 
     Attributes:
         started_ms: the moment at which the thread was awake and had its shard.
-        compute_ms: the time in regions.
-        exposed_ms: the time in waits.
-        update_ms: the time in the optimizer and in writing variables.
+        compute_ms: in regions.
+        exposed_ms: in waits.
+        update_ms: in the optimizer and in writing variables.
         finished_ms: the moment at which its last call ended.
         region_ms: by region.
         parts_ms: see `mirrorc.runtime.profiling.accounting.PARTS`.

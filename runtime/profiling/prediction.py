@@ -31,8 +31,8 @@ class Prediction:
 
     Attributes:
         step_ms: from the start of the first device to the end of the last.
-        compute_ms: the time in regions.
-        update_ms: the time in the optimizer and in writing variables.
+        compute_ms: in regions.
+        update_ms: in the optimizer and in writing variables.
         buckets: in the order of their launches.
         stands_on: its inputs, in words.
     """
@@ -56,7 +56,6 @@ class Foundations:
 
 
 def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Prediction:
-    """Predicts the step of a lowered program over several workers."""
     simulation = simulate(program, costs.durations(program))
     sent = dict.fromkeys((flight.bucket, flight.kind) for flight in simulation.flights)
     return Prediction(

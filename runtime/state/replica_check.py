@@ -1,4 +1,4 @@
-"""Comparison of the replicas' copies of variables and optimizer state, to detect memory corruption."""
+"""Comparison of the replicas' variables and optimizer state, to detect memory corruption."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class ComparedState(StepState):
 
 
 def make_state(hold: Hold, every: int) -> StepState:
-    """The state of a step, compared across replicas before every ``every``-th step; 0 for never."""
+    """The state of a step, with a comparison of replicas before every ``every``-th step; 0 for never."""
     return ComparedState(hold, every) if every else StepState(hold)
 
 

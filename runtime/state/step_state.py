@@ -32,10 +32,8 @@ class StepState:
     An abandoned step leaves the state inconsistent if it had committed; the next `prepare_for` repairs it.
 
     Attributes:
-        unsent: error feedback of gradient compression.
         results: the last step's values for the caller, by name, such as the gradient norm.
         torn: the state torn by the last partial update, restored or not; None without one.
-        saved_buffers: values of per-replica buffers, to save and to load.
     """
 
     def __init__(self, hold: Hold) -> None:
@@ -176,7 +174,7 @@ class StepState:
         self._held.is_whole = was_whole
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
-        """Adopts a layout without allocation; idempotent from any point."""
+        """Allocates nothing; idempotent from any point."""
         self._held.store.adopt(layout)
         if laid is not None:
             self.optimizers.adopt(laid)

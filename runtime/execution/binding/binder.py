@@ -62,8 +62,8 @@ class Binder:
     """Provides the functions that run the nodes of a lowered program, for the present layout of memory.
 
     Args:
-        constants: tensors from the capture that are neither parameters nor buffers.
-        progress: records the updates; None for a program that needs no record, see `progress_of`.
+        constants: see `Executor`.
+        progress: records the updates; None as in `progress_of`.
         unused: bucket -> indices of the slots whose updates the last committed step leaves out.
 
     Attributes:
@@ -113,7 +113,6 @@ class Binder:
             deferred.forget()
 
     def bind(self, replica: int, node: fx.Node) -> Any:
-        """The function that runs a node on a replica, or a `Constant`, `TwoPartCall` or `Asking`."""
         if node.op == "call_module":
             return asking(self.program, node, self.regions[replica][str(node.target)])
         if node.target is operator.getitem or is_compute(node):
@@ -456,7 +455,6 @@ def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torc
 def _zeros(
     whole: torch.Tensor, plain: Sequence[torch.Tensor], of_shares: FactoredBucket | None
 ) -> Callable[..., torch.Tensor | FactoredBucket]:
-    """The function of a `pack` without gradients."""
 
     def pack(**_: Any) -> torch.Tensor | FactoredBucket:
         for part in plain:

@@ -23,7 +23,6 @@ class Asked:
 
     Args:
         are_last: True to wait for the end of the backward, so that its exceptions are raised before the region's call.
-        token, tangent: identify the backward.
     """
 
     def __init__(self, taken: TakenGradients, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Functions of the nodes that update parameters."""
+"""Functions of nodes that update parameters."""
 
 from __future__ import annotations
 

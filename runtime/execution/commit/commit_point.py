@@ -26,10 +26,10 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class OtherWorkers:
-    """The connection to the other workers at the commit.
+    """The other workers at the commit.
 
     Attributes:
-        vote: votes with the other workers, see `Team.vote`; once it is called, nothing on this worker stops the step.
+        vote: votes with them, see `Team.vote`; once it is called, nothing on this worker stops the step.
         exchange_texts: returns each worker's name and text.
     """
 

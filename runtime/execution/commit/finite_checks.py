@@ -34,12 +34,12 @@ class Examined:
 
 
 def examined(value: torch.Tensor) -> Examined:
-    """Sums a value's elements, without synchronizing with a GPU."""
+    """Does not synchronize with a GPU."""
     return Examined(value, sum_of(value))
 
 
 def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool) -> bool:
-    """Test for finite sums; with ``at_once``, a GPU is synchronized once for all of them."""
+    """Test for finite sums; ``at_once`` synchronizes a GPU only once."""
     totals = [value.total for value in values if isinstance(value, Examined)]
     totals += sums_of_all([value.visitor for value in values if isinstance(value, ExaminedShare)])
     if at_once and totals:
@@ -49,11 +49,7 @@ def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool
 
 @dataclass(frozen=True)
 class ExaminedShare:
-    """A share whose visitor has summed its parts, except for deferred tables.
-
-    Attributes:
-        deferred: the share's deferred tables; None if its wait defers none.
-    """
+    """A share whose visitor has summed its parts, except for ``deferred`` tables, if any."""
 
     value: torch.Tensor
     visitor: SumVisitor
@@ -184,7 +180,7 @@ class CheckedCommit(CommitPoint):
                 yield f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
 
     def _gradient_messages(self, faults: Sequence[Fault]) -> Iterator[str]:
-        """Describes the first non-finite gradient; elements that several replicas examined count once."""
+        """Describes the first non-finite gradient. Elements that several replicas examined count once."""
         names = {fault.variable for fault in faults}
         first = next((name for name in self._program.variables if name in names), None)
         if first is not None:

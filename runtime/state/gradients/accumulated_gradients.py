@@ -18,11 +18,11 @@ from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_vi
 
 @dataclass(frozen=True)
 class Examples:
-    """Example counts of a call.
+    """Example counts of a call, on this worker and on all.
 
     Attributes:
-        calls_elsewhere: examples of earlier calls with sums on other workers.
-        present_before: replicas with examples on earlier workers.
+        calls_elsewhere: examples of the calls that other workers have accumulated.
+        present_before: replicas with examples on workers of lower rank.
         num_present: replicas with examples on all workers; 0 without other workers, where the local count applies.
     """
 

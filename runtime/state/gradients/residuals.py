@@ -1,4 +1,4 @@
-"""Residuals of gradient compression (error feedback): the unsent part is added to the next step's gradients."""
+"""Residuals of gradient compression (error feedback), which are added to the next step's gradients."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_vi
 
 @dataclass(frozen=True)
 class _Unsent:
-    """Residuals by bucket, in the bucket's layout.
+    """Residuals by bucket, in the bucket's layout. Fields with ``new`` are of the running step.
 
     Attributes:
-        new: residuals of the running step.
         aside: residuals of variables in no bucket.
-        new_scale: loss scale of the running step; None between steps.
-        state: payload results of the last step, by variable; equal on all workers.
-        new_state: payload results of the running step, possibly in flight.
+        new_scale: its loss scale; None between steps.
+        state: payload results by variable; equal on all workers. New ones may be in flight.
     """
 
     plan: tuple[Bucket, ...] = ()

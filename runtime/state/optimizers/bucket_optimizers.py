@@ -87,7 +87,7 @@ class BucketOptimizers:
         return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
 
     def are_dealt_otherwise(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for state that is sharded by other buckets, so that it must be gathered first."""
+        """Test for state sharded by other buckets, which must be gathered first."""
         elementwise = [bucket for bucket in buckets if bucket.rule.elementwise]
         are_others = self.are_sharded and elementwise != [flat.bucket for flat in self._state.buckets]
         return are_others and self.is_dealt and not self.is_stale()

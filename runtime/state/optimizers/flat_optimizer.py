@@ -21,9 +21,9 @@ class UpdateMemory:
     """Memory of an element-wise update besides parameters and gradients.
 
     Attributes:
-        state: entry of the state -> dtype, for tensors of bucket length.
-        scalars: entry of the state -> dtype, for scalars.
-        temporary_bytes: temporary bytes per element.
+        state: entry -> dtype, for tensors of bucket length.
+        scalars: entry -> dtype, for scalars.
+        temporary_bytes: per element.
     """
 
     state: Mapping[str, torch.dtype]

@@ -1,4 +1,4 @@
-"""Flat state of element-wise optimizers: one optimizer per bucket and replica, and their common state entries."""
+"""Flat state of element-wise optimizers, one per bucket and replica, with common state entries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shown:
 
 
 class FlatState:
-    """Flat optimizers over a layout of buckets, with the state of the user's optimizers."""
+    """Flat optimizers over a layout of buckets, with the user's state."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class FlatState:
         return [*made, *(id(value) for flat in self.buckets for value in self._first(flat).state.values())]
 
     def parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """Iterates over sharded state as (bucket, entry, this worker's part), in one order on all workers."""
+        """Sharded state as (bucket, entry, this worker's part), in one order on all workers."""
         for flat in self.buckets:
             if flat.bucket.part is not None:
                 for key in sorted(self.whole.get(flat.bucket.index, {})):

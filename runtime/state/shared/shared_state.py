@@ -1,4 +1,4 @@
-"""Variables and optimizer state of steps over the same parameters, with their consistency."""
+"""Variables and optimizer state of steps over the same parameters."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from mirrorc.runtime.state.shares.pieces import (
 
 
 def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
-    """The pieces of a replica's share, in order."""
     start, stop = bucket.made(replica, num_replicas)
     number_of = {slot.place: number for number, slot in enumerate(factored)}
     pieces: list[Piece] = []

@@ -51,7 +51,7 @@ class SavedBuffers:
         self._unknown = {name: buffer for name, buffer in copies.items() if name not in store.tensors}
 
     def write(self, store: StepVariables) -> None:
-        """Writes the loaded values to the replicas that have memory for them."""
+        """Writes the loaded values to replicas with memory for them."""
         if not self._unknown and not store.loaded_buffers:
             return
         foreign: list[str] = []

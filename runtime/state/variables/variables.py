@@ -1,4 +1,4 @@
-"""Store of the variables of all replicas, with detection of the user's writes."""
+"""Store of all replicas' variables, with detection of the user's writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers that workers exchange before a call, and the fields in which they must agree."""
+"""Headers that workers exchange before a call, and their agreement."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Header:
         written: digest of the user's writes since the last step; 0 for none.
         schedule: digest of the facts that all programs must share, such as exchanges.
         variables, hyperparameters, modes: digests; these include variables outside of the model, and the loss scale.
-        num_present: number of this worker's replicas with examples.
+        num_present: this worker's replicas with examples.
         seed: only worker 0's counts.
         kind: gradient accumulation, see `kind_of`; a guess by a worker that has left. `BESIDES` for a call that does not train,
             `TURN` for a meeting before a call.
-        num_accumulated: number of examples of the accumulated calls.
-        parameters: digest of the parameters whose optimizers are not element-wise, run by each worker; 0 for none.
+        num_accumulated: examples of the accumulated calls.
+        parameters: digest of the parameters whose optimizers are not element-wise; 0 for none.
         num_steps: as counted for comparisons of copies.
         has_left: 1 if this worker only joins the calls of others.
         num_counts, counts: number and digest of the row counts of this worker's factors.
@@ -72,7 +72,7 @@ class Agreement:
     """Common facts of a call that all workers begin together. Its source is the first worker that has not left.
 
     Attributes:
-        num_examples, num_accumulated, num_present: sums over all workers; ``present`` has the last by rank.
+        num_examples, num_accumulated, num_present: sums over all workers; ``present`` has ``num_present`` by rank.
         is_other: whether programs need other accumulation, so that all must meet again.
         first_present: rank of the first worker with examples; 0 if none has examples.
         takes_over: whether all must receive the source's values, and meet again.
@@ -148,10 +148,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 
 
 def _differs(header: Header, source: Header, name: str) -> bool:
-    """True if a header must have the source's value of a field, and does not.
-
-    A worker that has left adopts hyperparameters, kind and turn. Accumulations end on all workers, or on none.
-    """
+    """A worker that has left adopts hyperparameters, kind and turn. Accumulations end on all workers, or on none."""
     if name == "kind" and min(header.kind, source.kind) < 0:
         return header.kind != source.kind
     if header.has_left and name in ("hyperparameters", "kind", "turn"):

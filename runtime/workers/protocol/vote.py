@@ -48,7 +48,7 @@ class Columns:
 
     @classmethod
     def of(cls, program: Program) -> Columns:
-        """The replicas of all workers if the optimizer is sharded, else those of the chief."""
+        """The replicas of all workers if the optimizer is sharded, else the chief's."""
         workers = program.workers
         if program.has_sharded_optimizer:
             return cls(workers.num_all_replicas, workers.first_replica)

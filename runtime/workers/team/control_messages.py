@@ -61,7 +61,7 @@ class ControlCollectives:
         return whole
 
     def all_gather_texts(self, text: str) -> list[tuple[str, str]]:
-        """The texts by rank, each with the name of its worker."""
+        """The texts by rank, with the workers' names."""
         encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
         self._connections.run_control(lambda group: group.all_gather(torch.tensor([len(encoded)]), lengths))
@@ -83,9 +83,7 @@ class ControlCollectives:
         return self._failures.is_any() or self._connections.are_broken
 
     def compare(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Compares facts of all workers. If they differ, all raise `CommunicationError`, with the first difference and a
-        remedy.
-        """
+        """Compares facts of all workers. If they differ, all raise `CommunicationError` with the first difference."""
         self._compare(subject, facts, remedy, lambda: _Lane(self._cluster, self._connections, self._begin_refusal))
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
@@ -93,7 +91,7 @@ class ControlCollectives:
         self._compare(subject, facts, remedy, self._begin_refusal)
 
     def _begin_refusal(self) -> Transport:
-        """A transport for facts, over the store, as they may be long. All workers refuse the call after it."""
+        """Uses the store, as facts may be long. All workers refuse the call after it."""
         self._call.stage = CallStage.REFUSED
         store = self._connections.part_of_store(f"facts {self._call.number}")
         return _BoundedStore(store, self._cluster, self._timeout_seconds, self._look)
@@ -125,9 +123,7 @@ class ControlCollectives:
 
 
 class _BoundedStore:
-    """Exchanges facts through the store. Raises `LostConnectionError` if a worker is lost, or the store does not answer in
-    time.
-    """
+    """Raises `LostConnectionError` if a worker is lost, or the store does not answer in time."""
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, look: Callable[[], object]) -> None:
         self.workers: Sequence[Worker] = cluster.workers

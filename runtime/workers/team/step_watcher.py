@@ -24,7 +24,7 @@ _SLACK_SECONDS = 1.0
 
 
 def pace_of_steps(num_workers: int) -> Pace:
-    """A pace that misses some heartbeats before a worker counts as silent."""
+    """Heartbeat times with which a worker misses some beats before it counts as silent."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(
         interval,

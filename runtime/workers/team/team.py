@@ -31,8 +31,7 @@ from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, Pa
 class Team:
     """The workers of a step, seen from one of them.
 
-    A step that fails on any worker fails on all, before it has changed anything. Connections are then closed, and reopened at
-    the next call.
+    A step that fails on any worker fails on all. Connections are then closed, and reopened at the next call.
 
     Args:
         name: the same on all workers, and used by no other step.
@@ -183,9 +182,7 @@ class Team:
         self.connections.launch_bucket(collective, functools.partial(self._end_bucket, done))
 
     def _end_bucket(self, done: Done, error: Exception | None) -> None:
-        """Publishes the failure of a payload before its lane is cut, so that others do not continue with the next pack's
-        rounds.
-        """
+        """Publishes a payload's failure before the lane is cut, so that others do not continue with the next pack's rounds."""
         if isinstance(error, PayloadError):
             self._failed.publish_cause(error)
             self.connections.cut_buckets()
@@ -215,7 +212,7 @@ def _never(is_known: Callable[[], bool]) -> bool:
 def _leave(
     pid: int, watcher: StepWatcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
 ) -> None:
-    """Ends a team at `Team.close` or at exit, but not in a forked child."""
+    """Runs at `Team.close` or at exit, but not in a forked child."""
     if os.getpid() != pid:
         return
     why = f", after {last_words[0]}" if last_words else cause_of_exit()  # of the script, if nobody has closed the step

@@ -20,8 +20,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def cut_when_broken(deaf: Lane, watched: Lane) -> None:
-    """Cuts the lane ``deaf`` when ``watched``, a lane to the same workers, breaks; returns at once. Closing ``watched`` ends
-    it.
+    """Cuts the lane ``deaf`` when ``watched``, a lane to the same workers, breaks. Closing ``watched`` ends the watch.
 
     A collective of NCCL waits forever for an ended process; gloo closes its connection.
     """
@@ -107,7 +106,6 @@ class Connections:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
     def run_control(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
-        """Runs a collective on control messages, see `Lane.call`."""
         lanes = list(self._lanes)
         if not lanes:
             raise LostConnectionError("the connection to the other workers is closed")
@@ -128,7 +126,7 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The open lanes; the lane for control messages comes first."""
+        """The lane for control messages comes first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
@@ -137,7 +135,7 @@ class Connections:
             lane.cut()
 
     def close(self) -> bool:
-        """Closes all lanes; returns whether all collectives have ended, so that none of them writes memory any more."""
+        """Closes all lanes; returns whether all collectives have ended, so that memory is no longer written."""
         have_ended = [lane.close() for lane in self._lanes]
         self._lanes.clear()
         return all(have_ended)
