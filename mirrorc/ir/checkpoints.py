@@ -13,8 +13,7 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A call of `torch.utils.checkpoint`, noted on an operator inside it. ``keeps``: the policy saves the operator's
-    result."""
+    """A call of `torch.utils.checkpoint`, noted on an operator inside it. ``keeps``: the policy saves the operator's result."""
 
     number: int
     keeps: bool = False

@@ -179,8 +179,7 @@ class ProductForm(GradientForm):
 
 
 class TableForm(GradientForm):
-    """An embedding's gradient: ``rows`` [..., n] added up at ``indices`` [...] of a table [m, n], except at
-    ``padding_idx``."""
+    """An embedding's gradient: ``rows`` [..., n] added up at ``indices`` [...] of a table [m, n], except at ``padding_idx``."""
 
     factor_names = ("rows", "indices")
     writes_all = False

@@ -32,8 +32,7 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """For a `getitem` of an operation with one result per bucket: the operation, and its keywords for this bucket. Else
-    None."""
+    """For a `getitem` of an operation with one result per bucket: the operation, and its keywords for this bucket. Else None."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):

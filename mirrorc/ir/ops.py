@@ -360,8 +360,7 @@ def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str,
     awaited="part",
 )
 def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all workers. Each worker gets a part, and each of its replicas a share of the
-    part."""
+    """Launches the sum of a bucket over all workers. Each worker gets a part, and each of its replicas a share of the part."""
 
 
 @operation(

@@ -51,7 +51,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
 
 
 def _notify(listeners: Sequence[Callable[..., None]], *news: object) -> None:
-    """Calls the listeners, and logs their errors, which must not hide the first one."""
+    """Logs the listeners' errors, which must not hide the first one."""
     for listener in listeners:
         try:
             listener(*news)

@@ -1,4 +1,4 @@
-"""The interfaces of passes and of their observers, instruments."""
+"""The interfaces of passes and of instruments, which observe them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Pass(Protocol):
     def output_stage(self) -> Stage: ...
 
     def run(self, program: Program) -> Program:
-        """Returns the program after this pass; must not change its argument."""
+        """Must not change its argument."""
         ...
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The attributes that a pass may have besides those of `Pass`.
+    """The optional attributes of a pass.
 
     Attributes:
         latest_input_stage: the last accepted stage; by default the input stage, or a stage that refines it.
@@ -55,7 +55,7 @@ class Traits:
 
 
 def traits_of(compiler_pass: Pass) -> Traits:
-    """The optional attributes of a pass, with defaults for missing ones."""
+    """A pass's optional attributes, with defaults for missing ones."""
     first, last = compiler_pass.input_stage, compiler_pass.output_stage
     refining = [stage for stage in Stage if stage.refines is first and last > first]
     declared = {
@@ -71,13 +71,13 @@ class Instrument:
         """Called before the first pass; an exception stops the compilation."""
 
     def refused(self, program: Program, error: Exception) -> None:
-        """Called when an instrument's `start` has raised an error, before the error is raised to the caller."""
+        """Called when an instrument's `start` has raised an error, before the caller gets it."""
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """Called after each pass; an exception stops the compilation."""
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Called when a pass, or an instrument's `after_pass`, has raised an error, before the error is raised to the caller."""
+        """Called when a pass, or an instrument's `after_pass`, has raised an error, before the caller gets it."""
 
     def finish(self, program: Program) -> None:
         """Called after the last pass."""

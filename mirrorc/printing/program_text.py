@@ -111,7 +111,7 @@ def _whose(ranks: list[int]) -> str:
 
 
 class ProgramPrinter:
-    """Prints a program in several forms; computes the lines of each graph once."""
+    """Prints a program in several forms, computing the lines of each graph once."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -128,7 +128,7 @@ class ProgramPrinter:
         after: str = "",
         milliseconds: float | None = None,
     ) -> str:
-        """Prints the program; for other arguments see `Program.to_text`.
+        """For other arguments see `Program.to_text`.
 
         Args:
             remarks: print the remarks that the program stores.
@@ -164,7 +164,7 @@ def program_to_text(
     after: str = "",
     milliseconds: float | None = None,
 ) -> str:
-    """Prints a program; for the arguments see `ProgramPrinter.text`."""
+    """For the arguments see `ProgramPrinter.text`."""
     printer = ProgramPrinter(program)
     return printer.text(
         regions=regions, slots=slots, sources=sources, fold=fold, after=after, milliseconds=milliseconds
@@ -182,7 +182,7 @@ def _region_lines(region: Region, sources: bool, names: Mapping[str, str]) -> li
 
 
 def _argument_names(program: Program, region: Region) -> dict[str, str]:
-    """Maps a region's arguments that fx has renamed to the step's names, such as ``input_1`` to ``input``."""
+    """Maps arguments that fx has renamed to the step's names, such as ``input_1`` to ``input``."""
     calls = (n for graph in program.graphs() for n in region_calls(graph) if region_of(n) == region.name)
     call = next(calls, None)
     if call is None:

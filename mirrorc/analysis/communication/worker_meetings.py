@@ -88,8 +88,7 @@ RowsElsewhere = tuple[tuple[int, int], ...]
 
 
 def gathered_rows(program: Program) -> tuple[int, ...]:
-    """For each meeting of rows: this worker's number of rows, the number assumed on earlier workers, and the assumed
-    total."""
+    """For each meeting of rows: this worker's number of rows, the number assumed on earlier workers, and the assumed total."""
     meetings = [meeting for meeting in worker_meetings(program) if meeting.rows is not None]
     return tuple(number for meeting in meetings for number in (meeting.rows or 0, meeting.before, meeting.shape[0]))
 

@@ -39,8 +39,7 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket on the link between workers, which carries one at a time. ``launched`` is the time of the last device's
-    launch."""
+    """A bucket on the link between workers, which carries one at a time. ``launched`` is the time of the last device's launch."""
 
     bucket: int
     kind: str

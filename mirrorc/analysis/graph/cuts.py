@@ -19,8 +19,7 @@ _MIN_GAIN = 2  # the value has at least so many times the products' bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
-    """Nodes to move before a cut, which a large value would otherwise cross for much smaller results; with their new
-    pieces.
+    """Nodes to move before a cut, which a large value would otherwise cross for much smaller results; with their new pieces.
 
     Args:
         piece_of: in the order of the graph; piece 0, the forward, does not change.

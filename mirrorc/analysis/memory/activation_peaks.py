@@ -34,8 +34,8 @@ class Peak:
 class JointTimeline:
     """A captured graph in execution order, with the lifetimes of its values.
 
-    Values and workspaces count as in `step.memory()`, but gradients are assumed to be in buckets, and fusion, regions
-    and updates are unknown.
+    Values and workspaces count as in `step.memory()`, but gradients are assumed to be in buckets, and fusion, regions and
+    updates are unknown.
     """
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
