@@ -1,1 +1,1 @@
-"""Compares a step on several devices with one on the whole batch."""
+"""Compares a step on several devices with a step on one device with the whole batch."""

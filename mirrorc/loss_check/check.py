@@ -1,4 +1,4 @@
-"""`check_loss`: compares loss and gradients of a whole batch with those of its shards."""
+"""`check_loss` compares loss and gradients of a whole batch with those of its shards."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _SMALLEST_SCALE = 1e-2  # of the largest gradient of all: one that is zero but f
 
 @dataclass(frozen=True, repr=False)
 class LossCheck:
-    """The result of `check_loss`; prints the differences, and known reasons.
+    """The result of `check_loss`. Printed, it shows the differences and known reasons.
 
     Attributes:
         same: whether loss and gradients agree.
         loss: of the whole batch.
         sharded_loss: the loss of a step: the weighted sum over the shards.
         num_examples: of each shard.
-        differences: for each trainable variable, the largest difference of its gradients, relative to their largest entry;
-            the largest first.
+        differences: for each trainable variable, the largest difference of its gradients, relative to their largest
+            entry; the largest difference comes first.
         tolerance: the largest relative difference due to rounding.
-        reasons: sentences on the coupling of examples; empty without any.
+        reasons: sentences on the coupling of examples; empty if ``same``.
     """
 
     same: bool
@@ -90,30 +90,31 @@ def check_loss(
 ) -> LossCheck:
     """Checks on one batch whether a step on several devices makes the update that one device makes on the whole batch.
 
-    It computes loss and gradients of the whole batch, and of its shards one after the other on the model's own device.
-    Model, gradients and random streams are left as they are, and so is the Python state of model and loss: attributes,
+    It computes loss and gradients of the whole batch, and of its shards one after the other, on the model's own device.
+    Model, gradients and random streams stay as they are, and so does the Python state of model and loss: attributes,
     containers, closures, random generators. Changes of globals, classes, iterators, Python generators and queues of the
-    standard library stay. Random numbers are the same for each example, so dropout makes no difference.
+    standard library last. Random numbers are the same for each example, so dropout makes no difference.
 
     Example:
         >>> mirrorc.check_loss(model, x, target=y, loss_fn=F.cross_entropy, num_replicas=2)  # doctest: +SKIP
-        the same on 2 replicas: loss 2.30259, and all gradients agree to 3.1e-07 of their largest entry (32 examples as 16 +
-            16)
+        the same on 2 replicas: loss 2.30259, and all gradients agree to 3.1e-07 of their largest entry (32 examples as
+            16 + 16)
 
     Args:
         model: the model, before or after its compilation.
-        *args: arguments as for the step: tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
+        *args: arguments as for the step: tensors are split along dim 0, see `mirrorc.replicated` and
+            `mirrorc.PerReplica`.
         loss_fn: as for `mirrorc.compile`.
         loss_reduction: as for `mirrorc.compile`.
         num_replicas: the number of shards.
-        tolerance: the largest relative difference due to rounding; None for 1e-7 with parameters of 64 bits, 1e-3 with 32
-            bits and 0.05 with 16 bits or autocast.
-        raises: raise an error if they are not the same.
-        **kwargs: as for the step; with a loss_fn, ``target`` is the second argument of the loss_fn.
+        tolerance: the largest relative difference due to rounding; None for 1e-7 with parameters of 64 bits, 1e-3 with
+            32 bits and 0.05 with 16 bits or autocast.
+        raises: whether to raise an error if they are not the same.
+        **kwargs: as for the step; with a ``loss_fn``, ``target`` is its second argument.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a model without a loss.
-        MirrorcError: they are not the same, if ``raises``; with the text of the result.
+        MirrorcError: they are not the same and ``raises`` is True, or the model asks for values of other replicas.
     """
     check_model(model)
     if loss_fn is not None and "target" not in kwargs:

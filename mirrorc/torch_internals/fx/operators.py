@@ -1,4 +1,4 @@
-"""Torch operators: schemas, temporary replacement, and calls without a public name."""
+"""Schemas of torch operators, their temporary replacement, and calls without a public name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Replaces results of this thread's operators, below autograd, by ``replace(operator, args, kwargs)``.
 
-    If ``replace`` returns NotImplemented, the operator runs. Operators within ``replace`` are not replaced.
+    An operator runs if ``replace`` returns NotImplemented. Operators within ``replace`` are not replaced.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,7 +49,7 @@ def bare_name(target: Any) -> str:
 
 
 def is_composite(target: Any) -> bool:
-    """Tests for an operator that has no kernel, as it is composed of others on every device."""
+    """Tests for an operator without a kernel, which is composed of other operators on every device."""
     return bool(target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
@@ -58,7 +58,7 @@ def lazily_negative(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source to its target in one call, which on GPUs is one kernel and halves the time for small tensors."""
+    """Copies in one call: on GPUs one kernel, which halves the time for small tensors."""
     if targets:
         torch._foreach_copy_(targets, sources)
 

@@ -17,7 +17,7 @@ def is_profiled() -> bool:
 
 
 def seen_by_profiler(job: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps a job for another thread; the calling thread must wait for its end. The job may run once."""
+    """Wraps a job for another thread, to run at most once. The calling thread must wait for its end."""
     functions = _functions()
     if functions is None:
         return job

@@ -1,4 +1,4 @@
-"""Copies of TorchScript modules with other tensors as parameters and buffers."""
+"""Copies TorchScript modules with other tensors as parameters and buffers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _parameter(argument: Any) -> inspect.Parameter:
 
 
 def object_within(module: nn.Module) -> str | None:
-    """An attribute of a TorchScript module with an object that copies would share."""
+    """The name of an attribute of a TorchScript module that holds an object, which copies would share; None without one."""
     for part in module.modules():
         for name in _attribute_names(part):
             if _shown(getattr(part, name)) is None:
@@ -61,7 +61,7 @@ class ScriptCopy:
 
     Attributes:
         module: can run after `load`.
-        pairs: each module within the original, itself included, and its copy.
+        pairs: each module within the original, including itself, and its copy.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -85,7 +85,7 @@ class ScriptCopy:
             _native(copy).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
 
     def changed(self) -> str | None:
-        """An attribute, no parameter or buffer, that changed since `load`."""
+        """The name of an attribute other than a parameter or buffer that changed since `load`, or None."""
         return next((name for name, copy, _, shown in self._loaded if _shown(getattr(copy, name)) != shown), None)
 
     def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -102,7 +102,7 @@ class ScriptCopy:
 
 
 def _shown(value: Any) -> tuple[Any, ...] | None:
-    """Equal for unchanged values while the first lives; None if the value may hold an object."""
+    """Equal for unchanged values while the first value lives; None if the value may hold an object."""
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), value._version, value.shape
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Inductor: compiling a region, its cache, its allocations."""
+"""Inductor: compiles a region; its cache and its allocations."""

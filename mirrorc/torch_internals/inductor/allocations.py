@@ -1,4 +1,4 @@
-"""Observation of allocations in compiled code and operators."""
+"""Observes allocations in compiled code and in operators."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 
 class _NoKernel:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Stands for the call of a CPU kernel."""
+        pass
 
     run = __call__  # the GPU's
 
 
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    """The syntax tree of ``call(self, args)`` in a result of `compile_with_inductor`, and a namespace to run it on fake tensors.
+    """The syntax tree of ``call(self, args)`` in a result of `compile_with_inductor`, and a namespace to run it on fake
+    tensors.
 
     Kernels in the namespace compute nothing; functions for allocations and views are torch's.
 
@@ -64,14 +65,14 @@ def num_users(storage: torch.UntypedStorage) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A key that live tensors, real or fake, have in common if they share memory."""
+    """Equal for live tensors, real or fake, that share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def peak_allocation(action: Callable[[], object], older: Sequence[torch.Tensor]) -> int:
-    """Calls an action; returns the peak memory in bytes of the tensors that its operators allocate.
+    """Calls an action; returns the peak bytes of the tensors that its operators allocate.
 
-    Temporary memory within an operator, and the memory of ``older`` tensors, does not count.
+    Temporary memory within an operator, and the memory of ``older`` tensors, do not count.
     """
     known = {storage_key(tensor) for tensor in older}
     holders: dict[int, int] = {}

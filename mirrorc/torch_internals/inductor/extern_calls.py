@@ -1,4 +1,4 @@
-"""Direct calls of torch functions in Inductor's code."""
+"""Calls torch functions directly in Inductor's code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def call_directly(operator: Any, call: str) -> None:
 
     Args:
         operator: an operator that takes only tensors, writes the first, and returns nothing.
-        call: the code of the call, with ``{0}`` for the first argument. It can use the names of Inductor's wrapper, such as
-            ``extern_kernels``.
+        call: the code of the call, with ``{0}`` for the first argument. It can use the names of Inductor's wrapper,
+            such as ``extern_kernels``.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V

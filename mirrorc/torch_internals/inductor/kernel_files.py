@@ -1,4 +1,4 @@
-"""Compilation without Inductor's cached files, and the repair of corrupt ones."""
+"""Compiles without Inductor's cached files, and repairs corrupt ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOADED = (".py", ".so", ".cpp")
 def fresh_kernel_files() -> Iterator[None]:
     """Hides the files of earlier compilations from Inductor.
 
-    At the end, new files replace older ones that differ. Names determine contents, so a difference means corruption.
+    At the end, new files replace older files that differ. Names determine contents, so a difference means corruption.
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
     from torch._inductor.utils import fresh_inductor_cache

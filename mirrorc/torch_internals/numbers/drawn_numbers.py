@@ -98,7 +98,7 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
     drawn, draw = DrawnNumbers(module), user_defined.call_random_fn
 
     def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """The variable of a drawn number; None if the call is no single draw."""
+        """None if the call is not a single draw, or its number cannot be an input."""
         if not trace.is_here or not _is_single_draw(function, args, kwargs):
             return None
         constants = tuple(arg.as_python_constant() for arg in args)

@@ -1,4 +1,4 @@
-"""Python numbers that are graph inputs, read and computed on the host before each step."""
+"""Python numbers that are graph inputs: the host reads and computes them before each step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NumbersGivenUp(Exception):
 
     Attributes:
         names: the expressions of the numbers.
-        words: the users' names of the numbers, if known.
+        words: the user's names of the numbers, if known.
         stack: the frames of a number's random draw, outermost first, if known.
     """
 
@@ -43,7 +43,7 @@ class NumbersGivenUp(Exception):
 
 
 def is_ordinary(value: Any) -> bool:
-    """Tests for a number that can be an input: neither a bool, nan or infinite, nor very large."""
+    """Tests for a number that can be an input: not a bool, not nan or infinite, not very large."""
     if type(value) is float:
         return -_LARGEST_FLOAT < value < _LARGEST_FLOAT
     return type(value) is int and -_LARGEST < value < _LARGEST
@@ -60,7 +60,7 @@ class Slot(NamedTuple):
 
 
 class HostNumber(NamedTuple):
-    """A number that Python reads, or computes from earlier ones.
+    """A number that Python reads, or computes from earlier numbers.
 
     Attributes:
         sources: the expressions from which the number is read or computed.
@@ -103,7 +103,7 @@ class HostNumbers:
         """Adds a guard on the numbers' symbols.
 
         Raises:
-            NumbersGivenUp: the guard fails, or needs more than numbers.
+            NumbersGivenUp: the guard fails, or depends on more than numbers.
         """
         try:
             holds = _holds(guard, dict(zip(self._symbols, self.values, strict=True)))

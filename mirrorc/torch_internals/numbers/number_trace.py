@@ -1,7 +1,7 @@
-"""Dynamo traces with chosen Python numbers as inputs, and a record of how Python computes numbers from them.
+"""Traces with chosen Python numbers as inputs, and records how Python computes other numbers from them.
 
-Dynamo computes with symbols as with exact numbers, and so would round ``t * 0.1 * 3.0`` differently.
-Here each result is a new symbol whose value Python computes.
+Dynamo computes exactly with symbols, and so would round ``t * 0.1 * 3.0`` differently. Here each result is a new symbol
+whose value Python computes.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ class NumberTrace:
         return symbol, make(symbol, hint=value, source=source)
 
     def names_at(self, nodes: Collection[fx.Node]) -> list[str]:
-        """The expressions behind numbers; all expressions of the trace if a node is no number."""
+        """The expressions that numbers come from; all expressions of the trace if a node is not a number."""
         if not all(node in self.index_of for node in nodes):
             return self.inputs.sources
         numbers = (self.inputs.numbers[self.index_of[node]] for node in nodes)
         return list(dict.fromkeys(source for number in numbers for source in number.sources))
 
     def inputs_at(self, nodes: Collection[fx.Node]) -> HostNumbers:
-        """The numbers on the host, of which those at the given nodes are inputs of the graph.
+        """The numbers on the host. Those at the given nodes are inputs of the graph.
 
         Raises:
             NumbersGivenUp: a guard on numbers cannot be checked on the host.

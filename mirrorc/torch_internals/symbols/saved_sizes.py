@@ -1,4 +1,4 @@
-"""The texts of symbolic sizes in saved programs, and environments of symbols to read them."""
+"""Writes symbolic sizes of saved programs as texts, and reads them in a new environment."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _number_in(name: str) -> int | None:
 
 
 class SavedSizes:
-    """A new environment with the given symbols, in which sizes are read from texts.
+    """A new environment with the given symbols, in which texts are read as sizes.
 
     Raises:
         ValueError: torch cannot create the symbols.
@@ -76,10 +76,10 @@ class SavedSizes:
         self.fake_mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
     def size(self, text: str) -> Size:
-        """The size that a text describes, as written by `text`.
+        """Reads a size that `text` has written.
 
         Raises:
-            ValueError: the text is no expression of the symbols.
+            ValueError: the text is not an expression of the symbols.
         """
         try:
             expression = self._expression(ast.parse(text, mode="eval").body)
@@ -88,10 +88,10 @@ class SavedSizes:
             raise ValueError(f"{text!r:.60} is no size") from error
 
     def text(self, size: Size) -> str:
-        """A size as a text: ``Add(FloorDiv(s0, 2), 1)``.
+        """Writes a size: ``Add(FloorDiv(s0, 2), 1)``.
 
         Raises:
-            ValueError: the size has operations without a text.
+            ValueError: an operation of the size has no text, or the text is read as another size.
         """
         key = size_key(size)
         if isinstance(key, int):

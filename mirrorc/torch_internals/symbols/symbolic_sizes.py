@@ -1,4 +1,4 @@
-"""Symbolic sizes: symbols for sizes of arguments, their names, and guards on them."""
+"""Symbols for sizes of arguments, their names, and guards on them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def environment_of(value: Any) -> int:
 
 
 def size_key(size: Size) -> Any:
-    """A hashable key for a size, which is compared without a guard: a number, or an expression of symbols."""
+    """A hashable key whose comparison adds no guard: a number, or an expression of symbols."""
     if not is_symbolic(size):
         return size
     expression = size.node.expr
@@ -102,7 +102,7 @@ def text_of_size(size: Size) -> str:
 
 
 def size_now(size: Size) -> Any:
-    """The number that a size was at capture, found without a guard. Functions named ``..._now`` use such numbers."""
+    """The number that a size was at capture, without a guard. Functions named ``..._now`` use such numbers."""
     return size.node.hint if is_symbolic(size) else size
 
 
@@ -196,7 +196,7 @@ class SizesOfArguments:
         return key
 
     def check_symbols(self, value: Any) -> None:
-        """Raises `SizesGivenUp` for data-dependent sizes, such as the number of nonzero elements."""
+        """Raises `SizesGivenUp` for data-dependent sizes, such as the number of nonzero elements, and for truth values."""
         others = symbols_in(value) - self._places.keys()
         if others:
             raise SizesGivenUp(f"the size {sorted(map(str, others))[0]} follows from the values of tensors")
@@ -211,7 +211,7 @@ class SizesOfArguments:
         return self._numbers[key] if key in self._numbers else size_of_key(key, self._fake_mode)
 
     def numbers_for(self, tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> tuple[int | float, ...] | None:
-        """The number for each key, given the arguments; 0 for a key of None. Returns None if the arguments do not fit the graph.
+        """The number for each key (0 for None), given the arguments. Returns None if the arguments do not fit the graph.
 
         The graph must be final: torch adds guards while it compiles.
         """
@@ -271,7 +271,7 @@ def knowledge_of(tensor: Any) -> tuple[Any, tuple[int, int]]:
 
 
 def assume_num_elements(tensors: Sequence[torch.Tensor], *, least: float = 0, most: float = math.inf) -> None:
-    """Guards, for each bound, whether the total number of elements of tensors is within it."""
+    """Adds a guard, for each bound, on whether the total number of elements is within it."""
     symbolic = [tensor for tensor in tensors if has_symbols(tensor)]
     rest = sum(num_elements_now(tensor) for tensor in tensors if not has_symbols(tensor))
     if symbolic:

@@ -1,4 +1,4 @@
-"""Dynamo's guards, without guards on state that mirrorc watches, and with guards that Dynamo lacks."""
+"""Dynamo's guards, without those on state that mirrorc watches, and with guards that Dynamo lacks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of t
 class DynamoGuards:
     """Checks that a call of a module would still be traced to the same graph.
 
-    Other code watches arguments, parameters and buffers of submodules, hooks of submodules, and torch's modes.
-    Dynamo lacks guards on identities of outside tensors, hooks of outside modules, methods of the classes in use, the sign
-    of zeros, and `os.environ`.
+    Other code watches arguments, parameters and buffers of submodules, hooks of submodules, and torch's modes. Dynamo
+    lacks guards on identities of outside tensors, hooks of outside modules, methods of the classes in use, the sign of
+    zeros, and `os.environ`.
 
     Attributes:
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
@@ -86,7 +86,6 @@ class DynamoGuards:
         return self.drawn.calls if self.drawn is not None else ()
 
     def use_draws(self) -> Callable[[], None]:
-        """Advances the generators past the draws of `hold`; returns a function that restores them."""
         if self.drawn is None:
             return lambda: None
         before = Generators()
@@ -111,7 +110,6 @@ class DynamoGuards:
         return tuple(numbers)
 
     def changed_numbers(self) -> list[str]:
-        """The expressions of numbers that differ from the graph's constants."""
         changed = []
         for name, value in self._constants.items():
             now = next(iter(_evaluated(name, self._scope)), None)
@@ -180,7 +178,7 @@ def captured_output() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def guarded_results() -> Iterator[None]:
-    """Makes Dynamo guard Python values that forward returns without a look at them, such as a string argument.
+    """Makes Dynamo guard Python values that forward returns without reading them, such as a string argument.
 
     mirrorc saves such values, while Dynamo's own code reads them in each call.
     """
@@ -201,7 +199,7 @@ def guarded_results() -> Iterator[None]:
 def build_guards(
     output: Any, module: nn.Module, inputs: HostNumbers | None = None, drawn: DrawnNumbers | None = None
 ) -> DynamoGuards:
-    """The guards of a captured call.
+    """Builds the guards of a captured call.
 
     Raises:
         GuardsChange: a guard fails at once, so its value changes with each read.
