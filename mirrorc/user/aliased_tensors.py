@@ -15,7 +15,7 @@ from mirrorc.torch_internals import is_dense, num_users
 
 
 def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses two tensors with common elements if one of them is moved, or copied for each replica."""
+    """Refuses two tensors with common elements if a step moves one of them, or copies it for each replica."""
     spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
     reaching: list[tuple[str, int, int, str]] = []
     for span in spans:
@@ -74,7 +74,7 @@ def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 
 def _have_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tests that two tensors with overlapping spans have common elements; columns of one matrix have none."""
+    """Spans must overlap. Columns of one matrix have no common elements."""
     if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
         return True
     return bool(torch.isin(_addresses(a), _addresses(b)).any())

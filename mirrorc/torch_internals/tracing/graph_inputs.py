@@ -28,7 +28,7 @@ class ReadVariable(NamedTuple):
     Attributes:
         words: the user's name for it; empty if no expression reads it.
         root: the module through which it is reached; None for a lone parameter.
-        counter: for a statistic whose version forwards do not change, the buffer that counts the forwards; otherwise None.
+        counter: for a statistic whose version forwards do not change, the buffer that counts the forwards; else None.
     """
 
     tensor: torch.Tensor
@@ -41,7 +41,7 @@ class ReadVariable(NamedTuple):
 def read_variables_from_module(traced: fx.GraphModule) -> None:
     """Makes Dynamo's graph read parameters and buffers from its module.
 
-    Forward may reach them from outside, such as through a closure, past the stand-ins of joint export.
+    Forward may reach them from outside, as through a closure, past the stand-ins of joint export.
     """
     codegen: Any = traced.graph._codegen
     read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
@@ -49,7 +49,7 @@ def read_variables_from_module(traced: fx.GraphModule) -> None:
 
 
 def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
-    """The tensors that a graph reads besides ``leaves`` and the parameters and buffers of its module."""
+    """The tensors that a graph reads other than ``leaves`` and the parameters and buffers of its module."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     known = {*map(id, leaves), *read.named}
@@ -66,7 +66,7 @@ def module_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> 
 
 
 def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The user's expressions for tensors; empty for a tensor that no expression reads."""
+    """The user's expressions for tensors; "" for a tensor that no expression reads."""
     scope = scope_of_guards(module)
     by_id: dict[int, str] = {}
     for name in sorted(names, key=len):

@@ -1,4 +1,4 @@
-"""The results of a graph of Dynamo's export, as the user's Python objects."""
+"""The results of an exported graph, as the user's Python objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suppression of Dynamo's metrics where nobody reads them."""
+"""Suppresses Dynamo's metrics where nobody reads them."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _WARNED: dict[Any, Any] = {}  # Python's filters show a warning of a line once
 
 @dataclass(frozen=True)
 class PythonWrite:
-    """The changes by forward to an object that is older than the trace.
+    """Forward's changes to an object that is older than the trace.
 
     Attributes:
         source: the expression that reads the object, from ``L['self']`` or globals ``G``.
@@ -65,7 +65,7 @@ class PythonWrite:
 
     @property
     def is_read_by_changing(self) -> bool:
-        """Tests for a generator or an iterator, as reading it changes it."""
+        """Tests for a generator or an iterator, which a read changes."""
         return (
             self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
         )
@@ -97,7 +97,7 @@ class PythonWrite:
 
 
 def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[str]) -> None:
-    """Makes ``wanted`` an object's attributes. If it is a class, only those named in ``changing`` are set."""
+    """Makes ``wanted`` an object's attributes; of a class, sets only those named in ``changing``."""
     if not isinstance(owner, type):
         owner.__dict__.clear()
         owner.__dict__.update(wanted)
@@ -126,7 +126,7 @@ class PythonCall:
 
 @dataclass
 class PythonEffects:
-    """Side effects of one trace. Stacks have their outermost frame first.
+    """Side effects of one trace. Stacks begin with their outermost frame.
 
     Attributes:
         draws: the stacks of draws that steps would not repeat.
@@ -153,7 +153,7 @@ def observed_effects(
 
     Args:
         names: the globals of the traced function.
-        makes_arguments: the call's function that builds the containers of its arguments, which are watched; or None.
+        makes_arguments: the function that builds the containers of the call's arguments, which are watched; or None.
     """
     effects, scope = PythonEffects(), {"L": {"self": module}, "G": names}
     with contextlib.ExitStack() as stack:
@@ -223,7 +223,7 @@ def _call_observers(effects: PythonEffects) -> list[tuple[Any, str, Any]]:
 
 
 def _logger(args: Sequence[Any]) -> Any:
-    """The variable of a logger; None if the name of the logger is no constant."""
+    """None if the logger's name is not a constant."""
     from torch._dynamo.variables.misc import LoggingLoggerVariable
 
     if not all(arg.is_python_constant() for arg in args):
@@ -256,7 +256,7 @@ def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeat
 
 
 def _value_of(variable: Any) -> Any:
-    """The value of a variable in the trace; raises an exception if it has none."""
+    """Raises an exception if the variable has no value in the trace."""
     if hasattr(variable, "realize"):
         variable = variable.realize()
     if hasattr(variable, "format_string"):

@@ -1,4 +1,4 @@
-"""Detection of random numbers that steps would not draw anew: Python's, and cached ones."""
+"""Detects random numbers that steps would not draw anew: Python's, and cached ones."""
 
 from __future__ import annotations
 

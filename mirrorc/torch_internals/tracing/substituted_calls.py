@@ -68,7 +68,7 @@ def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[N
 
 @contextlib.contextmanager
 def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
-    """Collects the lines at which traces of this thread call a function of torch."""
+    """Collects the lines at which traces of this thread call a torch function."""
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     thread, lines, call = threading.get_ident(), list[int](), TorchInGraphFunctionVariable.call_function
@@ -84,9 +84,10 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def asked_for_class(kind: type) -> Iterator[None]:
-    """Makes isinstance() in traces of this thread use the ``__class__`` of objects of ``kind``, and finds attributes in ``kind``.
+    """For objects of ``kind`` in traces of this thread, makes isinstance() use ``__class__``, and finds attributes in
+    ``kind``.
 
-    This is what Python does. Dynamo uses ``__class__`` for a single class only, and searches it for attributes.
+    Python does both. Dynamo uses ``__class__`` for a single class only, and searches it for attributes.
     """
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 

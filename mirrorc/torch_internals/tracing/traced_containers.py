@@ -1,4 +1,4 @@
-"""Detection of changes to containers that a trace has built itself."""
+"""Detects changes to containers that a trace has built itself."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[Chan
 
 
 def _without_defaults(variable: Any, before: Sequence[Any] | None, items: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Returns items without those that a read has added to a defaultdict and would add again."""
+    """Drops items that a read has added to a defaultdict and would add again."""
     factory = _realized(getattr(variable, "default_factory", None))
     if before is None or items is None:
         return items

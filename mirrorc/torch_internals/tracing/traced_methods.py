@@ -1,4 +1,4 @@
-"""Detection of changes to methods that a trace has entered."""
+"""Detects changes to methods that a trace has entered."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TracedMethods:
                 self._entries[owner, name] = _looked_up(owner, name)
 
     def _enter_functions(self, functions: Iterable[FunctionType]) -> bool:
-        """Adds the traced ones among functions; returns whether there are any."""
+        """Returns whether any of the functions were traced."""
         traced = [function for function in functions if function.__code__ in self._traced]
         for function in traced:
             if id(function) not in self._functions:
@@ -80,7 +80,7 @@ class TracedMethods:
         return not self._others or all(method.is_same() for method in self._others)
 
     def broken(self) -> str:
-        """A description of the first change; empty if there is none."""
+        """The first change, in words; empty if there is none."""
         for method in (*(_Method(*entry) for entry in self._plain), *self._others):
             if not method.is_same():
                 return f"{method.owner.__name__}.{method.name} was replaced"
