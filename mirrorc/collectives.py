@@ -42,8 +42,8 @@ def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
 def all_gather(value: torch.Tensor) -> torch.Tensor:
     """Concatenates the values of all replicas with examples along dim 0, inside a model or a loss.
 
-    Rows are in the order of replicas, so examples keep the order of the batch. It is differentiable: gradients with
-    respect to a replica's rows are summed over all replicas' losses. In plain PyTorch it copies the value.
+    Examples keep the order of the batch. It is differentiable: gradients with respect to a replica's rows are summed over
+    all replicas' losses. In plain PyTorch it copies the value.
 
     Args:
         value: a tensor with at least one dimension. Only the number of rows may differ between replicas.

@@ -34,7 +34,6 @@ class TopK:
             )
 
     def count(self, num_elements: int) -> int:
-        """The number of elements to send out of ``num_elements``."""
         return min(num_elements, max(1, math.ceil(self.ratio * num_elements)))
 
 
@@ -79,7 +78,7 @@ class Payload:
     """
 
     def num_bytes(self, gradients: Gradients, num_workers: int) -> int:
-        """The size of a message, for choices, reports and predictions.
+        """The size of a message.
 
         Args:
             gradients: on the device ``meta``, without values.
@@ -96,8 +95,7 @@ class Payload:
         """Sends the gradients of a message, and computes their sums.
 
         It runs in a thread during backward, for one message at a time, in the same order on all workers. All workers must call
-        the same collectives, and compute sums with the same bits. Matrix products and sums over a dimension differ between
-        processors.
+        the same collectives, and compute the same bits; matrix products and reductions differ between processors.
 
         Args:
             gradients: this worker's sums plus the residual of earlier steps. Values left in them at return are the new residual.

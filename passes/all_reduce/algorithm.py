@@ -22,7 +22,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class AllReduceAlgorithm:
-    """Replaces each sum over replicas by messages and additions of a subclass::
+    """Replaces each sum over replicas by messages and additions that a subclass defines::
 
         s  = all_reduce(p, q, bucket=0, link=copy)       send(q, bucket=0, destination=0, chunk=0, round=0, replica=1)
         ...                                              r  = recv(bucket=0, source=1, chunk=0, round=0, replica=0)

@@ -21,8 +21,8 @@ from mirrorc.printing.printed_values import size_text
 class Auto(AllReduceAlgorithm):
     """Chooses an algorithm for each bucket, with a reason.
 
-    Native sums serve NCCL, shared memory, two devices, and sums that not all devices need whole. Otherwise small
-    buckets take a tree (few messages), and large ones halving-doubling or a ring (few bytes).
+    It takes native sums with NCCL, in shared memory, for two devices, and where not every device needs the whole sum.
+    Otherwise it takes a tree for small buckets (few messages), and halving-doubling or a ring for large ones (few bytes).
 
     Attributes:
         small_bytes: the size up to which latency exceeds transfer time.

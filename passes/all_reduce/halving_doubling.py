@@ -17,7 +17,7 @@ class HalvingDoubling(AllReduceAlgorithm):
     A device sends 2 (N - 1) / N of the bucket, as in a ring, in 2 log2(N) messages. If N is not a power of two, each
     surplus device first sends its bucket to another device, which returns the sum.
 
-    Source: Thakur, Rabenseifner and Gropp (2005), with whole buckets for the surplus devices.
+    Source: Thakur, Rabenseifner and Gropp (2005).
     """
 
     name: str = field(default="halving-doubling", init=False)

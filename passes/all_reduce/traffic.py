@@ -37,10 +37,10 @@ class Held:
 
 
 class Traffic:
-    """Builds the nodes of an algorithm.
+    """Inserts messages and computations.
 
-    Operations on a packed bucket are inserted at its launch; all others at the replica's wait for the sum, after more
-    of backward. Empty values are not sent.
+    Those on packed buckets come at the launch; all others come at the replica's wait, after more of backward. Empty
+    values are not sent.
 
     Attributes:
         number: the pack's number if the bucket is cut, else the bucket's.
@@ -150,7 +150,6 @@ class Traffic:
         return self.joined(pieces)
 
     def finish(self, results: Sequence[Held]) -> None:
-        """Replaces each replica's wait for the sum by its result."""
         for replica, wait in self._waits.items():
             if wait.users:
                 wait.replace_all_uses_with(results[replica].node or self._nothing(replica))

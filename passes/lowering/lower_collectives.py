@@ -75,7 +75,6 @@ class LowerCollectives:
 
 
 def _of_whole_buckets(program: Program) -> list[str]:
-    """Remarks on buckets that one device updates and broadcasts whole."""
     remarks = []
     for node in calls_to(program.mirrored_graph, ops.broadcast):
         bucket = program.buckets[bucket_of(node)]
@@ -91,7 +90,6 @@ def _of_whole_buckets(program: Program) -> list[str]:
 
 
 def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:
-    """Replaces a broadcast by sends and receipts; the root's wait is removed."""
     bucket, root = bucket_of(broadcast), broadcast.kwargs["root"]
     for wait in list(broadcast.users):
         replica = replica_of(wait)

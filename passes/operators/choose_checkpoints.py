@@ -39,9 +39,9 @@ class ChooseCheckpoints:
         ...                                      ...
         grad  = aten.mm(t, tanh)                 grad  = aten.mm(t, tanh)
 
-    Forward is cut into segments where few bytes cross. In each segment, a minimum cut chooses the saved values, at a
-    price per saved byte. The search varies segments and prices. It takes the least recomputation with a predicted peak
-    (`memory.activation_peaks`) within the bound, else the lowest peak.
+    Forward is cut into segments where few bytes cross. In each, a minimum cut chooses the saved values, at a price per
+    byte. A search over segments and prices finds the least recomputation whose predicted peak
+    (`memory.activation_peaks`) is within the bound, else the lowest peak.
 
     Guarantees: every value is the same expression, bit for bit. The model's own checkpoints stay.
 
@@ -100,7 +100,7 @@ class _Search:
         return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
 
     def _rank(self, peak: Peak) -> tuple[bool, float, int]:
-        """A sort key: first the least time within the bound, then the least memory beyond it."""
+        """Sorts by time within the bound, then by memory beyond it."""
         exceeds = peak.num_bytes > self._max_bytes
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
@@ -121,7 +121,6 @@ class _Search:
             low, high = (low, middle) if peak.num_bytes <= self._max_bytes else (middle, high)
 
     def _trimmed(self, segments: Sequence[Segment], levels: Levels, rank: tuple[bool, float, int]) -> Levels:
-        """Lowers levels where that improves the rank, in the most expensive segments first."""
         order = sorted(range(len(segments)), key=lambda i: (-_seconds(segments[i], levels[i]), i))
         for i in [i for i in order if levels[i]][:_MOST_TRIMS]:
             for level in sorted({0, levels[i] - 1}):

@@ -25,7 +25,7 @@ class DecomposeGelu:
     ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``. On CPUs Inductor's tanh takes six times as long as the exp in its
     sigmoid.
 
-    Guarantees: values change by rounding only; the verifier has the same `mirrorc.analysis.graph.decompositions`.
+    Guarantees: values change by rounding only; the verifier knows the formula (`mirrorc.analysis.graph.decompositions`).
     """
 
     wanted: bool = True

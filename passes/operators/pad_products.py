@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class PadProducts:
-    """Pads the second matrix of a large product to rows of a multiple of 16 bytes, here of 50,257 float32 logits::
+    """Pads the second matrix of a large product, so that rows have a multiple of 16 bytes::
 
         logits = aten.mm(x, w)               w_padded = aten.constant_pad_nd(w, [0, 3])
         loss   = f(logits)            ->     logits_padded = aten.mm(x, w_padded)
@@ -36,7 +36,7 @@ class PadProducts:
     gradients of weights, are not padded.
 
     Guarantees: as `LayChannelsLast`.
-    Source: torch's compiler on GPUs. Regions fix strides, so here products are padded before the cut.
+    Source: torch's compiler on GPUs.
 
     Attributes:
         fewest_rows: the fewest rows of the first matrix for which the second is copied.
@@ -96,7 +96,6 @@ class _PaddedValues(RelaidValues):
         self.num_products += 1
 
     def _missing(self, x: torch.Tensor, weight: torch.Tensor) -> int:
-        """The number of columns to add; 0 to leave the product alone."""
         sizes = (*x.shape, *weight.shape)
         if x.dtype not in _DTYPES or weight.dtype is not x.dtype or not all(isinstance(size, int) for size in sizes):
             return 0

@@ -91,7 +91,6 @@ class _Recomputation:
         return True
 
     def _uses_in_backward(self, value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Pairs: a user in backward, and the value or its view that it uses."""
         return ((user, shared) for shared in self._sharing[value] for user in shared.users if user in self._backward)
 
     def _is_stored_for_backward_alone(self, value: fx.Node) -> bool:
@@ -113,7 +112,6 @@ class _Recomputation:
         return sorted(operators, key=self._place.__getitem__)
 
     def _is_in_memory(self, value: fx.Node) -> bool:
-        """Tests for an input, or a value that backward uses directly."""
         return self._is_input(value) or next(self._uses_in_backward(owner_of(value)), None) is not None
 
     @staticmethod
@@ -123,7 +121,6 @@ class _Recomputation:
 
     @staticmethod
     def _sources(operators: list[fx.Node]) -> list[fx.Node]:
-        """The owners of the memory that these operators read."""
         read = (source for node in operators for source in node.all_input_nodes if source not in operators)
         return list(dict.fromkeys(map(owner_of, read)))
 

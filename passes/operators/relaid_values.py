@@ -29,7 +29,7 @@ class RelaidValues:
         self._restored: dict[fx.Node, fx.Node] = {}  # for changed values, their copies in the former layout
 
     def run(self) -> None:
-        """Calls `change` on each node, and infers types where layouts changed. Raises `DependsOnStrides`."""
+        """Calls `change` on each node, and infers new types. Raises `DependsOnStrides`."""
         for node in list(self.graph.nodes):
             if reads_strides(node.target):
                 raise DependsOnStrides(node.name)

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 class AccumulateMicrobatches:
     """Runs the microbatches of a shard one after the other: only one's activations are in memory at a time.
 
-    The first writes gradients into their slots. The others call variants of its regions, which add::
+    The first microbatch writes gradients into slots. Later ones call variants of the regions that add to these::
 
         fwd_0 = call_region(x, w, region=fwd_0)           x_0   = microbatch(x, index=0, sizes=(4, 4))
         loss  = fwd_0[0]                                  fwd_0 = call_region(x_0, w, region=fwd_0)
@@ -162,7 +162,6 @@ class _ShardGraph:
         return argument_node
 
     def _copy(self, index: int, source: fx.Graph, arguments: Mapping[str, Argument]) -> dict[str, Any]:
-        """Copies a microbatch; returns its outputs, with the gradients accumulated so far."""
         values: dict[fx.Node, fx.Node] = {}
         before = self._outputs[-1] if self._outputs else None
         for node in source.nodes:

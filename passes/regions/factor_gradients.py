@@ -29,27 +29,26 @@ from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, nu
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Moves the operator that computes a gradient out of its region, if its operands (the factors) are smaller::
+    """Leaves a gradient as factors, the operands of its last operator, if these are smaller::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
         g     = bwd_0[0]                                  left  = bwd_0[0]
         output {gradients: {w: g}}                  ->    g     = product(left, x, bucket=0, variable=w)
                                                           output {gradients: {w: g}}
 
-    The gradient of a linear weight is a matrix product over examples; that of an embedding is zero outside the rows
-    looked up (`mirrorc.ir.gradient_forms`). With shared memory, each device computes its share of a gradient from all
-    replicas' factors. The products cost the same, but a gradient is written once, not once per replica and again as sum.
+    Such gradients are matrix products over examples, and rows of embeddings (`mirrorc.ir.gradient_forms`). With shared
+    memory, each device computes its share of a gradient from all replicas' factors. The products cost the same, but a
+    gradient is written once, not once per replica.
 
-    Gradients that are exchanged as factors, or whose optimizer takes rows, become factors whatever their size. On a
-    single CPU only embedding gradients become factors.
+    Gradients that are exchanged as factors, or whose optimizer takes rows, always become factors. On a single CPU only
+    embedding gradients do.
 
     Guarantees: factors are never variables or their views, because an update may write these before the gradient is
         computed.
 
     Attributes:
         min_elements: smaller gradients stay whole (no gain at 256 x 256, a seventh of the step at 512 x 512).
-        parameters_are_shared, all_reduce: facts about the pipeline, or None until `mirrorc.passes.resolve_sharing`.
-            Without it None means True, and native sums.
+        parameters_are_shared, all_reduce: see `mirrorc.passes.resolve_sharing`. None counts as True, and as native sums.
 
     Source: sufficient factor broadcasting (Xie et al., 2016).
     """

@@ -39,17 +39,17 @@ from mirrorc.torch_internals import (
 class OutlineRegions:
     """Moves the operators of the captured graph into regions, cut where buckets become ready.
 
-    ``fwd_0`` has the operators before the first use of the loss's gradient; in an evaluation, all. ``bwd_k`` ends with
-    the last gradient of bucket k (or pack k). Equal bodies are one region with several calls. If the second shard
-    shape has another body, its region is ``bwd_k_shard1``::
+    ``fwd_0`` has the operators before the first use of the loss's gradient. ``bwd_k`` ends with the last gradient of
+    bucket k (or pack k). Equal bodies are one region with several calls. If the second shard shape has another body, its
+    region is ``bwd_k_shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
         loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
         mm    = aten.mm(expand, x)                  bwd_0 = call_region(fwd_0[1], x, region=bwd_0)
         output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
 
-    If a large value, such as the gradient of logits, would cross a cut only for operators with much smaller results,
-    these move before the cut. Regions also end at the model's collectives over replicas; nothing moves there.
+    If a large value, such as the gradient of logits, crosses a cut only for operators with much smaller results, these
+    operators move before the cut. A model's collectives also cut regions, and then nothing moves.
 
     Needs: a bucket plan.
     Guarantees: outside of regions are only arguments, reads, region calls and their outputs, checks and gathers of
@@ -103,7 +103,6 @@ class _RegionPool:
         self._first_shape: dict[int, str] = {}  # the region of each piece, for the first shape of a shard
 
     def add(self, shard: int, piece: int, phase: str, graph: fx.Graph) -> str:
-        """The name of the region with this body, the body of a shard's ``piece`` (an index)."""
         key = (phase, _body_key(graph))
         if key not in self._by_body:
             name = self._free_name({"forward": "fwd", "backward": "bwd"}[phase], shard, piece)

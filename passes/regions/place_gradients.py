@@ -30,7 +30,7 @@ from mirrorc.torch_internals import lazy_graph_module
 
 @dataclass(frozen=True)
 class PlaceGradients:
-    """Passes each region the slots of its gradients, to be written there.
+    """Passes each region the slots of its gradients, into which the region writes them.
 
     A matrix product is computed into its slot. Other gradients are copied there, in a kernel that Inductor fuses with
     the operator before::
@@ -162,14 +162,13 @@ def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
 
 
 def _name_parts(node: fx.Node, products: Mapping[fx.Node, str]) -> None:
-    """Marks a call's ``products`` as gradients of their variables."""
     gradients: Any = node.kwargs["gradients"]
     parts = {variable: place for place, variable in _parts_of(node, products).items()}
     node.kwargs = {**node.kwargs, "gradients": {**gradients, **parts}}
 
 
 def _adding_rows(region: Region, places: Sequence[int]) -> Region:
-    """The region with in-place additions of rows to its arguments, for the results at ``places``."""
+    """Makes the results at ``places`` in-place additions of rows to an argument."""
     graph = copied(region.graph_module.graph)
     results: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for place in places:

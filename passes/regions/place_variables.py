@@ -69,7 +69,7 @@ class PlaceVariables:
         return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
 
     def _owners(self, program: Program) -> dict[str, int]:
-        """The owners of variables in buckets; ``owners`` may name more variables, as a call may leave out a layer."""
+        """``self.owners`` may name variables in no bucket: a call may leave out a layer."""
         replicas = {device.name: replica for replica, device in enumerate(program.devices)}
         named = dict(self.owners)
         for name, device in named.items():

@@ -49,7 +49,7 @@ class ReserveMemory:
 
     Attributes:
         wanted: True if the C library allocates the devices' memory; GPU allocators keep freed memory.
-        min_bytes: smaller results get no reserved memory; glibc may keep blocks below 32 MiB.
+        min_bytes: the smallest result to reserve memory for; glibc itself can keep blocks below 32 MiB.
     """
 
     wanted: bool = True

@@ -46,7 +46,7 @@ _INTO_SLOTS = frozenset({out_products.mm_into, out_products.addmm_into, out_prod
 
 @dataclass(frozen=True)
 class ReuseArguments:
-    """Writes an elementwise result over the argument that it is computed from, if this has no later reader::
+    """Writes an elementwise result over the argument that it is computed from, if nothing reads this afterwards::
 
         region bwd_0(logits, lse, dy, w):                region bwd_0(logits, lse, dy, w):
             ...                                              ...
@@ -58,7 +58,8 @@ class ReuseArguments:
     New large blocks come from the system: their allocation and clearing can take longer than the computation.
 
     Needs: regions in their final form.
-    Guarantees: no argument is written that anything may read after a call (the rule regions_write_only_their_memory).
+    Guarantees: an argument is written only if nothing may read it after any call of its region (the rule
+        regions_write_only_their_memory).
 
     Attributes:
         wanted: True if the backend fuses the copy with its source.

@@ -26,7 +26,7 @@ class InsertAllReduce:
                                                           wait_1 = wait(all_reduce, bucket=0, replica=1)
                                                           output {reduced: ((wait, wait_1),)}
 
-    Nothing is reduced if there is one replica, or if the program accumulates gradients: each replica keeps its own.
+    Nothing is reduced for one replica, or if the program accumulates gradients.
 
     Packs of a cut bucket are reduced separately::
 

@@ -28,8 +28,8 @@ class Replicate:
                                                           loss_1  = fwd_0_1[0]
                                                           output {losses: (loss, loss_1)}
 
-    A replica without examples has no nodes, and None as results. If no replica of a worker has examples, replica 0
-    takes part in the model's collectives over workers (`attend`).
+    A replica without examples has no nodes, and None as results. If a whole worker has no examples, its replica 0 joins
+    the model's collectives (`attend`).
 
     Guarantees: each replica runs the graph of its shard shape; no edge joins two replicas.
     """
@@ -103,7 +103,6 @@ def _remark(program: Program) -> str:
 
 
 def _calls(source: fx.Graph | None) -> list[list[fx.Node]]:
-    """Groups each node with the `getitem` nodes of its result."""
     calls: list[list[fx.Node]] = []
     for node in source.nodes if source is not None else ():
         if node.target is operator.getitem:

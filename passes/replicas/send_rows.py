@@ -34,8 +34,8 @@ class SendRows:
     Guarantees: all devices have the same parameters, bit for bit. The pass may run twice.
 
     Attributes:
-        most_in_one_memory: the largest fraction of a table's rows to send between devices of one memory; beyond, a copy
-            of the table is faster (benchmarks/README.md).
+        most_in_one_memory: the largest fraction of a table's rows to send within one memory, where whole copies are fast
+            (benchmarks/README.md).
     """
 
     most_in_one_memory: float = 1 / 8

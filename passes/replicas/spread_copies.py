@@ -31,13 +31,13 @@ class SpreadCopies:
                                                          store(cat([c_1, d_1]), bucket=0, replica=1)
                                                          (the same on replica 2)
 
-    The owner sends each element once, not once per device. For small buckets, the number of messages counts more.
+    The owner sends each element once, not once per device.
 
     Guarantees: each device stores the same values.
     Source: tensorpack's OverrideCachingDevice; van de Geijn (1994).
 
     Attributes:
-        min_elements: smaller buckets keep their broadcast.
+        min_elements: smaller buckets keep their broadcast, which has fewer messages.
         within_one_memory: also relay between devices of one memory.
     """
 

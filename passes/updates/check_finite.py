@@ -19,7 +19,7 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class CheckFinite:
-    """Passes the commit checks of losses and gradients, after moving all but writes before it::
+    """Moves all but writes before the commit, which then checks losses and gradients::
 
         commit(replica=0)                                     wait_0 = wait(rs_0, bucket=0, replica=0)
         commit(replica=1)                                     f_0 = is_finite(wait_0, replica=0)
@@ -30,11 +30,11 @@ class CheckFinite:
                                                               update(wait_0, bucket=0, replica=0)
                                                               (the same on replica 1)
 
-    All replicas exchange their checks at the commit, and decide alike. Programs that accumulate check packed
-    gradients, and only to "raise".
+    All replicas exchange their checks, and decide alike. In programs that accumulate, "raise" checks packed gradients,
+    and "skip" does nothing.
 
-    Guarantees: all gradients that updates take are checked, and each replica's loss. With a scaled loss only gradients
-        are, as by torch's GradScaler.
+    Guarantees: every updating gradient and each replica's loss are checked. With loss scaling only gradients are, as in
+        torch's GradScaler.
 
     Attributes:
         otherwise: at a non-finite value, "raise" an error, or "skip" the update and return the loss.

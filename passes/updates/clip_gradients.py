@@ -56,11 +56,9 @@ class ClipGradients:
                                                        update(g, bucket=0, replica=0)
                                                        (the same on replica 1)
 
-    Replicas with shares of the sums exchange norms at the commit, and all workers use the chief's. A replica with whole
-    sums measures them alone.
-
-    With a sharded optimizer, the replicas of all workers exchange norms. Each worker measures an equal part of a bucket
-    that all update whole::
+    Replicas with shares exchange their norms at the commit; all workers use the chief's. A replica with whole sums
+    measures alone. With a sharded optimizer, all workers' replicas exchange norms. Each worker measures an equal part
+    of a bucket that all update whole::
 
         commit(replica=0)                              own = slice(total_1, 0, 64, 128)
         update(part_0, bucket=0, replica=0)      ->    n_0 = norm(part_0, own, norm_type=2.0, replica=0)
@@ -172,7 +170,7 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A reduced gradient on a replica; ``taker`` is its update, None if another replica updates."""
+    """A reduced gradient on a replica; ``taker`` is its update, if the replica has one."""
 
     value: fx.Node
     bucket: int
@@ -215,7 +213,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
 
 
 def _set_types_behind(program: Program, commit: fx.Node) -> None:
-    """Sets the types of nodes that depend on a commit's norms: one more norm may widen its result's dtype."""
+    """Sets the types of nodes that depend on a commit's norms: another norm may widen their dtype."""
     for user in list(commit.users):
         if user.target in (ops.norm, ops.clip_factor, ops.tell):
             set_type(program, user)
@@ -232,7 +230,7 @@ def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exch
 
 
 def _empty_shares(program: Program, sums: Sequence[_Sum], taken: Sequence[_Sum], before: fx.Node) -> Iterator[_Sum]:
-    """An empty share of the widest dtype, if the replica measures none: all replicas' norms have one dtype."""
+    """An empty share of the widest dtype, unless the replica measures one: all norms have one dtype."""
     widths = [program.buckets[reduced.bucket].dtype.itemsize for reduced in taken]
     for reduced in sorted(sums, key=lambda reduced: -program.buckets[reduced.bucket].dtype.itemsize):
         bucket = program.buckets[reduced.bucket]
@@ -265,7 +263,6 @@ def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum
 
 
 def _move_sums(values: Sequence[fx.Node], anchor: fx.Node) -> None:
-    """Moves values and their operands, back to the waits, before ``anchor``, in the same order."""
     moved: set[fx.Node] = set()
     waiting = [value for value in values if value > anchor]
     while waiting:

@@ -35,7 +35,7 @@ class UnscaleGradients:
     The runtime multiplies the gradient of the loss by the scale; check-finite skips steps that overflow.
 
     Needs: to run after clip-gradients, if both run.
-    Guarantees: updates, norms and bounds are of unscaled gradients; each gradient is scaled once.
+    Guarantees: updates, norms and bounds see unscaled gradients; each gradient is scaled once.
     Source: `torch.amp.GradScaler` (Micikevicius et al., 2018).
     """
 

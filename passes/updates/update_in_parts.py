@@ -31,8 +31,7 @@ class UpdateInParts:
         wait_0 = wait(reduce_scatter_0, ...)        ->   wait_0 = wait(reduce_scatter_0, ...)
         update(wait_0, bucket=0, replica=0)              update(wait_0, part_elements=524288, bucket=0, replica=0)
 
-    A product and AdamW make nine passes over memory; three write the share and read it back. Parts use one small
-    buffer, which stays in cache.
+    This saves three of nine passes over memory (product and AdamW): parts use one small buffer, which stays in cache.
 
     Needs: to run after lower-collectives and all passes that read sums.
     Guarantees: the same gradients, up to the order of additions in a product.

@@ -52,12 +52,10 @@ class ReduceOverWorkers:
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        f_0    = gather_factors(p_0, q_0, bucket=0, op=sum)
         wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
 
-    Devices wait for a bucket's shares only at the launch of the next bucket, so that backward does not stop for a
-    straggler.
+    A device waits for its share at the launch of the next bucket, so that backward does not stop for a straggler.
 
-    All workers exchange in the order of the bucket plan, so they cannot deadlock. All that can fail on one worker
-    precedes its commit. After an early commit a connection can still be lost; the runtime then refuses the partly
-    updated parameters.
+    All workers exchange in the order of the bucket plan, and cannot deadlock. All that can fail on one worker precedes
+    its commit. If a connection is lost after an early commit, the runtime refuses the partly updated parameters.
 
     Needs: shared parameters, if workers have several devices.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
@@ -129,7 +127,7 @@ def _check(program: Program, bucket: Bucket) -> None:
 
 
 def _sums(program: Program) -> list[list[fx.Node]]:
-    """The values to exchange, by pack: the replicas' waits for its sum, or the only replica's `pack`."""
+    """The values to exchange, by pack: the replicas' waits for its sum, or the only `pack`."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
         sums: list[list[fx.Node]] = [[] for _ in program.packs]
@@ -158,7 +156,6 @@ def _is_sum(wait: fx.Node) -> bool:
 def _exchange(
     program: Program, bucket: Bucket, pack: Pack, sums: Sequence[Sequence[fx.Node]], last: fx.Node | None
 ) -> fx.Node:
-    """Inserts the exchange of a pack, right behind the waits for its sums."""
     values = sums[pack.number]
     place = values[0]
     if values[0].target is ops.wait:

@@ -29,8 +29,8 @@ class SendLargest(WorkerCompression):
         update(total_0, bucket=0, replica=0)                  total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    The worker adds the other elements, its residual, to its sum in the next step. All workers add in the order of
-    ranks, and get the same bits. NaN and infinities count as largest. Buckets that would not shrink are sent whole.
+    The other elements are the residual, added to the next step's sum. All workers add in the order of ranks, and get
+    the same bits. NaN and infinities count as largest. Buckets that would not shrink are sent whole.
     """
 
     ratio: float = 0.01

@@ -36,7 +36,7 @@ class ShardOptimizer:
                                                                      new_0   = wait(g_0, bucket=0, replica=0)
 
     Each worker keeps optimizer state for its part only. Buckets are gathered in the order of the next forward. Without
-    an early commit they are updated in that order, too, so that a bucket is sent during the update of the next.
+    an early commit they are also updated in that order, which hides the gathers.
 
     Factors still go to all workers::
 
@@ -102,7 +102,7 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
 
 
 def _deal_out_sum(program: Program, bucket: Bucket) -> None:
-    """Reduces the waits for a bucket's sum to this worker's part, by `scatter_sums` or from gathered factors."""
+    """Makes the waits for a bucket's sum give only this worker's part."""
     graph = program.mirrored_graph
     (exchange,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
     launch = exchange

@@ -46,7 +46,7 @@ class WorkerCompression:
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """Remarks on ``new`` launches, which replace exchanges of ``before`` bytes."""
+        """``new`` launches replace exchanges of ``before`` bytes."""
         raise NotImplementedError
 
     def run(self, program: Program) -> Program:
@@ -83,7 +83,6 @@ def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str
 
 
 def ring_bytes_text(program: Program, num_bytes: int) -> str:
-    """The bytes that each worker sends in a ring all-reduce of ``num_bytes``."""
     number = program.workers.num_workers
     return size_text(round(2 * num_bytes * (number - 1) / number))
 
