@@ -208,7 +208,6 @@ class _Walk:
 
     @accounts(ops.unpack)
     def _unpack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """Nothing new for adjacent packs in a bucket; otherwise memory for their concatenation."""
         return (self._new(node) if any(map(_is_apart, node.all_input_nodes)) else self._of(node.args)), 0
 
     @accounts(ops.MEETINGS)
@@ -365,7 +364,7 @@ class _Walk:
         return (self._of([operand]) if has_sum else ()), 0
 
     def _bytes_to_gather(self, wait: fx.Node) -> int:
-        """Temporary bytes of a device that sums all devices' factors itself, with its copies of them."""
+        """Of a device that sums all devices' factors itself, with its copies of them."""
         packs = [pack for pack in packs_of(self.program, bucket_of(wait)) if pack.args]
         factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
         pieces = pieces_of_share(self.program.buckets[bucket_of(wait)], factored_slots(packs[0]), 0, 1)

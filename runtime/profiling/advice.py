@@ -122,8 +122,6 @@ def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs
 
 @dataclass(frozen=True)
 class _Costs:
-    """``fixed_ms`` is the cost of a bucket of any size."""
-
     fixed_ms: float
     moving_ms_per_byte: float
     moves_by_itself: bool

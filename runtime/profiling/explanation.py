@@ -139,7 +139,7 @@ def _summary(explanation: Explanation) -> list[str]:
 
 
 def _hidden_lines(explanation: Explanation) -> list[str]:
-    """Hidden communication is not a part of the step, because several buckets may be in flight at once."""
+    """Not parts of the step: several buckets may be in flight at once."""
     links = list(dict.fromkeys(bucket.link for bucket in explanation.buckets if bucket.link))
     idle = [link for link in links if not link_named(link).moves_by_itself]
     reasons = []

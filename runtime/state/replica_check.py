@@ -132,7 +132,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, 1-D, aligned for views as int64."""
+    """1-D, aligned for views as int64."""
     flat = tensor.detach().reshape(-1)
     flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
     return flat.view(torch.uint8)
@@ -154,6 +154,6 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(sums: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of the upper and of the lower halves, so that a weight does not push the highest bit out."""
+    """Sums the upper and the lower halves apart, so that a weight does not push the highest bit out."""
     halves = torch.stack([sums >> 32, sums & 0xFFFFFFFF])
     return (halves * torch.arange(1, sums.numel() + 1, device=sums.device)).sum(1)

@@ -228,7 +228,7 @@ class StepState:
         self.is_whole = True
 
     def skip(self, number: int) -> None:
-        """Alternative to `finish` after the ``number``-th skipped update; idempotent.
+        """Follows the ``number``-th skipped update in place of `finish`; idempotent.
 
         Accumulated gradients are dropped: a non-finite one would stay so.
         """
@@ -239,7 +239,7 @@ class StepState:
             self.loss_scale.finish(has_overflowed=True)
 
     def abandon(self, *, has_committed: bool) -> bool:
-        """Records a failed step; returns True if the model and the optimizer are unchanged.
+        """Returns True if the model and the optimizer are unchanged.
 
         After a commit, variables may be partly updated, and replicas may differ.
         """

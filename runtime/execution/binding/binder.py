@@ -64,7 +64,7 @@ class Binder:
     Args:
         constants: see `Executor`.
         progress: records the updates; None as in `progress_of`.
-        unused: bucket -> indices of the slots whose updates the last committed step leaves out.
+        unused: see `UsedVariables.unused`.
 
     Attributes:
         visitors: (wait, node that reads its share) -> the visitor that does the node's work part by part.

@@ -42,10 +42,10 @@ def _nothing() -> None:
 
 
 class CommitPoint:
-    """Commits a step on all replicas or on none.
+    """Commits a step on all replicas or on none, or skips it.
 
     The first replica past the barrier decides the step, unless it was stopped before. Decision and stop are single
-    operations, indivisible for threads and signals. A step may also be skipped.
+    operations, indivisible for threads and signals.
 
     Args:
         settle: called by each replica of a committed step, before it goes on.

@@ -165,7 +165,6 @@ class AccumulatedGradients:
         total.add_(packed) if self.num_calls else total.copy_(packed)
 
     def add_to(self, bucket: int, replica: int, packed: torch.Tensor, elements: slice = slice(None)) -> None:
-        """Adds a replica's sum, if there is one, to packed gradients of ``elements``."""
         if self.num_calls:
             packed.add_(self._sums.flat[bucket][replica][elements], alpha=self.share)
 
@@ -179,7 +178,7 @@ class AccumulatedGradients:
         self.is_torn = True
 
     def clear(self) -> None:
-        """Drops the sums and keeps their memory; idempotent."""
+        """Keeps the sums' memory; idempotent."""
         self._counts, self.is_torn = _Counts(), False
         if self._sums.aside:
             self._sums = _Sums(self._sums.plan, self._sums.flat)

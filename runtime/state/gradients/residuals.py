@@ -74,7 +74,7 @@ class UnsentGradients:
         self._unsent = replace(unsent, new_scale=scale if is_sent else None, new_state=dict(unsent.state))
 
     def add(self, bucket: int, elements: slice, share: torch.Tensor) -> torch.Tensor:
-        """Returns a replica's share of the sum plus the residual of these elements."""
+        """Returns the share plus the residual of these elements."""
         unsent = self._unsent
         assert unsent.new_scale is not None, "the step has begun"
         residual = unsent.residuals[bucket][elements]
@@ -115,7 +115,7 @@ class UnsentGradients:
         self._unsent, self._program = _Unsent(aside=aside, state=dict(state)), None
 
     def forget(self) -> None:
-        """Drops everything, on all workers, after a step that only some of them completed."""
+        """Drops everything, on all workers, after a step that only some completed."""
         self._replace({}, {})
 
     def _of_variables(self) -> dict[str, torch.Tensor]:

@@ -122,7 +122,7 @@ class BucketOptimizers:
         return parameter
 
     def is_stale(self) -> bool:
-        """Test for the user's changes to optimizer state: a load, a write in place, or a step."""
+        """Test for the user's load, write in place, or step."""
         return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
@@ -188,7 +188,7 @@ class BucketOptimizers:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Marks the flat optimizers as capturable, as torch's Adam requires; outside of captures torch would warn."""
+        """Makes flat optimizers capturable, as torch's Adam requires; outside of captures torch would warn."""
         groups = [flat.optimizer.param_groups[0] for flat in self._state.optimizers.values()]
         groups = [group for group in groups if "capturable" in group]
         for group in groups:

@@ -76,7 +76,7 @@ class FlatOptimizer:
         return self.optimizer.state[self.parameter]
 
     def make_state(self) -> None:
-        """Creates the state that the class's constructor creates, such as Adagrad's in torch 2.11; only trials need it."""
+        """Creates what the class's constructor creates, such as Adagrad's state in torch 2.11; only trials need it."""
         kind = type(self._source)
         taken = inspect.signature(kind).parameters
         group = {
@@ -228,7 +228,7 @@ def update_memory(
     device: torch.device,
     known_state: Mapping[str, Any],
 ) -> UpdateMemory:
-    """Measures the memory of an element-wise update with a copy of the optimizer on a few elements."""
+    """Measures an element-wise update with a copy of the optimizer on a few elements."""
     flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
     tried = FlatOptimizer(optimizer, group, flat)
     tried.make_state()

@@ -20,7 +20,7 @@ class Callers:
         _callers.add(self)
 
     def join(self, others: Sequence[Callers]) -> None:
-        """Serializes the calls of several groups of steps; raises an error if calls of several of them run now."""
+        """Serializes the calls of several groups of steps; raises an error if several run now."""
         apart = {id(callers.now): callers.now for callers in (self, *others)}.values()
         running = [calls for calls in apart if calls]
         if len(running) > 1:

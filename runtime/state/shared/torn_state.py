@@ -93,7 +93,7 @@ class TornState:
 
 
 class _Refusal:
-    """A hook that raises an error when torn state is saved, or when the model with the hook is copied."""
+    """Raises an error when torn state is saved, or when the model with this hook is copied."""
 
     def __init__(self, torn: TornState) -> None:
         self._torn = torn

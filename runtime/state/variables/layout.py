@@ -38,10 +38,7 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 
 
 def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Memory for gradients; empty for sparse rows.
-
-    Gaps between slots are zero. Slots are not initialized, so unused pages stay untouched.
-    """
+    """Gaps between slots are zero. Slots are not initialized, so unused pages stay untouched. Empty for sparse rows."""
     if bucket.rule.takes_rows:
         return torch.empty(0, dtype=bucket.dtype, device=device)
     flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=device)
@@ -52,8 +49,6 @@ def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
 
 
 class Moved(enum.Enum):
-    """Kinds of variables with new memory in a layout."""
-
     NOTHING = enum.auto()
     BUFFERS = enum.auto()  # buffers first written by this program
     BUCKETS = enum.auto()  # parameters and gradients of the program's buckets, and maybe buffers

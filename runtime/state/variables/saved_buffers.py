@@ -93,7 +93,7 @@ def _check(name: str, buffer: Any, store: StepVariables) -> None:
 
 
 def have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Test for equal bits, on any devices; NaN equals itself."""
+    """On any devices; NaN equals itself."""
     one, other = one.detach().cpu().contiguous(), other.detach().cpu().contiguous()
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

@@ -96,7 +96,7 @@ def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _as_integers(flat: torch.Tensor) -> torch.Tensor:
-    """A view of the memory in the widest integers that divide it."""
+    """A view in the widest integers that divide the memory."""
     num_bytes = flat.numel() * flat.element_size()
     kinds = (torch.int64, torch.int32, torch.uint8)
     return flat.view(next(kind for kind in kinds if num_bytes % kind.itemsize == 0))

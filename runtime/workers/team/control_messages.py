@@ -47,7 +47,7 @@ class ControlCollectives:
             self._connections.run_control(lambda group: group.all_reduce(host_tensor))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Broadcasts the dense tensor of worker ``root``, of any dtype."""
+        """Broadcasts worker ``root``'s dense tensor, of any dtype."""
         if tensor.numel():
             with on_host(tensor) as host_tensor:
                 self._connections.run_control(

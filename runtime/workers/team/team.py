@@ -60,7 +60,7 @@ class Team:
 
     @property
     def link(self) -> LinkSpeed | None:
-        """The measured speed of the connections; None before they were opened."""
+        """The measured speed; None before the connections were opened."""
         return self.connections.link
 
     @property
@@ -197,7 +197,7 @@ class Team:
         self._last_words.append(in_short(error))
 
     def close(self) -> None:
-        """Notifies the other workers, and closes the connections. May be repeated."""
+        """Notifies the other workers. May be repeated."""
         self._finalizer()
 
 

@@ -130,7 +130,7 @@ class Connections:
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
-        """Aborts the collectives on buckets, here and on the other workers."""
+        """Aborts the collectives on buckets, on all workers."""
         for lane in list(self._lanes)[1:2]:
             lane.cut()
 

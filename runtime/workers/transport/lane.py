@@ -109,7 +109,7 @@ class Lane:
         return group is not None and group.is_broken
 
     def cut(self) -> None:
-        """Aborts all collectives, here and on the other workers."""
+        """Aborts all collectives, on all workers."""
         group = self._group
         if group is not None:
             group.cut()
