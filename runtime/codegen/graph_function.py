@@ -76,7 +76,7 @@ def generate(
     Args:
         bind: returns a call's function, or a `Constant`, a `TwoPartCall` or an `Asking`.
         boxed: tests for a node whose function takes a list of arguments, which it empties, and returns a sequence.
-        clock: marks the end of every call; None for a function without marks.
+        clock: marks the end of every call.
         pauses: tests for a node before whose call the function yields; between the parts of a `TwoPartCall`.
         waits: tests for a node before whose call the function yields `WAITS`.
     """

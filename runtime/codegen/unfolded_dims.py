@@ -34,7 +34,7 @@ class _Arrangement:
     """Arrangement of a source's elements in a value.
 
     Attributes:
-        parts: the source's dimensions except size 1, split wherever a view between source and value splits them.
+        parts: the source's dimensions except size 1, split wherever a view in between splits them.
         dims: for each dimension of the value, its parts; empty for size 1.
         is_copied: True after a copy, so that memory is in the order of the dimensions.
         unfolds: True if a symbolic dimension of several parts was split again.

@@ -73,7 +73,7 @@ class Capturer(Protocol):
 class CudaCapturer:
     """Captures with `torch.cuda.graph`, all into a single private memory pool.
 
-    No value in the pool needs to survive the replay of another graph: inputs, loss, variables and optimizer state are
+    No value in the pool must survive the replay of another graph: inputs, loss, variables and optimizer state are
     outside. An anchor graph keeps the pool alive. After a failed capture the next graph gets a new pool.
     """
 

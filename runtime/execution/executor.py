@@ -1,4 +1,4 @@
-"""Runs the steps of a lowered program: on every device, the function of its graph."""
+"""Runs the steps of a lowered program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Executor:
         constants: tensors from the capture that are neither parameters nor buffers.
         timeout_seconds: the longest wait of a replica for another.
         step_graph: captures and replays the steps of a single device; None to run all calls in every step.
-        team: the workers that train together; None for a process that trains alone.
+        team: None for a process that trains alone.
     """
 
     def __init__(

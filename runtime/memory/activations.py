@@ -52,7 +52,7 @@ class Activations:
     """The activations of a device's step.
 
     Attributes:
-        peak: bytes at the peak; 0 without activations.
+        peak: in bytes.
         where: the moment of the peak; None without activations.
         blocks: the live values at the peak, the largest first.
         kept: bytes of gradients outside of buckets that live until the next step replaces them.

@@ -19,7 +19,7 @@ class LiveValue:
     Attributes:
         name: as in the printed program; inside a region, the operator's name or Inductor's name.
         type: as printed, such as ``f32[64, 2048]``; empty for a value outside of the program.
-        num_bytes: bytes of its memory, possibly shared with other values.
+        num_bytes: of its memory, possibly shared with other values.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ActivationPeak:
     """The peak of a device's activations.
 
     Attributes:
-        num_bytes: bytes of all activations at the peak.
+        num_bytes: bytes of all activations.
         call: the device's running call, such as ``bwd_1`` or ``wait b0``; empty without activations.
         operation: the region's running operator or kernel; empty outside of a region.
         source: the operation's source line or module in the user's code; empty if unknown.
@@ -96,8 +96,8 @@ class MemoryReport:
     excludes the caller's memory (the batch on CPUs, outputs), unused variables, code, and workspaces of operators.
 
     Attributes:
-        devices: the memory of each device, in order of replicas.
-        shared: the memory of several devices. On CPUs, this includes parameters and optimizer state.
+        devices: in order of replicas.
+        shared: memory of several devices. On CPUs, this includes parameters and optimizer state.
         remarks: unknown or estimated figures, with reasons.
     """
 

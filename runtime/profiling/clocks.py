@@ -1,4 +1,4 @@
-"""Clocks for the ends of devices' calls."""
+"""Clocks for the ends of calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Clock:
     """Marks the ends of a device's calls in its thread, by the host's clock. Marks are floats: faster than integers.
 
     Attributes:
-        begin, mark: return a mark of the beginning of a step, and of the end of a call.
+        begin, mark: return a mark of the step's beginning, and of a call's end.
         note: takes the marks of a finished step.
     """
 
@@ -52,7 +52,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class EventClock(Clock):
-    """Marks the ends of calls of a GPU with events on the current stream, read lazily and reused.
+    """Marks the ends of a GPU's calls with events on the current stream, read lazily and reused.
 
     The host waits for another event, the anchor, to relate the GPU's clock to its own. An anchor serves for a few
     seconds, because the time between two events is a 32-bit number.

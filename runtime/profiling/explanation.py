@@ -30,15 +30,14 @@ _BUCKET_COLUMNS = (
 class Explanation:
     """Breakdown of the time of the last recorded steps; `str` of it is a table, with its columns defined below it.
 
-    All times are means over the same typical steps, the third with the middle durations. Parts therefore add up.
+    All times are means over the third of the steps with the middle durations. Parts therefore add up.
 
     Attributes:
         num_steps: the recorded steps, without the program's first one if there are others.
-        step_ms: the time from when the caller began to start the devices until the last device was done.
-        parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their
-            sum is step_ms.
+        step_ms: from when the caller began to start the devices until the last device was done.
+        parts_ms: the parts of step_ms, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices.
         hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several may be in flight.
-        buckets: the collectives, in the order in which they were launched.
+        buckets: the collectives, in the order of their launches.
         devices: the devices' times, in order of replicas.
         advice: the change that is estimated to help most, or why there is none.
         prediction: a simulation of the step over several workers; None for a single worker or unknown costs.

@@ -21,8 +21,8 @@ class FlightTimes:
         waited_ms: the beginning of the wait.
         finished_ms: the end of the wait. The bytes may have arrived before a late wait.
         hidden_ms: from the launch to the wait; 0 on links that move nothing before the wait, such as shared-memory.
-        exposed_ms: the time in the wait: skew and transfer.
-        skew_ms: the part of the wait before the launch of the last device that is needed.
+        exposed_ms: the wait: skew and transfer.
+        skew_ms: the wait before the launch of the last device that is needed.
         transfer_ms: the rest of the wait: moving, adding and multiplying factors.
     """
 
@@ -48,7 +48,7 @@ class DeviceFlight(FlightTimes):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketTimes(FlightTimes):
-    """A bucket's times over all devices, computed for each step, and then averaged over the steps.
+    """A bucket's times over all devices, averaged over the steps.
 
     Moments are means over the devices that take part, durations over all devices of the program. If every device takes
     part, ``finished_ms - waited_ms`` is ``exposed_ms``. Without communication, all moments are ``ready_ms``, and all
@@ -90,11 +90,11 @@ class DeviceTimes:
     """The times of a device in a step; means over typical steps.
 
     Attributes:
-        started_ms: the moment at which the thread was awake and had its shard.
+        started_ms: when the thread was awake and had its shard.
         compute_ms: in regions.
         exposed_ms: in waits.
         update_ms: in the optimizer and in writing variables.
-        finished_ms: the moment at which its last call ended.
+        finished_ms: when its last call ended.
         region_ms: by region.
         parts_ms: see `mirrorc.runtime.profiling.accounting.PARTS`.
     """

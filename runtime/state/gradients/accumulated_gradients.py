@@ -69,8 +69,8 @@ class AccumulatedGradients:
     """Sums of gradients on each replica, over the calls since the last update, in the dtype of their parameters.
 
     All examples' losses have the same weight, chosen so that the first call's loss has weight 1. With loss scaling, that
-    loss has the weight of the call's fraction of the last update's examples, rounded down to a power of two. float16 then
-    overflows as in a loop with divided losses. The updating step corrects for both.
+    loss has the call's fraction of the last update's examples, rounded down to a power of two. float16 then overflows as
+    in a loop with divided losses. The updating step corrects for both.
 
     Attributes:
         share: the factor of the sums in the running step.

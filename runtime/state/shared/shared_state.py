@@ -21,7 +21,7 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Hold:
-    """A step's reference to a shared state, which ends with the step; a merge of states replaces its attributes."""
+    """A step's reference to a shared state, until the step ends. A merge of states replaces its attributes."""
 
     def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, model_name: str) -> None:
         self.held, self.store, self.optimizers, self.model_name = held, store, optimizers, model_name
@@ -33,9 +33,9 @@ class HeldState:
     Steps take turns in one memory without copies. Their optimizers update equal or disjoint sets of parameters.
 
     Attributes:
-        layout: number of the present layout; functions are bound anew when it changes.
+        layout: number of the layout; functions are bound anew when it changes.
         was_behind: True if a user's write since the last training step was already mirrored.
-        gradients_writer: the writer of the present gradients in the buckets; None after a failure.
+        gradients_writer: the writer of the gradients in the buckets; None after a failure.
         remark: the reason for copies between steps; empty without copies.
     """
 

@@ -62,10 +62,10 @@ class Layout:
         moved: variables with new memory since the layout before.
         planned: owner (the number of a step's optimizers) -> its buckets. Owners with common parameters share the
             memory of equal buckets.
-        aggregates: the per-replica buffers' aggregates in the user's model.
-        separate: variables with a separate tensor on every replica.
+        aggregates: per-replica buffers' aggregates in the user's model.
+        separate: variables with a tensor on every replica.
         homes: variable laid out here -> the future memory of the user's tensor; None if it stays in its memory.
-        program: weak reference to the last program of the layout.
+        program: the last program of the layout.
     """
 
     moved: Moved = Moved.NOTHING

@@ -12,7 +12,7 @@ _COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class Members:
-    """The tensors of a store. It is immutable, since a call in another thread may iterate over it.
+    """The tensors of a store. Immutable, since a call in another thread may iterate over them.
 
     Attributes:
         names: id of a tensor -> its name.

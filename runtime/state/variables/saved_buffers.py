@@ -18,8 +18,8 @@ _MODEL, _REPLICAS = "model", "replicas"
 class SavedBuffers:
     """Per-replica buffers of a checkpoint, until a training program has memory for them.
 
-    Replicas get the saved values only if the model's buffer is that of the checkpoint, too. Steps over one model share the
-    buffers that were loaded: the first step to run restores them for all.
+    Replicas get the saved values only if the model's buffer is that of the checkpoint, too. Steps over one model share
+    loaded buffers: the first step to run restores them for all.
     """
 
     def __init__(self) -> None:

@@ -32,8 +32,8 @@ class _Member:
 class ShownBuffers:
     """Buffers of one dtype side by side, so that one addition aggregates them all.
 
-    A copy of the last aggregate reveals the user's writes, because batch normalization writes its statistics without a
-    version count. On a GPU the comparison would synchronize, so buffers of modules that count their forwards
+    Batch normalization writes its statistics without a version count, so a copy of the last aggregate reveals the user's
+    writes. On a GPU the comparison would synchronize. Buffers of modules that count their forwards
     (``num_batches_tracked``) are not compared there: `VariableStore` reads the counter.
 
     Args:

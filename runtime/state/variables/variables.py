@@ -32,13 +32,13 @@ class VariableStore:
     """Memory of every variable on every replica.
 
     The user's parameters are views of replica 0's flat buffers. Devices of one memory share variables that no step
-    writes. Each replica has its own copy of a buffer that forward writes, and the user's buffer shows their aggregate
-    after every step. The user's writes between steps are detected and mirrored.
+    writes. A buffer that forward writes has a copy on each replica; after every step, the user's buffer shows their
+    aggregate. The user's writes between steps are detected and mirrored.
 
     Several steps may hold a store, see `step_variables`; ``owner`` is the number of a step's optimizers.
 
     Attributes:
-        loaded_buffers: buffers of a checkpoint, by name, until they have memory on each replica; see `SavedBuffers`.
+        loaded_buffers: a checkpoint's buffers by name, until replicas have memory for them; see `SavedBuffers`.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
@@ -132,11 +132,10 @@ class VariableStore:
         """Allocates memory for a program's variables and copies their values; the user's tensors stay in place.
 
         Parameters with new memory from the user get new flat memory, since the user may hold the old one. Another owner's
-        buckets stay unless the new ones contain its parameters, or the user has moved one of its parameters.
+        buckets stay unless the new ones contain its parameters, or the user has moved one.
 
         Raises:
-            ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or other
-                processes.
+            ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or process.
         """
         old, moved = self._layout, self._moved_by_user()
         if old.program() is program and not moved:

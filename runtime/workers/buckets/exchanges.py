@@ -28,8 +28,8 @@ from mirrorc.runtime.workers.team.team import Team
 class Exchanges(Communicator):
     """Exchanges the buckets of a program over gloo.
 
-    Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to launch
-    sends the whole bucket, or the factors of all devices. All workers send in the order of the bucket plan.
+    Devices first add up their gradients, each its share, in the memory of the first replica. The last device to launch sends
+    the whole bucket, or the factors of all devices. All workers send in the order of the bucket plan.
 
     Args:
         packs: numbers of the exchanged packs, or of the buckets if none is cut.

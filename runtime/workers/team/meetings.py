@@ -1,4 +1,4 @@
-"""The meeting of all workers at the beginning of a call."""
+"""Meetings of all workers at the beginning of a call."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Meetings:
             gathered_rows: numbers of gathered rows; equally many on all workers whose programs match.
 
         Raises:
-            CommunicationError: workers differ; raised by all, with the worker and its difference.
+            CommunicationError: workers differ; names the worker and its difference, on all workers.
             ValueError: no worker has examples; raised by all.
             LostConnectionError: the connection broke.
         """

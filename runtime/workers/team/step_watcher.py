@@ -38,8 +38,8 @@ class StepWatcher:
     """Sends this worker's progress with heartbeats, and receives failures that end calls of a step.
 
     Args:
-        on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. A failure may
-            name this worker, if the others have given up on it.
+        on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. A failure
+            names this worker if the others have given up on it.
 
     Raises:
         CommunicationError: the store does not answer.

@@ -93,7 +93,7 @@ class Team:
             has_left: whether this worker's loop has ended, so that it waits for others as long as they live.
 
         Raises:
-            CommunicationError: another worker has failed; names it and the cause.
+            CommunicationError: another worker has failed.
         """
         self._call.begin()
         self._watcher.local_progress = self._watcher.local_progress.begun(self._call.number)
@@ -143,13 +143,13 @@ class Team:
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
-        """Waits for the votes of all workers, and returns the common decision on the step.
+        """Waits for the votes of all workers, and returns their decision on the step.
 
         Args:
             is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
 
         Raises:
-            CommunicationError: the workers disagree on whether the same sums are finite, or a worker has failed.
+            CommunicationError: workers disagree on whether the same sums are finite, or one has failed.
         """
         call = self._call
         message = vote.to_message(columns)

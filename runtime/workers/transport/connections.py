@@ -42,10 +42,10 @@ _HOST = torch.device("cpu")
 class Connections:
     """A lane for control messages and a lane for buckets, opened together at a call, and closed together by a failure.
 
-    Values of the model have a third lane, as a device without examples launches its buckets at any time.
+    Values of the model have a third lane: a device without examples launches its buckets at any time.
 
     Attributes:
-        link: measured speed at the last opening; None before.
+        link: measured speed; None before the first opening.
     """
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> None:
