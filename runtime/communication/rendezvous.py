@@ -1,4 +1,4 @@
-"""Thread synchronization of replicas: a rendezvous for a collective, a mailbox for a send."""
+"""Thread synchronization of replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepStoppedError(ExecutionError):
 
 
 class Rendezvous:
-    """Each replica leaves a tensor, announces itself, and waits for the others."""
+    """For a collective: each replica leaves a tensor, announces itself, and waits for the others."""
 
     def __init__(self, subject: str, devices: Sequence[Device], timeout_seconds: float) -> None:
         self.subject = subject

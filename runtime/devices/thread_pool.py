@@ -83,7 +83,7 @@ class DevicePool:
 
         Args:
             on_failure: called at the first failure or an interrupt; it must wake waiting jobs.
-            results: an empty list that receives the results, also before an interrupt.
+            results: an empty list that receives the results, readable after an interrupt, too.
 
         Raises:
             ExecutionError: a job did not end in time.

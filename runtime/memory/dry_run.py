@@ -1,4 +1,4 @@
-"""Dry run of a region's code on fake tensors, for the lifetimes of its allocations."""
+"""Lifetimes of a region's allocations, by a dry run of its code on fake tensors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DryRun:
 
 
 def dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
-    """Follows a region's code on fake tensors. Inductor code that fails on them is counted as if it were not fused."""
+    """Inductor code that fails on fake tensors is counted as if it were not fused."""
     with made_current(device):  # Inductor's code makes its GPU current, and it is the user's thread that runs it here
         return _dry_run(region, function, device)
 

@@ -1,4 +1,4 @@
-"""Memory estimate of a step, from its graphs, its bucket plan and the optimizer's state."""
+"""Memory estimate of a step, from graphs, bucket plan and optimizer state."""
 
 from __future__ import annotations
 

@@ -26,8 +26,6 @@ Where = tuple[fx.Node, DryStep | None]
 
 @dataclass
 class Ledger:
-    """Live blocks with reference counts, and the moment of their peak."""
-
     holders: Counter[Block] = field(default_factory=Counter)
     total: int = 0
     peak: int = 0

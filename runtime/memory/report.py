@@ -1,4 +1,4 @@
-"""The report on a step's memory: bytes by device and kind, and the activations' peak."""
+"""The report on a step's memory."""
 
 from __future__ import annotations
 

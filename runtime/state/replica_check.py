@@ -47,8 +47,6 @@ class Copies:
 
 
 class ComparedState(StepState):
-    """A step's state with a comparison of replicas at fixed intervals."""
-
     def __init__(self, hold: Hold, every: int) -> None:
         super().__init__(hold)
         self._every = every

@@ -1,4 +1,4 @@
-"""The state of a step: its variables, its optimizers, and their consistency."""
+"""The state of a step: variables and optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of nodes that compress sums for other workers, and decompress sums over workers."""
+"""Functions of nodes that compress and decompress sums for other workers."""
 
 from __future__ import annotations
 

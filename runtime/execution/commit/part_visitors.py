@@ -1,4 +1,4 @@
-"""Visits of a share's parts as they are made, to measure or bound them while they are in cache."""
+"""Measures or bounds a share's parts while they are in cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Looker(Visitor):
         pass
 
     def take_small(self) -> list[torch.Tensor]:
-        """Hands over the small parts, for a single operator call over those of several visitors."""
+        """For a single operator call over the small parts of several visitors."""
         small, self._small = self._small, []
         return small
 

@@ -1,4 +1,4 @@
-"""Parameters that no replica of a step has used, whose updates are left out."""
+"""Parameters that no replica of a step has used: their updates are left out."""
 
 from __future__ import annotations
 

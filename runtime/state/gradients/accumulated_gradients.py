@@ -1,4 +1,4 @@
-"""Gradient accumulation: sums of gradients on each replica until the next update."""
+"""Gradient accumulation over calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residuals of gradient compression (error feedback), which are added to the next step's gradients."""
+"""Residuals of gradient compression (error feedback)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's optimizers over buckets: flat ones if element-wise, otherwise their own `step`."""
+"""The user's optimizers over buckets: flat if element-wise, otherwise their own `step`."""
 
 from __future__ import annotations
 

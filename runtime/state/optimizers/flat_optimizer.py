@@ -1,4 +1,4 @@
-"""The user's optimizer over flat memory: a bucket on one replica, or a shard of it."""
+"""The user's optimizer over flat memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat state of element-wise optimizers, one per bucket and replica, with common state entries."""
+"""Flat state of element-wise optimizers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shown:
 
 
 class FlatState:
-    """Flat optimizers over a layout of buckets, with the user's state."""
+    """Flat optimizers, one per bucket and replica, with the user's state."""
 
     def __init__(
         self,

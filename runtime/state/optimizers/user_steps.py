@@ -1,4 +1,4 @@
-"""Detection of optimizer steps outside of the compiled step, on parameters that it updates."""
+"""Detection of optimizer steps outside of the compiled step."""
 
 from __future__ import annotations
 

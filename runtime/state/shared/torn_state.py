@@ -1,4 +1,4 @@
-"""Torn state: parameters and optimizer state between two steps, refused until the user restores them."""
+"""Torn state: parameters and optimizer state between two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of embedding tables whose rows are scattered after the commit, right before the update."""
+"""Deferred gradients of embedding tables: their rows are scattered after the commit, right before the update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces of a share: ranges of elements, each made by the class for its form of gradient."""
+"""Pieces of a share: ranges of elements, made by a class for each form of gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout of variables: flat buffers, one per bucket and replica, with the variables as views."""
+"""Layout of variables in flat buffers, one per bucket and replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of per-replica buffers in a checkpoint: the model has their aggregate alone."""
+"""Per-replica buffers in a checkpoint: the model has their aggregate alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variables of a step under its own names, in a store shared with other steps."""
+"""The variables of a step under its own names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mirrorc.runtime.state.variables.variables import VariableStore
 
 
 class StepVariables:
-    """A step's view of a store: its variables, and the buckets of its optimizers.
+    """A step's view of a store that it shares: its variables, and the buckets of its optimizers.
 
     Args:
         names: the step's name -> the store's name.

@@ -1,4 +1,4 @@
-"""Per-replica buffers: their aggregate in the user's model, and the user's writes to it."""
+"""Per-replica buffers: their aggregate in the user's model, and writes to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's tensor, with its version and address when mirrorc last used it."""
+"""Versions and addresses of the user's tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between workers for buckets whose gradients are left as factors."""
+"""Messages between workers for gradients that are left as factors."""
 
 from __future__ import annotations
 

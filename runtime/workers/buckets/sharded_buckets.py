@@ -1,4 +1,4 @@
-"""Buckets with updates sharded over workers: reduce-scatter of sums, all-gather of new parameters."""
+"""Buckets with updates sharded over workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUMS, _PARAMETERS = "sums", "parameters"
 
 
 class ShardedBuckets:
-    """Moves buckets that workers update in shards of equal length, in the order of ranks.
+    """Reduce-scatters sums and all-gathers new parameters, in shards of equal length, in the order of ranks.
 
     Gradients go through an all_to_all, and each worker adds them in the order of ranks. This sends half the bytes of an
     all_reduce; gloo's reduce_scatter is slower.

@@ -1,4 +1,4 @@
-"""Published failures of a team's workers, and the search for the cause of an unpublished one."""
+"""Failures that workers publish, and the search for the cause of an unpublished one."""
 
 from __future__ import annotations
 

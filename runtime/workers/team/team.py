@@ -1,4 +1,4 @@
-"""The team of a step: workers that begin each call, commit, and fail together."""
+"""The team of a step: workers that begin each call, commit and fail together."""
 
 from __future__ import annotations
 
