@@ -15,10 +15,10 @@ RegionFunction = Callable[[list[Any]], Any]
 
 
 class Backend(ABC):
-    """A compiler of region bodies. A user's backend overrides `compile`, and other methods as needed.
+    """A compiler of region bodies. A user's backend overrides `compile`, and others as needed.
 
     Attributes:
-        name: the name in ``mirrorc.compile(..., backend=name)``.
+        name: as in ``mirrorc.compile(..., backend=name)``.
     """
 
     name: ClassVar[str]
@@ -39,11 +39,11 @@ class Backend(ABC):
         """Starts background work for the first region, before capture."""
 
     def together(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which regions compile in parallel. Their functions must not be called before it ends."""
+        """A context in which regions compile in parallel. Their functions must not be called inside it."""
         return contextlib.nullcontext()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
-        """A context for recompilation after an error; None if recompilation would change nothing."""
+        """A context for recompilation after an error; None if that changes nothing."""
         return None
 
     @abstractmethod

@@ -20,7 +20,7 @@ class TwoPartCall:
 
     Args:
         may_end: True to return the function's output early if ``leave`` returns False.
-        is_timed: True for a time mark even if nothing uses the result. Without a mark, its time counts as the next call's.
+        is_timed: True for a time mark even if nothing uses the result; else its time may count as the next call's.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class InductorBackend(Backend):
         return kernels_compiled_together()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
-        """A context without Inductor's cached files, which may be corrupt; None if memory was exhausted."""
+        """A context without Inductor's cached files, which may be corrupt; None after exhausted memory."""
         return None if isinstance(error, MemoryError) else fresh_kernel_files()
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:

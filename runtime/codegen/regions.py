@@ -1,4 +1,4 @@
-"""Compilation of regions."""
+"""Compiles regions, once per torch device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RegionCompiler:
-    """Compiles each region once per torch device; logical devices on one processor share the code."""
+    """Logical devices on one processor share the code."""
 
     def __init__(self, backend: Backend, num_threads: int) -> None:
         self.backend = backend
@@ -43,7 +43,7 @@ class RegionCompiler:
     ) -> list[RegionFunction]:
         """Compiles regions in parallel; ``on_compiled`` is called after each.
 
-        After a failure it tries again in the backend's `second_try` context, if there is one.
+        After a failure it tries once more, if the backend has a `second_try`.
 
         Raises:
             Exception: the first try's error.

@@ -194,7 +194,7 @@ def _quotient(size: Any, divisor: Any) -> Any:
 
 
 def _rewrite(node: fx.Node, arrangement: _Arrangement, nodes_of_sizes: Mapping[Any, fx.Node]) -> bool:
-    """Replaces a node by at most a view, a permute, a clone and a view of its source; returns True on success."""
+    """Replaces a node by at most a view, a permute, a clone and a view; returns True on success."""
     last = [part for dim in arrangement.dims for part in dim]
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     sizes: Sequence[Any] = sizes_key(arrangement.source.meta["val"].shape)

@@ -16,7 +16,7 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, visit_par
 
 
 class Communicator:
-    """Performs a link's collectives among the devices of a process; `register_communicator` registers a subclass.
+    """Performs a link's collectives among the devices of a process; see `register_communicator`.
 
     Every method with ``replica`` is called from that replica's thread. Launches never block; waits do, for
     ``timeout_seconds`` at most. ``bucket`` is the number of the bucket, or of the pack if buckets are cut.
@@ -72,7 +72,7 @@ class Communicator:
         raise self._not_carried("reduce")
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """The sum on replica ``root``, with the bits of an all_reduce. Other replicas do not wait."""
+        """The sum on replica ``root``, with the bits of an all_reduce. Others do not wait."""
         raise self._not_carried("reduce")
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Communicator:
         return share
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """The share of a sum that is not added yet, but has all its addends; here it is added."""
+        """A share whose addends are all there, but not added yet; here it is added."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
         return unmade_sum([share], (0, share.numel()))
 
@@ -93,7 +93,7 @@ class Communicator:
         rendezvous.announce(replica)
 
     def wait_factors(self, bucket: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
-        """The buckets of all replicas, in order, with their factors on this replica's device."""
+        """All replicas' buckets, in order, with factors on this replica's device."""
         rendezvous = self._rendezvous[("all_gather", bucket)]
         rendezvous.await_replicas(replica, range(len(self.devices)))
         for event in rendezvous.events:
@@ -102,18 +102,18 @@ class Communicator:
         return [_on_device(factored_bucket, home) for factored_bucket in rendezvous.tensors]
 
     def memory_to_send(self, pack: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """1-D memory for `launch_exchange`, on the device of ``like``. Replicas share it until the last of them launches."""
+        """1-D memory for `launch_exchange`, on the device of ``like``. Replicas share it until all have launched."""
         raise self._not_carried("exchange")
 
     def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
-        """Offers this replica's part of the worker's sum ``whole``, 1-D; None if that is in the memory of `memory_to_send`."""
+        """Offers this replica's part of the worker's sum ``whole``, 1-D; None for the memory of `memory_to_send`."""
         raise self._not_carried("exchange")
 
     def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
         raise self._not_carried("exchange")
 
     def launch_part(self, pack: int, replica: int, make: Callable[[], Any]) -> None:
-        """Offers this replica's elements of a pack. For the last replica, ``make`` is called, and returns a `SentPart`."""
+        """Offers this replica's elements of a pack. The last replica's launch calls ``make``, which returns a `SentPart`."""
         raise self._not_carried("parts of sums")
 
     def wait_part(self, pack: int, replica: int) -> Any:
@@ -146,14 +146,14 @@ class Communicator:
         )
 
     def send(self, route: Route, tensor: torch.Tensor) -> None:
-        """Offers a tensor to another replica; it must not be written until the step has ended on all replicas."""
+        """Offers a tensor, which must not be written until the step has ended on all replicas."""
         self._mailboxes[route].put(tensor)
 
     def launch_receive(self, route: Route) -> None:
         """Announces a later `receive` from the same thread. A link between processes starts the transfer here."""
 
     def receive(self, route: Route) -> torch.Tensor:
-        """The sent tensor, on the receiver's device. It may be the sender's memory, so do not write it."""
+        """The sent tensor, on the receiver's device. It may be the sender's memory: do not write it."""
         return self._mailboxes[route].take()
 
 

@@ -72,7 +72,7 @@ class Mailbox:
     """A single send: the sender leaves a tensor and goes on, the receiver waits for it.
 
     Attributes:
-        tensor: held until the next step, because a GPU may copy it after `take` has returned.
+        tensor: held until the next step, because a GPU may copy it after `take`.
     """
 
     def __init__(self, route: Route, devices: Sequence[Device], timeout_seconds: float) -> None:

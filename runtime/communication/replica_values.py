@@ -38,7 +38,7 @@ class ReplicaValues:
             meeting.tensors = [None] * len(self._devices)
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor) -> None:
-        """Leaves a copy of a value, since the next region may write its memory; never blocks."""
+        """Leaves a copy of a value, since the next region may overwrite it; never blocks."""
         meeting = self._meetings[_number(node)]
         rows = node.kwargs["rows"] if node.target is ops.own_rows_of_sum else None
         meeting.tensors[replica] = (value.clone(memory_format=torch.contiguous_format), rows)

@@ -18,7 +18,7 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit
 
 @register_communicator
 class SharedMemoryCommunicator(Communicator):
-    """Sums in replica 0's bucket, where all replicas read the sum, so that nothing is copied."""
+    """Sums in replica 0's bucket, where all replicas read, so that nothing is copied."""
 
     link = "shared-memory"
 

@@ -29,7 +29,7 @@ _LONGEST_SLEEP_SECONDS = 1.0  # Python handles a signal that comes right before 
 
 
 class DevicePool:
-    """Threads that each run one job at a time. They end with `close`, with the pool object, or with the interpreter.
+    """Threads that each run one job at a time. They end with `close`, with the pool, or with the interpreter.
 
     Args:
         num_threads: threads of torch's operators within each CPU device.
@@ -139,7 +139,7 @@ class DevicePool:
             self._await_a_result(deadline, results)
 
     def mark_stuck(self) -> None:
-        """Refuses further jobs: a device may still use the memory of the last ones."""
+        """Refuses further jobs: a device may still use the last ones' memory."""
         self.is_stuck = True
 
     def wake(self) -> None:
@@ -184,7 +184,7 @@ class DevicePool:
                     raise
 
     def close(self) -> None:
-        """Ends the threads and waits for them; may be repeated after an interrupt."""
+        """Ends the threads and waits for them; may be repeated."""
         _stop(self._inboxes, self._threads)
         self._finalizer.detach()
 

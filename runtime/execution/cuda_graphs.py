@@ -141,7 +141,7 @@ class StepGraph:
             self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:
-        """Drops the graph. ``fixed`` has the values baked into the next one, by readable names; frequent changes warn."""
+        """Drops the graph. ``fixed`` has the values baked into the next one, by readable names."""
         key = tuple(fixed.values())
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
         self._key = key

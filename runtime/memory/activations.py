@@ -79,7 +79,7 @@ The value of an operation without a handler is a new block.
 
 
 class _Walk:
-    """Simulates a device's generated function, with a `Block` in place of each value's memory, to find the peak."""
+    """Finds the peak of a device's generated function, with a `Block` in place of each value's memory."""
 
     def __init__(
         self, program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
@@ -212,7 +212,7 @@ class _Walk:
 
     @accounts(ops.MEETINGS)
     def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """A copy for other replicas and the sum over workers live until the end of the step."""
+        """A copy for other replicas and the sum over workers live until the step's end."""
         (source,) = node.all_input_nodes
         value = source.meta["val"]
         self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(source)}", type_of(value))])
@@ -249,7 +249,7 @@ class _Walk:
 
     @accounts(ops.gather_largest)
     def _gather_largest(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device has the workspace of the top-k search, and holds the workers' messages until the end of the step."""
+        """One device has the workspace of the top-k search, and holds the workers' messages until the step's end."""
         if self.replica:
             return (), 0
         _, pack = self.program.packs[pack_of(node)]
@@ -262,7 +262,7 @@ class _Walk:
 
     @accounts(ops.exchange_payload)
     def _exchange_payload(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds the sum over all workers and the message until the end of the step."""
+        """One device holds the sum over all workers and the message until the step's end."""
         if self.replica:
             return (), 0
         bucket, pack = self.program.packs[pack_of(node)]
@@ -272,7 +272,7 @@ class _Walk:
 
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds the workers' messages until the end of the step; their lengths are assumed to be equal."""
+        """One device holds the workers' messages, assumed to be of equal length, until the step's end."""
         operands = self._of(node.args)
         if self.program.num_replicas > 1:
             self.ledger.hold(operands)  # until the last device's launch, at an unknown time
@@ -292,7 +292,7 @@ class _Walk:
 
     @accounts(ops.gather_parameters)
     def _gather_parameters(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds a copy of this worker's part of the parameters, as send buffer."""
+        """One device holds a copy of this worker's parameters, as send buffer."""
         part = self.program.buckets[bucket_of(node)].part
         if self.replica or part is None:
             return (), 0
@@ -309,7 +309,7 @@ class _Walk:
         return (), 0
 
     def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
-        """Counts the sum of the replicas' rows as large as all their rows, or only the rows' indices."""
+        """Counts the sum of replicas' rows as large as all of them, or only the rows' indices."""
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]

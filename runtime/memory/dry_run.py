@@ -56,7 +56,7 @@ class DryRun:
 
     Attributes:
         steps: the statements that affect memory.
-        results: the memory of each output; None for an output without memory.
+        results: the memory of each output, or None.
         remark: why the figures are estimates; empty if they are exact.
     """
 
@@ -108,7 +108,7 @@ def _run(
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Flattens ``with`` blocks, since a device guard has no effect on fake tensors."""
+    """A device guard (``with``) has no effect on fake tensors."""
     for statement in statements:
         if isinstance(statement, ast.With):
             yield from _flat(statement.body)

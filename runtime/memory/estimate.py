@@ -106,7 +106,7 @@ class _Tally:
             self._add(tuple(names), kind, num_bytes)
 
     def _copies(self, bucket: Bucket) -> list[Owners]:
-        """For each copy of a bucket's parameters or state, the names of the devices that share it."""
+        """For each copy of parameters or state, the names of the devices that share it."""
         owners: dict[int, list[str]] = {}
         for replica, name in enumerate(self.names):
             owners.setdefault(bucket.owner_of_parameters(replica), []).append(name)

@@ -47,7 +47,7 @@ class Ledger:
                 self._count(block, False)
 
     def leave(self, blocks: Iterable[Block]) -> int:
-        """Stops counting blocks that live until the next step replaces them; returns the bytes that this call removes."""
+        """Stops counting blocks that live until the next step replaces them; returns the removed bytes."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._left]
         for block in new:
             self._count(block, False)

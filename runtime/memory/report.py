@@ -79,7 +79,7 @@ class DeviceMemory:
     """The memory of one device alone.
 
     Attributes:
-        own: its bytes by kind, without shared memory.
+        own: without shared memory.
         peak: the moment of ``own.activations``.
     """
 

@@ -72,7 +72,7 @@ class Explanation:
 
     @property
     def other_ms(self) -> float:
-        """The rest of the step: starting devices, packing, launching, and waiting for the last device."""
+        """The rest: starting devices, packing, launching, and waiting for the last device."""
         return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "other", "end"))
 
     def __str__(self) -> str:

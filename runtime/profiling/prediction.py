@@ -18,7 +18,7 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 @dataclass(frozen=True)
 class PredictedBucket:
-    """The predicted wait for a bucket from other workers, as a mean over devices; ``kind`` is its launch."""
+    """The predicted wait for other workers, as a mean over devices; ``kind`` is the launch's operation."""
 
     index: int
     kind: str

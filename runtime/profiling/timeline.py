@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequence[RecordedStep]) -> Path:
-    """Writes steps as a trace in Chrome's JSON format, whole or not at all; compressed if the path ends in ``.gz``."""
+    """Writes a trace in Chrome's JSON format, whole or not at all; compressed if the path ends in ``.gz``."""
     target = Path(path)
     text = json.dumps({"traceEvents": trace_events(program, steps), "displayTimeUnit": "ms"})
     content = text.encode()

@@ -25,7 +25,7 @@ class Copies:
 
     Attributes:
         entry: name of a variable or state entry; empty for parameters in a bucket.
-        bucket: the bucket of the copies, if they hold all of its variables.
+        bucket: the bucket whose variables the copies hold, if any.
     """
 
     entry: str
@@ -119,7 +119,7 @@ def make_state(hold: Hold, every: int) -> StepState:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The checksums of tensors, a row each, on the host, with one transfer per device."""
+    """One row per tensor, on the host, with one transfer per device."""
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(i)

@@ -150,10 +150,10 @@ class StepState:
         self.is_whole = True
 
     def prepare_variables_for(self, program: Program) -> None:
-        """Mirrors the user's writes to variables for an evaluation, which reads them in place.
+        """Mirrors the user's writes for an evaluation, which reads variables in place.
 
-        Buckets stay. If the user has given a parameter new memory, all parameters stay in the user's memory until the
-        next training step.
+        Buckets stay. If the user has given a parameter new memory, all parameters stay in the user's memory until the next
+        training step.
         """
         self._held.was_behind = self.are_variables_written
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
@@ -268,5 +268,5 @@ class StepState:
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """Sets the writer of the gradients in buckets, once it has dropped its record of overwritten content."""
+        """Sets the writer of the gradients in buckets, once it has forgotten its own writes to them."""
         self._held.gradients_writer = writer

@@ -19,10 +19,10 @@ from mirrorc.runtime.codegen.graph_function import GraphFunction
 
 
 class Asked:
-    """A request for gradients of an eager backward, made before the call of the region that reads them.
+    """A request for gradients of an eager backward, before the call of the region that reads them.
 
     Args:
-        are_last: True to wait for the end of the backward, so that its exceptions are raised before the region's call.
+        are_last: True to wait for the end of the backward, so that it raises exceptions before the region's call.
     """
 
     def __init__(self, taken: TakenGradients, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:

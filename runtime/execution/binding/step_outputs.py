@@ -36,10 +36,7 @@ class _Output:
 
 
 class StepOutputs:
-    """Joins the replicas' outputs of a step.
-
-    On CPUs, each replica writes its part of a concatenated output while the step runs.
-    """
+    """Joins the replicas' outputs. On CPUs, each replica writes its part of a concatenated output while the step runs."""
 
     def __init__(self, program: Program) -> None:
         self._devices = [device.torch_device for device in program.devices]

@@ -79,7 +79,7 @@ class CommitPoint:
 
     @property
     def is_skipped(self) -> bool:
-        """True if all replicas leave out the step's updates; its loss is returned."""
+        """True if all replicas leave out the step's updates. Its loss is returned."""
         return self._decision.get("step") is SKIPPED
 
     @property
@@ -99,7 +99,7 @@ class CommitPoint:
         self._rendezvous = self._make_rendezvous()
 
     def stop(self) -> bool:
-        """Stops the step unless it is decided; returns True if it is stopped. Replicas that come later raise `Aborted`."""
+        """Stops the step unless it is decided; returns True if it is stopped. Later replicas raise `Aborted`."""
         return self._decision.setdefault("step", _STOPPED) is _STOPPED
 
     def revoke(self) -> None:
@@ -143,7 +143,7 @@ class CommitPoint:
         self._rendezvous.abort()
 
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
-        """Records that a replica is past all that can fail, with its numbers for all replicas. Never blocks."""
+        """Records that a replica is past all that can fail, with its numbers for all. Never blocks."""
         if numbers:
             self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
         self._rendezvous.announce(replica)
@@ -182,7 +182,7 @@ class CommitPoint:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context in which replicas pass without a decision, because calls are captured and not run."""
+        """A context in which replicas pass without a decision, because calls are only captured."""
         self._is_suspended = True
         try:
             yield

@@ -27,7 +27,7 @@ from mirrorc.runtime.workers.protocol.vote import Vote
 
 @dataclass(frozen=True)
 class Examined:
-    """A value and the sum of its elements. If the sum is finite, so are all elements; if not, it may have overflowed."""
+    """A value and the sum of its elements. A finite sum proves finite elements; another one may have overflowed."""
 
     value: torch.Tensor
     total: torch.Tensor
@@ -62,7 +62,7 @@ class Fault:
 
     Attributes:
         variable: the gradient's variable; empty for the loss.
-        place: offset of the examined elements in their bucket: replicas may have examined the same elements.
+        place: offset of the elements in their bucket: several replicas may have examined them.
     """
 
     variable: str

@@ -40,8 +40,8 @@ class BucketOptimizers:
     views of replica 0's flat state, so ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
-        is_captured: True for capture in CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as
-            torch's fused kernels require.
+        is_captured: True for CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as torch's fused
+            kernels require.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class BucketOptimizers:
 
     @property
     def leave_gradients(self) -> bool:
-        """Test for updates that leave gradients unchanged; torch's foreach implementations may use their memory."""
+        """Test for updates that leave gradients unchanged; torch's foreach implementations may write them."""
         return not any(group.get("foreach") for group in self.groups.hyperparameters)
 
     def lay_out(self, buckets: Sequence[FlatBucket]) -> Laid:

@@ -161,7 +161,7 @@ class FlatState:
         """Views of replica 0's state, for the user's optimizer.
 
         Args:
-            gathered: whole tensors of all `parts`; without it, a `DealtState` stands for each.
+            gathered: whole tensors of all `parts`; without it, `DealtState` stands for each.
         """
         by_slot = {flat.bucket.index: slots[0] for flat in self.buckets if (slots := self._slots_of(flat))}
         numbers = {

@@ -47,8 +47,7 @@ class ShownNumbers:
 class ShownState:
     """Snapshot of the state in the user's optimizers after mirrorc's last write.
 
-    The comparison before every step loops in C over identities of states, names and values. Version counters reveal
-    writes in place.
+    The comparison before every step loops in C over identities and names. Version counters reveal writes in place.
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ class UserSteps:
             any(callback() for callback in [method() for method in self._when_idle] if callback is not None)
 
     def _end_of_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Runs in every thread after every step of any optimizer except flat ones, which call no hooks."""
+        """Runs in every thread after every step of any optimizer except flat ones."""
         if any(optimizer is parameters for parameters in self._optimizers):
             return
         parameters, stepped = self._watched_parameters(), _ids_of_parameters(optimizer)

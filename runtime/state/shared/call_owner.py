@@ -12,7 +12,7 @@ class Callers:
     """Serializes the calls of steps over common variables; see `mirrorc.calls.call_lock.ExclusiveCalls`.
 
     Attributes:
-        now: the running call's thread and owner, under the key "now"; a dict that all these steps share.
+        now: the running call's thread and owner, under the key "now"; all these steps share the dict.
     """
 
     def __init__(self) -> None:

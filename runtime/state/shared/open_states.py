@@ -99,7 +99,7 @@ def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
 def take_in(
     hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
 ) -> None:
-    """Adds variables of modules outside of the model to a step. Merges in the states of open steps with them, if possible."""
+    """Adds variables of modules outside of the model to a step; merges in the states of open steps with them, if possible."""
     held, ids = hold.held, {id(tensors[name]) for name in written if name in tensors}
     _refuse_elsewhere(held, tensors.values(), ids)
     either = held.trained() | ids

@@ -191,9 +191,7 @@ class HeldState:
             self.store.free_buckets(optimizers.owner)
 
     def free_forgotten(self) -> None:
-        """Frees the state of unreachable steps. The garbage collector may run in any thread, so it only empties their
-        sets.
-        """
+        """Frees the state of unreachable steps: the garbage collector, which may run in any thread, only empties their sets."""
         for optimizers, holds in list(self._optimizers.items()):
             if not holds:
                 self._free(optimizers)

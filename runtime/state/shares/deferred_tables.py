@@ -32,7 +32,7 @@ class DeferredTable:
 
 
 class DeferredTables:
-    """The tables that a wait defers, since checks before the commit need the rows alone."""
+    """The tables that a wait defers: checks before the commit need only the rows."""
 
     def __init__(self, visit: Visit) -> None:
         self.visit = replace(visit, defer=self._defer)
@@ -158,7 +158,7 @@ def _assign(tables: Sequence[DeferredTable], places: torch.Tensor, rows: torch.T
 
 
 def _numbers(tables: Sequence[DeferredTable]) -> torch.Tensor:
-    """Columns of first row, end row, padding row, and the offset to row numbers among all pieces."""
+    """Columns of first row, end row, padding row, and offset to row numbers among all pieces."""
     columns, end = [], 0
     for piece in (table.piece for table in tables):
         first, stop = piece.rows.start, piece.rows.stop

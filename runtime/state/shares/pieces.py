@@ -92,7 +92,7 @@ class Piece(ABC):
         raise NotImplementedError(f"{type(self).__name__} is made in the bucket")
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
-        """Drops the record of earlier writes, since the bucket may have been overwritten."""
+        """Drops the record of writes, since the bucket may have been overwritten."""
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         return 0

@@ -117,7 +117,7 @@ class Layout:
     def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
         """Removes buckets that conflict with a new plan.
 
-        Returns another owner's buckets with an equal layout, to be shared; None if there are none.
+        Returns another owner's buckets of equal layout, to be shared, or None.
         """
         self.planned.pop(owner, None)
         for other, flats in list(self.planned.items()):

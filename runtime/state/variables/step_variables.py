@@ -141,7 +141,7 @@ class StepVariables:
 def names_in_store(tensors: Mapping[str, torch.Tensor], store: VariableStore, model_name: str) -> dict[str, str]:
     """The store's name for each of a step's tensors: the present name, or a new one.
 
-    If a new name is taken, all new names get the model's name as a prefix, so that a module's variables stay together.
+    If a new name is taken, all new names get the model's name as a prefix, which keeps a module's variables together.
     """
     new = [name for name, tensor in tensors.items() if id(tensor) not in store.names]
     prefix = ""

@@ -68,9 +68,7 @@ class ShownBuffers:
         return other
 
     def aggregate(self, written: Mapping[str, Aggregation], present: Sequence[int]) -> None:
-        """Aggregates the present replicas' values in the user's model. Unwritten buffers keep their exact bits, since a
-        mean of equal numbers may be rounded.
-        """
+        """Aggregates the present replicas' values. Unwritten buffers keep their bits: a mean of equal numbers may be rounded."""
         kinds = {written[name] for name in self.names if name in written}
         if not kinds or not present:
             return

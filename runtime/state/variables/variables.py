@@ -72,7 +72,7 @@ class VariableStore:
     def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
         """Prepares a merge with another store under new names; returns its commit, idempotent from any point.
 
-        Per-replica variables stay in their memory. Common variables must be equal in both stores.
+        Per-replica variables stay in place. Common variables must be equal in both stores.
         """
         members = self._members.joined(other._members, names)
         layout, taken = self._layout.joined(other._layout.without_buckets(other.tensors), names)
@@ -116,7 +116,7 @@ class VariableStore:
         return name in self._layout.separate and not isinstance(self.tensors[name], torch.nn.Parameter)
 
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
-        """The tensors that a program reads of a variable, in order of replicas.
+        """The tensors that a program reads, in order of replicas.
 
         A program that does not write a per-replica buffer reads its aggregate.
         """
@@ -208,13 +208,13 @@ class VariableStore:
         return has_plan and all(name in self._layout.values for name in names)
 
     def has_changes(self) -> bool:
-        """Test for variables that `mirror_changes` would mirror, limited to writes with a version count."""
+        """Test for what `mirror_changes` would mirror, limited to writes with a version count."""
         return any(watched.has_changed() for watched in self._watched.values())
 
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
         """Mirrors the user's writes since the last step; returns True if a variable has new memory.
 
-        Parameters with ids in ``stepped`` count as written regardless of their versions.
+        Parameters with ids in ``stepped`` count as written.
 
         Raises:
             ValueError: a variable has a new shape or dtype, or shares memory with another one.
@@ -241,8 +241,8 @@ class VariableStore:
         return any(has_moved)
 
     def _keeps_its_bits(self, name: str) -> bool:
-        """Test for an unwritten aggregate. Its version may have changed: BatchNorm loads its counter from itself if a
-        state_dict lacks it.
+        """Test for an unwritten aggregate. Its version may have changed: BatchNorm loads its counter from itself if it is not in
+        a state_dict.
         """
         return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
 
@@ -275,7 +275,7 @@ class VariableStore:
         return has_moved
 
     def count_update(self, owner: int) -> None:
-        """Counts a version of each updated parameter, so that autograd refuses a stale backward."""
+        """Counts a version of each updated parameter: autograd then refuses a stale backward."""
         count_write(self._trained.get(owner, []))
 
     def aggregate(self) -> None:

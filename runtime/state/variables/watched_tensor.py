@@ -44,7 +44,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def leave_homes_of_others(changed: Collection[Watched], watched: Collection[Watched]) -> None:
-    """Gives separate memory to each tensor that the user put into another variable's home, as in a swap."""
+    """Gives memory to each tensor that the user put into another variable's home, as in a swap."""
     homes = {memory_of(entry.home) for entry in watched if entry.home is not None}
     for entry in changed:
         is_home = entry.home is not None and entry.tensor.data_ptr() == entry.home.data_ptr()

@@ -175,7 +175,7 @@ _KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges,
 
 
 def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]:
-    """The communicators between workers, by name of the link; empty without exchanges or without a team.
+    """Communicators between workers, by link; empty without exchanges or without a team.
 
     Raises:
         ExecutionError: the link has no such runtime, or does not leave sums in memory that can be sent.

@@ -13,7 +13,7 @@ from mirrorc.torch_internals import GlooGroup
 
 
 class SentPart(Protocol):
-    """The sent part of a pack in a step, made when all devices of the worker have written their shares."""
+    """The sent part of a pack, made when all devices of the worker have written their shares."""
 
     def launch(self, group: GlooGroup) -> Any:
         """Launches the exchange; returns a work."""
@@ -28,8 +28,8 @@ class SentPart(Protocol):
 class SentPayload(SeveralRounds):
     """A `SentPart` that a user's `mirrorc.compression.Payload` encodes.
 
-    ``whole`` is the pack's sum in this worker, with the residual of earlier steps already added. The lane's thread encodes,
-    exchanges and decodes, so all workers launch the rounds of all packs in the same order.
+    ``whole`` is the pack's sum in this worker, with the residual of earlier steps added. The lane's thread encodes, exchanges
+    and decodes, so all workers launch the rounds of all packs in the same order.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class WorkerValues:
                 self._joint.send(number, (lambda group: group.all_reduce(message)) if message.numel() else None)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor | None:
-        """The result over all present replicas, contiguous and not shared."""
+        """The result over the present replicas of all workers, contiguous and not shared."""
         number = _number(node)
         meeting = self._meetings[number]
         self._joint.wait(number, self._present.index(replica), f"{meeting.name} {number}")

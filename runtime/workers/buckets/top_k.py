@@ -53,7 +53,7 @@ class LargestElements:
 
 
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """The indices of the ``count`` largest of ``magnitudes``, 1-D and non-negative, in any order; NaN is the largest.
+    """Indices of the ``count`` largest of ``magnitudes``, 1-D and non-negative, in any order; NaN is the largest.
 
     On a CPU, ``torch.topk`` takes five times as long, as it moves pairs. So a bound from a sample selects a few candidates too
     many. If there are too few or far too many, ``torch.topk`` runs on all elements.

@@ -67,7 +67,7 @@ _NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # 
 
 @contextmanager
 def stream_of_chief(team: Team) -> Iterator[None]:
-    """A context in which torch's default generator has the chief's state; afterwards, other workers get their own state back."""
+    """A context in which torch's default generator has the chief's state; other workers then get theirs back."""
     local_state = torch.get_rng_state()
     chiefs = local_state.clone()
     team.control.broadcast(chiefs)

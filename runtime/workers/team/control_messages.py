@@ -55,7 +55,7 @@ class ControlCollectives:
                 )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-gathers 1-D tensors of equal length and dtype, in the order of ranks."""
+        """All-gathers 1-D tensors of equal length and dtype, by rank."""
         whole = tensor.new_empty(tensor.numel() * self._cluster.num_workers)
         self._connections.run_control(lambda group: group.all_gather_whole(tensor, whole))
         return whole
@@ -75,7 +75,7 @@ class ControlCollectives:
         return list(zip(map(str, self._cluster.workers), texts, strict=True))
 
     def first_texts(self, about: str, text: str) -> list[str]:
-        """Each worker's first text on a subject, by rank; the same list on all workers."""
+        """Each worker's first text on a subject, by rank; equal on all workers."""
         store = self._connections.part_of_store(f"told of {about}")
         return all_texts(store, self._cluster, text, self._timeout_seconds, self._is_over)
 
@@ -114,7 +114,7 @@ class ControlCollectives:
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
-        """A context whose errors all workers raise alike, so that none needs to notify the others."""
+        """A context whose errors all workers raise, so that none must notify the others."""
         try:
             yield
         except CommunicationError:

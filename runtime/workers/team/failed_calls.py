@@ -24,7 +24,7 @@ from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
 
 class FailedCalls:
-    """Applies the `CONSEQUENCES` of a team's failed calls; ``have_parted`` is as in `Team`."""
+    """Applies the `CONSEQUENCES` of failed calls; ``have_parted`` is as in `Team`."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class FailedCalls:
     def publish_cause(self, error: BaseException) -> None:
         """Publishes the cause of a failure before connections are cut because of it.
 
-        `explain` then raises this cause, even if a device of this worker notices the cut connection first.
+        `explain` then raises this cause, even if a device notices the cut connection first.
         """
         self._cause = self._call.number, error
         if not self._failures.is_any():

@@ -37,7 +37,7 @@ class PublishedFailures:
     def find_failed_worker(self, error: BaseException, watcher: StepWatcher) -> Failure:
         """Attributes a lost connection to a worker, and publishes the failure if the store answers.
 
-        It is a worker that has published a failure meanwhile, else a silent one, else the one behind all others.
+        The worker is one that has published a failure meanwhile, else a silent one, else the one behind all others.
         """
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile

@@ -77,11 +77,11 @@ class StepWatcher:
         return self.detector.find_silent(is_known, _SLACK_SECONDS)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
-        """Waits a few seconds at most for heartbeats of all others. True early if ``is_known`` reports a failure."""
+        """Waits a few seconds at most for heartbeats of all others; less if ``is_known`` reports a failure."""
         return self.find_silent(is_known) == []
 
     def progress_of_all(self) -> dict[int, Progress]:
-        """The last progress of each worker that has sent any. Takes a bounded time."""
+        """The last progress of each worker that has sent any, in bounded time."""
         try:
             beats = in_bounded_time(self.detector.beats.read, _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError):

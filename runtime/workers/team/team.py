@@ -73,7 +73,7 @@ class Team:
 
     @property
     def have_parted(self) -> bool:
-        """True if workers may have parameters of different steps after a failure; a broadcast must precede the next step."""
+        """True if workers may have parameters of different steps, so that a broadcast must precede the next step."""
         return self._failed.have_parted
 
     def come_together(self) -> None:
@@ -139,7 +139,7 @@ class Team:
         return self._meetings.exchange_headers(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
-        """Opens the connection for values of the model. All workers call it in the same call; may be repeated."""
+        """Opens the connection for values of the model, in the same call on all workers. May be repeated."""
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
@@ -167,7 +167,7 @@ class Team:
         self._call.stage = CallStage.UPDATED if self._call.stage is CallStage.UPDATING else CallStage.DECIDED
 
     def hear(self, text: str) -> list[tuple[str, str]]:
-        """Exchanges texts of all workers after the decision against a step; then all raise the same error."""
+        """Exchanges all workers' texts after the decision against a step; then all raise the same error."""
         self._call.stage = CallStage.BEFORE
         texts = self.control.all_gather_texts(text)
         self._call.stage = CallStage.REFUSED
@@ -182,7 +182,7 @@ class Team:
         self.connections.launch_bucket(collective, functools.partial(self._end_bucket, done))
 
     def _end_bucket(self, done: Done, error: Exception | None) -> None:
-        """Publishes a payload's failure before the lane is cut, so that others do not continue with the next pack's rounds."""
+        """Publishes a payload's failure before the lane is cut: others must not continue with the next pack's rounds."""
         if isinstance(error, PayloadError):
             self._failed.publish_cause(error)
             self.connections.cut_buckets()

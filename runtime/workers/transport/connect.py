@@ -30,7 +30,7 @@ def await_all(
     is_over: Callable[[], bool],
     may_wait_on: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Waits until all workers have come to a call. Unlike gloo's rendezvous, the wait can be interrupted by signals.
+    """Waits until all workers have come to a call. Unlike gloo's rendezvous, signals can interrupt it.
 
     Args:
         may_wait_on: called at each timeout; True to wait as long again.

@@ -135,7 +135,7 @@ class Connections:
             lane.cut()
 
     def close(self) -> bool:
-        """Closes all lanes; returns whether all collectives have ended, so that memory is no longer written."""
+        """Closes all lanes; returns whether all collectives have ended, so that none writes memory."""
         have_ended = [lane.close() for lane in self._lanes]
         self._lanes.clear()
         return all(have_ended)

@@ -124,7 +124,7 @@ class Lane:
         return self._group is None
 
     def close(self) -> bool:
-        """Ends all collectives; returns whether memory passed to the lane is no longer written."""
+        """Ends all collectives; returns whether none writes the passed memory any more."""
         self.cut()
         with self._launching:
             group, self._group = self._group, None
