@@ -1,4 +1,4 @@
-"""Differences of devices, workers, arguments, region bodies, optimizers and remarks in words."""
+"""Differences of programs outside of buckets and schedules, in words."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def _owner(old: PrintedBucket, new: PrintedBucket) -> str:
 
 
 def _ready(old: PrintedBucket, new: PrintedBucket) -> str:
-    """Empty if the bucket is ready after the same region, or an unknown one, or if its gradients changed."""
+    """Empty if gradients changed, too, or if either region is unknown."""
     names = [{gradient.variable for gradient in bucket.gradients} for bucket in (old, new)]
     if not (old.ready_after and new.ready_after) or old.ready_after == new.ready_after or names[0] != names[1]:
         return ""

@@ -1,6 +1,6 @@
 """Compares two programs by their printed form: first in words, then line by line.
 
-Reports on passes and the user's source lines are ignored, so moving the model's code in its file makes no difference.
+Ignores reports on passes and the user's source lines, so moving the model's code in its file makes no difference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def diff_texts(old: str, new: str) -> str:
 
     Args:
         old: a text from `Program.to_text`.
-        new: a text printed with the same options, as only printed parts are compared.
+        new: a text printed with the same options.
 
     Returns:
         One sentence per line, the most important first; after an empty line, the differing lines.

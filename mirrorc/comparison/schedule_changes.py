@@ -135,8 +135,6 @@ def _wait_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _order_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
-    """Compares the order of events that both schedules have."""
-
     def changes(old: Schedule, new: Schedule) -> Iterator[str]:
         was, now = _reordered(old, new, kind)
         if was:
@@ -201,7 +199,7 @@ def _moves_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterat
 
 
 def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The first of ``choices``, kinds of events, whose events both schedules have in the same order, if any."""
+    """The first of ``choices``, kinds of events, that both schedules have in the same order."""
     for kinds in choices:
         keys = [[event.key for event in schedule.of(*kinds)] for schedule in (old, new)]
         if keys[0] == keys[1] and keys[0]:

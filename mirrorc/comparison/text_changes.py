@@ -1,4 +1,4 @@
-"""The differing lines of two printed programs. Functions and regions are compared one by one, so equal ones cost little."""
+"""The differing lines of two printed programs. Functions and regions are compared separately, so equal ones cost little."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
 
 
 def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
-    """By name, without the pass, the time, the dump's report and source lines."""
+    """Parts of a text by name, without the pass, the time, the dump's report and source lines."""
     parts: dict[str, _Part] = {"": _Part()}
     part, above = parts[""], _Part()  # above: the lines between an empty one and a function, which belong to it
     is_above = False
@@ -77,7 +77,7 @@ def _num_differing(old_part: _Part, new_part: _Part) -> int:
 
 
 def _hunks(old_part: _Part, new_part: _Part) -> Iterator[str]:
-    """Of a very long part, only the first hunks."""
+    """Yields only the first hunks of a very long part."""
     limit = min(len(old_part.lines), len(new_part.lines))
     start = next((i for i in range(limit) if old_part.lines[i] != new_part.lines[i]), limit)
     end = next((i for i in range(limit - start) if old_part.lines[-1 - i] != new_part.lines[-1 - i]), limit - start)

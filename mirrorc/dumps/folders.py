@@ -50,7 +50,7 @@ class DumpFolder:
 
 
 class _Directory:
-    """Its lock file stays open, and its folders locked, until this process ends."""
+    """The lock file stays open, and the folders locked, until this process ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

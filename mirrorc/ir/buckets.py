@@ -81,7 +81,7 @@ class Bucket:
         sent_factors: by slot; empty if workers send sums.
         gathers_factors: devices gather factors.
         part: the elements that this worker updates; None if it updates all.
-        owner: the only replica that updates the bucket; None if there is no such replica.
+        owner: the replica that alone updates it, now or after a later pass.
         packs: empty if the bucket is one pack. A gradient may lie in several.
     """
 
@@ -106,7 +106,7 @@ class Bucket:
         return len(self.packs) > 1
 
     def slots_in(self, pack: Pack) -> list[Slot]:
-        """The slots that a pack overlaps, if only partly. The padding after a slot counts as its elements."""
+        """The slots that a pack overlaps. The padding after a slot counts as its elements."""
         ends = [*(slot.offset for slot in self.slots[1:]), self.num_elements]
         return [
             slot for slot, end in zip(self.slots, ends, strict=True) if slot.offset < pack.stop and pack.start < end

@@ -35,7 +35,7 @@ class GradientForm(ABC):
 
     Attributes:
         writes_all: computing a gradient writes every element.
-        description: for remarks: "a product of two matrices".
+        description: such as "a product of two matrices".
     """
 
     factor_names: ClassVar[tuple[str, ...]]
@@ -78,7 +78,7 @@ class GradientForm(ABC):
 
     @abstractmethod
     def expression(self, *factors: str) -> str:
-        """The printed form, such as ``left @ right``."""
+        """Such as ``left @ right``."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
         return sum(map(num_elements_now, factors))

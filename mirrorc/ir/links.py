@@ -34,7 +34,7 @@ class Link:
 
     Attributes:
         device_type: of torch; None for any.
-        why_not: the reason why it cannot join these devices; empty if it can.
+        why_not: why it cannot join these devices; empty if it can.
         preference: the highest is the default. None for a link used only by name.
         reads_shared_memory: replicas read each other's buckets in place.
         moves_by_itself: transfers overlap with computation.
@@ -132,7 +132,7 @@ def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> s
 
 
 def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.DEVICES) -> None:
-    """Raises ValueError for an unknown link, or one that cannot join these devices."""
+    """Raises ValueError for a link that is unknown, or cannot join these devices."""
     if link is None:
         return
     objection = link_named(link).objection(devices, spans)

@@ -39,7 +39,7 @@ class _Keywords(dict[str, Any]):
 
 
 def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Fills a template of an operation with a node's keywords.
+    """Fills an operation's template with a node's keywords.
 
     ``{awaited}`` is the launch's awaited value, ``{part}`` chunk and round, ``{pack}`` the pack of a cut bucket.
     """

@@ -79,8 +79,8 @@ class Operation:
         since, until: the first and the last stage with it.
         gives: None for the type recorded on the node.
         operands: their number; None for any number; or the keyword whose list has an item per operand.
-        keywords: those required in every graph, except ``replica``.
-        stem, called, awaited: templates for names, see `mirrorc.ir.names`.
+        keywords: those always required, except ``replica``.
+        stem, called, awaited: see `mirrorc.ir.names`.
         value: see `mirrorc.printing.printed_values`.
     """
 
@@ -131,7 +131,7 @@ def operation(
 
     Args:
         operands_for: the keyword whose list has an item per operand.
-        hidden: keywords that are not printed.
+        hidden: not printed.
     """
 
     def declare(function: Callable[..., Any]) -> Symbol:
@@ -239,7 +239,7 @@ class Handlers(Generic[Handler]):
         _HANDLERS.append(self)
 
     def __call__(self, *targets: Symbol | Selection) -> Callable[[Handler], Handler]:
-        """A handler of one operation takes precedence over that of a selection."""
+        """An operation's own handler takes precedence over a selection's."""
 
         def register(handler: Handler) -> Handler:
             for item in targets:

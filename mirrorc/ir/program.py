@@ -1,4 +1,4 @@
-"""A program, and the typed tables of its graphs."""
+"""A program, and its tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAPTURE = "capture"
 
 @dataclass(frozen=True)
 class Remark:
-    """A remark of a pass; ``is_kept``: it is printed with all later programs, too."""
+    """A remark of a pass. ``is_kept``: later programs print it, too."""
 
     text: str
     by: str = ""
@@ -83,8 +83,8 @@ class Accumulation(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Region:
-    """A piece of forward or backward that all replicas share, such as ``fwd_0``, or ``bwd_2_shard1`` for the second
-    shard shape.
+    """A piece of forward or backward that all replicas share, such as ``fwd_0``. ``bwd_2_shard1`` is for the second shard
+    shape.
     """
 
     name: str
@@ -106,7 +106,7 @@ class ArgumentKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Argument:
-    """``leaf`` is the index among the call's tensors, the step's numbers or the replica's sizes."""
+    """``leaf`` is an index into the call's tensors, the step's numbers or the replica's sizes."""
 
     name: str
     kind: ArgumentKind
@@ -243,10 +243,10 @@ class Program:
         """The program as text; the grammar is in `mirrorc.printing.program_text`.
 
         Args:
-            regions: print the bodies of the regions, too.
-            slots: print every gradient of a bucket on a line of its own.
+            regions: print bodies of regions, too.
+            slots: print every gradient of a bucket on its own line.
             sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
-            fold: print repetitions once: layers, devices, shard sizes. True by default, unless ``slots`` is.
+            fold: print repeated layers, devices and shard sizes once. True by default, unless ``slots`` is.
         """
         from mirrorc.printing.program_text import program_to_text
 
@@ -256,7 +256,7 @@ class Program:
         """Writes the program, at any stage, to a file; compressed if its name ends in ``.gz``. Creates missing folders.
 
         Raises:
-            ValueError: a node calls or holds an object without an importable name. A file at ``path`` stays.
+            ValueError: a node calls or holds an object without an importable name. An earlier file stays.
             OSError: the file cannot be written.
         """
         from mirrorc.serialization import save_program
@@ -268,7 +268,7 @@ class Program:
         """Loads a program from a file of `save`. Runs nothing in the file, and needs none of its devices.
 
         Raises:
-            ValueError: the file is not a program, is damaged, is of a later version, or calls unknown operators.
+            ValueError: the file is not a program, is damaged or of a later version, or calls unknown operators.
         """
         from mirrorc.serialization import load_program
 

@@ -18,8 +18,8 @@ class Route(NamedTuple):
     """The tag of a send, unique in a program.
 
     Attributes:
-        chunk: distinguishes the parts of a bucket.
-        round: distinguishes the sends of one chunk between the same replicas.
+        chunk: a part of the bucket.
+        round: distinguishes sends of one chunk between the same replicas.
         pack: set if buckets are cut.
     """
 

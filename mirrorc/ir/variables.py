@@ -13,7 +13,7 @@ SHARE_ELEMENTS = 64
 
 
 def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
-    """The half-open range of a share. Shares are disjoint, in order, and cover all elements."""
+    """A share as a half-open range. Shares are disjoint, in order, and cover all elements."""
     units = -(-num_elements // SHARE_ELEMENTS)
     start, stop = (min(num_elements, units * i // num_shares * SHARE_ELEMENTS) for i in (index, index + 1))
     return start, stop
@@ -49,7 +49,7 @@ class PlacementFacts:
         in_table: for the table of buckets; empty for the default.
         owner: maps a replica to the one whose memory holds its parameters.
         updates_by_shares: a replica updates only its share.
-        is_written_last: parameters are written only after the last read of every other device.
+        is_written_last: parameters are written after the last read of every other device.
         has_owner: the bucket's owner makes all updates; other replicas copy the result.
     """
 

@@ -39,7 +39,7 @@ def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) 
 
 @dataclass(frozen=True)
 class Placed:
-    """A pass to insert beside the pass named ``anchor``; see `before` and `after`."""
+    """A pass to insert beside the pass named ``anchor``."""
 
     compiler_pass: Pass
     anchor: str

@@ -112,7 +112,6 @@ def _are_equal(value: Any, other: Any) -> bool:
 
 
 def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
-    """Refuses a pass if its class, called with these options, creates a different one."""
     kind = type(compiler_pass)
     values = {name: _parse_value(ast.parse(text, mode="eval").body) for name, text in options.items()}
     try:

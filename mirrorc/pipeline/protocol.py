@@ -34,14 +34,14 @@ class Traits:
 
     Attributes:
         latest_input_stage: the last accepted stage; by default the input stage, or a stage that refines it.
-        requires: properties that its input program must have.
-        establishes: properties of its output program, and of all later programs.
-        precedes: properties that its input program must not have yet.
-        changes_dataflow: the pass intentionally changes the computation; the verifier then compares no expressions.
-        changes_bits: how the pass may change the bits of a step's results, as a clause: ``"terms are added in another
-            order"``. ``exact_order=True`` leaves the pass out. If it finds nothing to do, it must return the same graphs.
-        trains_only: evaluations leave the pass out, which concerns only gradients, buckets or updates.
-        updates_only: accumulating programs leave the pass out, which concerns only updates.
+        requires: properties that its input must have.
+        establishes: properties of its output, and of all later programs.
+        precedes: properties that its input must not have yet.
+        changes_dataflow: it intentionally changes the computation; the verifier then compares no expressions.
+        changes_bits: how it may change the bits of a step's results, as a clause: ``"terms are added in another order"``.
+            ``exact_order=True`` leaves the pass out. If it finds nothing to do, it must return the same graphs.
+        trains_only: evaluations leave it out, as it concerns only gradients, buckets or updates.
+        updates_only: accumulating programs leave it out, as it concerns only updates.
     """
 
     latest_input_stage: Stage

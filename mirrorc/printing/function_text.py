@@ -38,11 +38,7 @@ def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) 
 def function_lines(
     program: Program, lines_of: Callable[[fx.Graph], list[Line]], *, sources: bool, fold: bool
 ) -> list[str]:
-    """The printed functions of a program, each after an empty line.
-
-    Args:
-        lines_of: calls `graph_lines`.
-    """
+    """Each function follows an empty line. ``lines_of`` calls `graph_lines`."""
     lines: list[str] = []
     absent = [replica for replica, index in enumerate(program.shard_of_replica) if index is None]
     for shard, graph in enumerate(program.shard_graphs):

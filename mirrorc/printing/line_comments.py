@@ -189,7 +189,6 @@ def _bucket(program: Program, node: fx.Node) -> Bucket | None:
 
 
 def _common_beginning(program: Program) -> str:
-    """The module that all parameters are in, such as ``transformer.``; empty if there is none."""
     first = {name.partition(".")[0] for name, variable in program.variables.items() if variable.role is Role.PARAMETER}
     return f"{next(iter(first))}." if len(first) == 1 else ""
 
@@ -227,7 +226,6 @@ def _sum(form: GradientForm, types: Sequence[str]) -> str:
 
 
 def _packed(program: Program, node: fx.Node) -> str:
-    """Counts gradients in place, copied and factored; one number alone if all are of one kind."""
     if not node.args:
         return "zeros: this device has no examples"
     counts = {"in place": 0, "copied": 0, "factored": 0}

@@ -77,7 +77,6 @@ def _arrows(program: Program, sent: list[Message], times: Mapping[Route, tuple[i
 
 
 def _elements(start: int, stop: int, length: int) -> str:
-    """``all``, or a range in percent."""
     return "all" if (start, stop) == (0, length) else f"{_number(100 * start / length)}-{_number(100 * stop / length)}%"
 
 

@@ -1,4 +1,4 @@
-"""The parts of a printed program, as `mirrorc.printing.reader` reads them."""
+"""The parts of a printed program, as read by `mirrorc.printing.reader`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PrintedBucket:
         number: its line's number in the text.
         owner: the device that updates it, now or after a later pass; or empty.
         ready_after: the region of its last gradient; empty before buckets are packed.
-        shares: the elements that each device updates, as printed; or empty.
-        packs: the elements of each pack, as printed; or empty.
+        shares: the printed elements that each device updates.
+        packs: the printed elements of each pack.
     """
 
     number: int
@@ -96,7 +96,7 @@ class PrintedFunction:
     Attributes:
         number: of its first line in the text.
         name: such as ``all_devices`` or ``cpu_0``.
-        above: the lines above it, on devices and examples.
+        above: lines on devices and examples.
     """
 
     number: int
@@ -111,7 +111,7 @@ class PrintedFunction:
 
 @dataclass(frozen=True)
 class PrintedRegion:
-    """A region's body; ``number`` is that of its first line in the text."""
+    """``number`` is that of its first line in the text."""
 
     number: int
     name: str
@@ -126,8 +126,8 @@ class PrintedProgram:
 
     Attributes:
         accumulation: "accumulating", "after accumulation", or empty.
-        worker: the worker and its replicas, from the heading; empty without other workers.
-        report: a dump's report on the pass, below the heading.
+        worker: the worker and its replicas; empty without other workers.
+        report: a dump's report on the pass.
         regions: printed bodies of regions, by name.
     """
 

@@ -131,7 +131,7 @@ _ANEW = "print it anew with program.to_text()"
 
 
 class TextCursor:
-    """Reads the unfolded lines of a text one by one."""
+    """Reads unfolded lines one by one."""
 
     def __init__(self, text: str) -> None:
         self._lines = unfolded(text.removesuffix("\n").split("\n"))
@@ -162,7 +162,6 @@ class TextCursor:
         return self._lines[self._taken - 1][1]
 
     def fail(self, expected: str) -> NoReturn:
-        """Raises ``ValueError`` for the line read last."""
         raise ValueError(
             f"this is no printed program: line {self.number} is {self._lines[self._taken - 1][1][:_SHOWN]!r}, where this was "
             f"expected: {expected}; the whole form is in the docstring of mirrorc.printing.program_text, {_ANEW}"

@@ -38,7 +38,7 @@ def variants_of_mirrored(program: Program) -> list[list[int]]:
 
 
 def num_examples(program: Program, replica: int) -> int | None:
-    """A replica's share of the batch; None if unknown."""
+    """None if unknown."""
     return program.num_examples[replica] if len(program.num_examples) == program.num_replicas else None
 
 

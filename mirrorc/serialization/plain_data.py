@@ -25,7 +25,7 @@ class DataError(Exception):
 
 
 def expect(data: Any, kind: type, title: str) -> Any:
-    """Returns the data if its type is exactly ``kind``; else raises `DataError`."""
+    """Raises `DataError` unless the data's type is exactly ``kind``."""
     if type(data) is not kind:
         raise DataError(f"{title} is {data!r:.60}, not of type {kind.__name__}")
     return data

@@ -84,7 +84,6 @@ def load_program(path: str | os.PathLike[str]) -> Program:
 
 
 def _other_torch(written_with: str) -> str:
-    """The remedy if another version of torch wrote the file; else empty."""
     if written_with == str(torch.__version__):
         return ""
     return f", or use the same torch: the file was written with torch {_version(written_with)}, this is torch {torch.__version__}"

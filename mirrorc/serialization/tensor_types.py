@@ -15,11 +15,10 @@ class TensorType:
     """The saved properties of a fake tensor.
 
     Attributes:
-        offset: the storage offset, in elements.
+        offset: of the storage, in elements.
         is_conjugated, is_negated: ``tensor.is_conj()`` and ``tensor.is_neg()``, which are lazy.
         symbols: the index of its environment's symbols; None without symbols.
-        sizes: the symbolic shape, strides and offset as texts; empty without symbols. The other attributes have their values at
-            capture.
+        sizes: the symbolic shape, strides and offset as texts, whose values at capture are above; empty without symbols.
     """
 
     dtype: torch.dtype

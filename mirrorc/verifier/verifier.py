@@ -29,7 +29,7 @@ def verify(
     Args:
         after: the pass that returned the program, for the message.
         before: the pass's input, which must have the same computation; None if there is no pass.
-        checked: graphs verified before are skipped, and replaced by this program's. None skips nothing.
+        checked: verified graphs to skip; receives this program's. None skips nothing.
         keeps_dataflow: if False, rules about dataflow are skipped.
 
     Raises:

@@ -40,9 +40,9 @@ class Part:
     """The elements of a bucket in a 1-D value.
 
     Attributes:
-        kind: GRADIENTS or PARAMETERS; or ROWS, parameters of the gradient's rows alone.
+        kind: GRADIENTS or PARAMETERS; or ROWS, parameters of only the gradient's rows.
         spans: in the order of the value.
-        steps: the operators that have changed the elements since they were packed, summed or updated.
+        steps: operators that have changed the elements since they were packed, summed or updated.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Part:
         return sum(span.stop - span.start for span in self.spans)
 
     def holds(self, kind: str, bucket: int, start: int, stop: int, replicas: Iterable[int] | None = None) -> bool:
-        """Tests for exactly these elements, and exactly these replicas (None: any)."""
+        """Tests for exactly these elements and replicas (None: any)."""
         if (self.kind, self.bucket) != (kind, bucket) or not self.spans:
             return False
         are_those = replicas is None or all(span.replicas == frozenset(replicas) for span in self.spans)
@@ -84,7 +84,7 @@ class BucketParts:
         self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
 
     def of(self, value: Any) -> Part | None:
-        """The elements of a bucket in a value; None if there are none, or they are unknown."""
+        """None if a value has no elements of a bucket, or unknown ones."""
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()
@@ -279,7 +279,7 @@ def _named_cast(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:
-    """Yields variable, bucket offset of its first element in the value, start and stop in the value."""
+    """Yields each slot's variable, the bucket offset of its first element in the value, and its start and stop in the value."""
     place = 0
     for span in part.spans:
         for slot in program.buckets[part.bucket].slots:
@@ -315,7 +315,7 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
 
 
 def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
-    """Marks all packs as sent in part, if workers send some of them in part."""
+    """If workers send some packs in part, marks all packs so."""
     name = target_name(ops.add_unsent)
     steps = {part.steps for part in parts if part is not None}
     in_part = [ways for ways in steps if any(step[0] == name for step in ways)]

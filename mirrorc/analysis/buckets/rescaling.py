@@ -1,4 +1,4 @@
-"""Scaling and clipping of gradients, and the norms that they depend on."""
+"""Scaling and clipping of gradients, and the norms behind them."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def is_checked(commit: fx.Node) -> bool:
 
 
 def truths_of(commit: fx.Node) -> list[fx.Node]:
-    """The checks among a commit's operands, which come before the norms."""
+    """A commit's checks, which precede its norms."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is not ops.norm]
 
 
 def numbers_of(commit: fx.Node) -> list[fx.Node]:
-    """The norms among a commit's operands, in the order of the rows of its result."""
+    """A commit's norms, in the order of the rows of its result."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is ops.norm]
 
 
@@ -159,7 +159,7 @@ def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
 
 
 def has_exclusive_memory(value: Any) -> bool:
-    """Tests for a reduced gradient of a lowered program in memory that nothing else reads."""
+    """Tests for a reduced gradient of a lowered program whose memory nothing else reads."""
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
         return True  # it was made so, or there is one replica
     if value.target is ops.unpack:

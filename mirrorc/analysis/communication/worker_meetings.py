@@ -94,7 +94,7 @@ def gathered_rows(program: Program) -> tuple[int, ...]:
 
 
 def no_gathered_rows(program: Program) -> tuple[int, ...]:
-    """The `gathered_rows` of a worker that has left; it claims nothing about other workers."""
+    """The `gathered_rows` of a worker that has left, without claims about other workers."""
     return (0, NO_CLAIM, NO_CLAIM) * sum(meeting.rows is not None for meeting in worker_meetings(program))
 
 

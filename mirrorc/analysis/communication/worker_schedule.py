@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def worker_schedule(program: Program) -> tuple[str, ...]:
-    """Lines of text that must be equal on all workers. Numbers of gathered rows are left out."""
+    """Text lines that must be equal on all workers, without numbers of gathered rows."""
     everyone = " ".join(map(str, program.workers.devices_per_worker))
     launches = calls_to(_first_graph(program), *ops.BETWEEN_WORKERS)
     met = (meeting.line for meeting in worker_meetings(program))
@@ -22,7 +22,6 @@ def worker_schedule(program: Program) -> tuple[str, ...]:
 
 
 def schedule_hash(program: Program) -> str:
-    """The hexadecimal SHA-256 of the `worker_schedule`."""
     return hashlib.sha256("\n".join(worker_schedule(program)).encode()).hexdigest()
 
 

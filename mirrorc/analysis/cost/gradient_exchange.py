@@ -20,7 +20,7 @@ class Candidate:
     """A gradient that workers may send as factors.
 
     Attributes:
-        row_bytes: the bytes of one row of all factors.
+        row_bytes: of one row of all factors.
         num_rows: in this worker's first batch.
         work_per_row: multiplications to compute the gradient.
     """

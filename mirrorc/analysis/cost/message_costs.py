@@ -20,7 +20,7 @@ class MessageCosts:
 
     Attributes:
         bytes_sent, num_messages: by sending device.
-        path_messages: the number of messages in the longest dependency chain of a bucket.
+        path_messages: messages in the longest dependency chain of a bucket.
         path_bytes: the time of the slowest bucket, in bytes; a device sends and receives one message at a time.
     """
 

@@ -18,13 +18,13 @@ _CALLS = (Kind.CHECK, Kind.GATHER, Kind.PACK, Kind.LAUNCH, Kind.WAIT, Kind.UPDAT
 
 class Durations(Protocol):
     def start_seconds(self, replica: int) -> float:
-        """The time until a device's function begins."""
+        """Until the device's function begins."""
 
     def seconds_of(self, replica: int, node: fx.Node) -> float:
-        """The time of a call; for a wait, only its work once everything has arrived."""
+        """For a wait, only its work once everything has arrived."""
 
     def flight_seconds(self, node: fx.Node) -> float:
-        """The time of a launch between workers on an idle link."""
+        """Of a launch between workers, on an idle link."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Simulation:
         return max((device_calls[-1].end for device_calls in self.calls if device_calls), default=0.0)
 
     def exposed_seconds(self, bucket: int, kind: str) -> float:
-        """The mean time over devices spent waiting for a bucket's launches of one kind."""
+        """Time spent waiting for a bucket's launches of one kind, as a mean over devices."""
         waits = [
             call.end - call.start
             for device_calls in self.calls

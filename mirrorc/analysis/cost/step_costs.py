@@ -31,12 +31,12 @@ _IN_PARTS = f"{_WHOLE} in parts"
 
 
 class UnknownCostError(ValueError):
-    """A program has a call of unknown cost."""
+    pass
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The progress of forward or backward: the fraction of the work done after each region, and the seconds."""
+    """The progress of forward or backward: after each region, the fraction of work done and the seconds."""
 
     parts: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -57,7 +57,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured costs of a step's calls: ``paces`` by replica and phase, ``lines`` by `kind_of_call`."""
+    """``paces`` are by replica and phase, ``lines`` by `kind_of_call`."""
 
     starts: tuple[float, ...]
     paces: tuple[Mapping[str, Pace], ...]
@@ -66,16 +66,12 @@ class StepCosts:
     link: LinkSpeed
 
     def durations(self, program: Program) -> ProgramDurations:
-        """Estimates the durations of the calls of a lowered program of the same model.
-
-        Raises:
-            UnknownCostError: a phase of a replica was not measured.
-        """
+        """For a lowered program of the same model; raises `UnknownCostError` if a phase of a replica was not measured."""
         return ProgramDurations(self, program)
 
 
 class ProgramDurations:
-    """The durations of one program's calls; see `mirrorc.analysis.cost.simulation.Durations`."""
+    """Implements `mirrorc.analysis.cost.simulation.Durations`."""
 
     def __init__(self, costs: StepCosts, program: Program) -> None:
         self._costs, self._program = costs, program
@@ -190,7 +186,7 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
 
 
 def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
-    """The bytes that determine the time of a call; may be 0."""
+    """The bytes that determine a call's time; may be 0."""
     if node.target in (*ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.commit):
         return 0
     if "bucket" not in node.kwargs:

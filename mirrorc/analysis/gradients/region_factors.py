@@ -21,7 +21,7 @@ class FactorsOfRegions:
 
     Args:
         whole: receives the reason for each variable whose gradient stays whole.
-        due: the variables whose gradients must be factors, whatever their sizes.
+        due: variables whose gradients must be factors, whatever their sizes.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FactorsOfRegions:
         }
 
     def chosen(self, region: str) -> dict[int, FactoredGradient]:
-        """Gradients of a region that become factors, by result index."""
+        """A region's gradients that become factors, by result index."""
         return {
             place: gradient
             for place, gradient in self._recognized_in[region].items()

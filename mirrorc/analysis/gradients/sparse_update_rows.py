@@ -12,7 +12,7 @@ from mirrorc.torch_internals import size_now
 
 
 def most_rows(program: Program, index: int) -> int:
-    """The most rows of a bucket's table that a step writes, if other workers look up as many as this one."""
+    """The most rows of its table that a bucket's update writes, if other workers look up as many as this one."""
     bucket = program.buckets[index]
     rows_of_table = bucket.slots[0].shape[0]
     packs = [node for graph in program.graphs() for node in calls_to(graph, ops.pack) if bucket_of(node) == index]

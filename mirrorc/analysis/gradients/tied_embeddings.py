@@ -48,7 +48,7 @@ def added_rows(
 
 
 def _argument_with_rows(gradient: fx.Node) -> int | None:
-    """The index of the argument to which a gradient adds rows; None if the argument has other readers."""
+    """The index of the argument to which a gradient adds rows; None if it has other readers."""
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs or len(gradient.users) != 1:
         return None
     before, table = gradient.args

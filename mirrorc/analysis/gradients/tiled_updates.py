@@ -27,7 +27,7 @@ def part_elements_of(wait: fx.Node) -> int | None:
 
 
 def share_behind(update: fx.Node) -> fx.Node:
-    """The share that an update takes, before any clip by value."""
+    """The update's operand before any clip by value."""
     gradient: Any = update.args[0]
     return gradient.all_input_nodes[0] if gradient.target is ops.clip_value else gradient
 
@@ -39,7 +39,7 @@ def is_made_in_updates(gradient: fx.Node) -> bool:
 
 
 def why_not_in_parts(program: Program, update: fx.Node) -> str:
-    """The reason, as a clause, why an update cannot compute its gradient in parts; empty if it can."""
+    """Why an update cannot compute its gradient in parts, as a clause; empty if it can."""
     wait = share_behind(update)
     launches = [source for source in wait.all_input_nodes if source.target in (ops.reduce_scatter, ops.gather_factors)]
     if wait.target is not ops.wait or not launches:

@@ -19,7 +19,7 @@ _MIN_GAIN = 2  # the value has at least so many times the products' bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
-    """Nodes to move before a cut, which a large value would otherwise cross for much smaller results; with their new pieces.
+    """Nodes to move before a cut, so that no large value crosses it for much smaller results; with their new pieces.
 
     Args:
         piece_of: in the order of the graph; piece 0, the forward, does not change.
@@ -53,7 +53,7 @@ def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.N
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:
-    """None if the readers need a value from behind ``piece`` that is not a view."""
+    """None if the readers need any value from behind ``piece`` except views."""
     needed = set(readers)
     pending = list(readers)
     for node in pending:
@@ -87,7 +87,7 @@ class Cut:
 
 
 def cut_at_meetings(graph: fx.Graph, forward: Sequence[fx.Node], backward: Sequence[Sequence[fx.Node]]) -> Cut:
-    """Cuts forward, and the pieces of backward, where replicas meet. A `getitem` stays with its operator."""
+    """A `getitem` stays with its operator."""
     meetings = list(calls_to(graph, *ops.MEETINGS))
     if not meetings:
         return Cut([forward], backward)

@@ -48,5 +48,5 @@ def reads_strides(target: Any) -> bool:
 
 
 def may_read_memory_in_order(target: Any) -> bool:
-    """Tests for an operator from outside torch, which may draw random numbers in the order of memory."""
+    """Tests for an operator from outside torch: it may draw random numbers in memory order."""
     return is_operator(target) and target.namespace not in _OF_TORCH

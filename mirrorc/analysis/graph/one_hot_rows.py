@@ -51,14 +51,14 @@ ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Ten
 
 
 def by_elements(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """Computes an operator of `ROW_READERS` from one element of each row; None if it needs all elements."""
+    """None if the operator, one of `ROW_READERS`, needs all elements."""
     return sum_of_one_hot(values, op) if op.target is aten.sum.dim_IntList else element_of_row(values, op)
 
 
 def sum_of_one_hot(values: RowValues[V], op: ValueOp[V]) -> V | None:
     """Computes a sum of one-hot rows from one element of each; None for other operators.
 
-    Adds zero to the elements, as a sum is never negative zero.
+    Adds zero, as a sum is never negative zero.
     """
     if op.target is not aten.sum.dim_IntList or op.kwargs or len(op.args) != 3 or op.args[2] is not True:
         return None

@@ -25,7 +25,7 @@ MACHINE = Machine(seconds_per_multiplication=2e-11, seconds_per_byte=1e-10)
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of activations at one moment, and the seconds of recomputation."""
+    """The most bytes of activations at one moment, and the recomputation time."""
 
     num_bytes: int
     seconds: float
@@ -34,8 +34,8 @@ class Peak:
 class JointTimeline:
     """A captured graph in execution order, with the lifetimes of its values.
 
-    Values and workspaces count as in `step.memory()`, but gradients are assumed to be in buckets, and fusion, regions and
-    updates are unknown.
+    Values and workspaces count as in `step.memory()`, but gradients are assumed to be in buckets; fusion, regions and updates
+    are unknown.
     """
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
@@ -77,7 +77,7 @@ class JointTimeline:
         return place
 
     def again(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> list[int]:
-        """Places of the values that these checkpoints recompute, in order."""
+        """Places of values that these checkpoints recompute, in order."""
         recomputed = recomputed_values(self.forward, self.backward, self.first, checkpoints.get)
         return sorted(self._place[node] for node in recomputed)
 

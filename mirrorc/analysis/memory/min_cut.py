@@ -23,7 +23,7 @@ class Network:
         self._left += (capacity, 0)
 
     def side_of_source(self) -> set[int]:
-        """The nodes on the source's side of the minimum cut; of several cuts, the one nearest to the source."""
+        """The source's side of the minimum cut; of several cuts, the one nearest to the source."""
         while True:
             levels = self._levels()
             if levels[1] < 0:

@@ -34,8 +34,8 @@ class Choice:
 
     Attributes:
         saved: operators whose results are stored if backward needs them; the segment's other operators are recomputed.
-        num_bytes: the bytes that need not be stored.
-        seconds: the time of recomputation.
+        num_bytes: need not be stored.
+        seconds: of recomputation.
     """
 
     saved: frozenset[fx.Node]

@@ -25,7 +25,7 @@ from mirrorc.verifier.expressions.rows_and_columns import Number, NumberedColumn
 
 
 class Expressions:
-    """Numbers the expressions of a program, like all programs that share the tables.
+    """Numbers the expressions of a program. Programs that share the tables number equal expressions alike.
 
     Args:
         numbers: operation and numbers of its arguments -> number of its result.

@@ -16,7 +16,7 @@ from mirrorc.torch_internals import sizes_key
 
 @dataclass(frozen=True)
 class Number:
-    """The number of an expression, unlike a number that is an operator's argument."""
+    """Wraps the number of an expression, to tell it from a number that is an argument."""
 
     number: int
 

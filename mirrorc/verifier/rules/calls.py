@@ -105,8 +105,8 @@ _Key = tuple[str, str, object, object]
 
 @rule(since=Stage.CAPTURED, order=Order.OWNERS)
 def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
-    """Every replica with examples gathers the same outputs once, in the same way and dtype. Parts of a concatenated output have
-    a row for each example and agree in all other dimensions. Parts of an averaged or summed output have one shape.
+    """Every replica with examples gathers the same outputs once, in one way and dtype. Parts of a concatenated output have a
+    row for each example and agree in other dimensions. Parts of an averaged or summed output have one shape.
     """
     each: list[tuple[str, list[fx.Node], int | None]] = []
     sizes = program.num_examples if len(program.num_examples) == program.num_replicas else ()

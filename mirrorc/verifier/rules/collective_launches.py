@@ -1,4 +1,4 @@
-"""Rules on collectives: all replicas take part, wait for pending values, and leave buckets in flight alone."""
+"""Rules on collectives."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def links_join_their_devices(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.CAPTURED)
 def packs_make_up_their_buckets(program: Program) -> Iterator[Violation]:
     """Every element of a cut bucket is in exactly one pack, and no pack is empty. If any bucket is cut, all buckets have packs,
-    numbered from 0 on. Buckets sent as factors are not cut.
+    numbered from 0. Buckets sent as factors are not cut.
     """
     for bucket in program.buckets:
         place = 0

@@ -34,10 +34,11 @@ Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 @rule(scope=Scope.PASS, is_about_dataflow=True)
 def dataflow_is_preserved(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
     """On every replica, the expressions of the loss, of each gradient, check, output, value for a meeting and written buffer,
-    and the operators on each bucket up to its update stay the same, unless the pass has the attribute changes_dataflow = True.
+    and the operators on each bucket before its update, stay the same, unless the pass has the attribute changes_dataflow =
+    True.
 
-    Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions'
-    operators. A value equals its copy in another memory format, except for an operator that may read memory in order.
+    Expressions are compared by structure: over region calls if the regions are unchanged, else over the regions' operators. A
+    value equals its copy in another memory format, except for an operator that may read memory in order.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged

@@ -56,7 +56,6 @@ def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node
 
 
 def tag(node: fx.Node) -> tuple[str, int]:
-    """The kind of a collective, and the number of its pack."""
     return name_of(node), pack_of(node)
 
 
@@ -65,7 +64,7 @@ def writes_variables(node: fx.Node) -> bool:
 
 
 def written_buckets(node: fx.Node) -> list[int]:
-    """Buckets whose parameters a node writes, in the order of their gradients."""
+    """Buckets whose parameters a node writes, in gradient order."""
     if node.target not in ops.UPDATES:
         return []
     return [bucket_of(node)] if "bucket" in node.kwargs else list(node.kwargs["buckets"])  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def rule(
     order: Order = Order.MEANING,
     is_about_dataflow: bool = False,
 ) -> Callable[[_Check], _Check]:
-    """Registers the decorated function, which yields a `Violation` for each fault, as a rule.
+    """Registers the decorated function, which yields a `Violation` for each fault.
 
     Raises:
         ValueError: another rule has this name, or the function has no docstring.
@@ -99,7 +99,7 @@ def withdraw(check: Callable[..., Any]) -> None:
 
 
 def rules() -> list[Rule]:
-    """In the order of their checks; rules on passes are last."""
+    """In checking order; rules on passes are last."""
     return list(_RULES)
 
 

@@ -68,7 +68,6 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
 
 
 def _is_for(program: Program, node: fx.Node, index: int, part: Part | None) -> bool:
-    """Tests for the sum that an update needs, or the owner's new parameters or rows that a store needs."""
     if part is None:
         return False
     bucket = program.buckets[index]
