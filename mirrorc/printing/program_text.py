@@ -35,7 +35,7 @@ An ``evaluation`` is forward alone, and gathers loss and outputs in place of ret
 over all workers, except ``root``, ``source`` and ``destination``.
 
 ``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column of devices up to SCHEDULED, and in LOWERED a function
-for each device. ``source`` is the operators' line of the user's code, or their module. Line breaks of a ``remark`` become ``\\n``.
+for each device. ``source`` is the operators' line of user code, or their module. Line breaks of a ``remark`` become ``\\n``.
 
 Unless ``fold=False`` or ``slots=True``, repeated parts are printed once, and no information is lost:
 
