@@ -309,7 +309,7 @@ class _Walk:
         return (), 0
 
     def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
-        """Counts the sum of replicas' rows as large as all of them, or only the rows' indices."""
+        """The most that the sum of the replicas' rows can take, or only the rows' indices."""
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]
