@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RegionCompiler:
-    """Logical devices on one processor share the code."""
+    """Compiles regions; logical devices on one processor share the code."""
 
     def __init__(self, backend: Backend, num_threads: int) -> None:
         self.backend = backend

@@ -103,7 +103,6 @@ class InterruptGuard:
             self._users(signal.SIGINT, None)
 
     def stop_by(self, stop: Callable[[], None] | None) -> None:
-        """Sets the function that stops device threads; None when they have ended."""
         self._stop = stop
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

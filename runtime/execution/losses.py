@@ -17,8 +17,6 @@ _MOST_CACHED = 16
 
 
 class Losses:
-    """Weighs and adds the losses of a program's replicas."""
-
     def __init__(self, program: Program, state: ProgramState) -> None:
         self._program, self._state = program, state
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}

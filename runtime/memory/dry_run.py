@@ -66,7 +66,7 @@ class DryRun:
 
 
 def dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
-    """Inductor code that fails on fake tensors is counted as if it were not fused."""
+    """Follows a region's code on fake tensors. Inductor code that fails on them is counted as if it were not fused."""
     with made_current(device):  # Inductor's code makes its GPU current, and it is the user's thread that runs it here
         return _dry_run(region, function, device)
 

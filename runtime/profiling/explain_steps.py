@@ -41,7 +41,6 @@ def explain_steps(
     is_interleaved: bool = False,
     foundations: Foundations | None = None,
 ) -> Explanation:
-    """Explains one or more recorded steps of a lowered program."""
     looked_at = [step for step in steps if not step.warms_up] or steps
     steps = typical(looked_at)
     step_ms = statistics.fmean((step.ended_ns - step.begun_ns) / 1e6 for step in steps)

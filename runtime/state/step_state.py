@@ -239,7 +239,7 @@ class StepState:
             self.loss_scale.finish(has_overflowed=True)
 
     def abandon(self, *, has_committed: bool) -> bool:
-        """Returns True if the model and the optimizer are unchanged.
+        """Records a failed step; returns True if the model and the optimizer are unchanged.
 
         After a commit, variables may be partly updated, and replicas may differ.
         """

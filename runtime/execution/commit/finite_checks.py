@@ -34,7 +34,7 @@ class Examined:
 
 
 def examined(value: torch.Tensor) -> Examined:
-    """Does not synchronize with a GPU."""
+    """Sums without synchronizing with a GPU."""
     return Examined(value, sum_of(value))
 
 
@@ -180,7 +180,7 @@ class CheckedCommit(CommitPoint):
                 yield f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
 
     def _gradient_messages(self, faults: Sequence[Fault]) -> Iterator[str]:
-        """Describes the first non-finite gradient. Elements that several replicas examined count once."""
+        """Elements that several replicas examined count once."""
         names = {fault.variable for fault in faults}
         first = next((name for name in self._program.variables if name in names), None)
         if first is not None:

@@ -52,7 +52,7 @@ class Looker(Visitor):
         pass
 
     def take_small(self) -> list[torch.Tensor]:
-        """For a single operator call over the small parts of several visitors."""
+        """Takes the small parts, so that one operator call serves several visitors."""
         small, self._small = self._small, []
         return small
 
@@ -76,14 +76,14 @@ def norm_of(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.
 
 
 class SumVisitor(Looker):
-    """A finite sum proves all elements finite."""
+    """Sums each part: a finite sum proves all elements finite."""
 
     def look_at(self, part: torch.Tensor) -> torch.Tensor:
         return sum_of(part)
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:
-    """Sums float16 in float32."""
+    """Sums a value's elements, those of float16 in float32."""
     return value.sum(dtype=_dtype_of_sum(value.dtype))
 
 

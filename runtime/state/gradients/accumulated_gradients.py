@@ -178,7 +178,7 @@ class AccumulatedGradients:
         self.is_torn = True
 
     def clear(self) -> None:
-        """Keeps the sums' memory; idempotent."""
+        """Drops the sums, but not their memory; idempotent."""
         self._counts, self.is_torn = _Counts(), False
         if self._sums.aside:
             self._sums = _Sums(self._sums.plan, self._sums.flat)

@@ -38,7 +38,10 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 
 
 def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Gaps between slots are zero. Slots are not initialized, so unused pages stay untouched. Empty for sparse rows."""
+    """A bucket's memory, empty for sparse rows. Gaps between slots are zero.
+
+    Slots are not initialized, so unused pages stay untouched.
+    """
     if bucket.rule.takes_rows:
         return torch.empty(0, dtype=bucket.dtype, device=device)
     flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=device)

@@ -51,7 +51,6 @@ class SavedBuffers:
         self._unknown = {name: buffer for name, buffer in copies.items() if name not in store.tensors}
 
     def write(self, store: StepVariables) -> None:
-        """Writes the loaded values to replicas with memory for them."""
         if not self._unknown and not store.loaded_buffers:
             return
         foreign: list[str] = []
@@ -93,7 +92,7 @@ def _check(name: str, buffer: Any, store: StepVariables) -> None:
 
 
 def have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """On any devices; NaN equals itself."""
+    """Compares bits on any devices; NaN equals itself."""
     one, other = one.detach().cpu().contiguous(), other.detach().cpu().contiguous()
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

@@ -112,7 +112,6 @@ class VariableStore:
         return self._layout.values[name]
 
     def has_per_replica(self, name: str) -> bool:
-        """Test for a buffer with a value on each replica."""
         return name in self._layout.separate and not isinstance(self.tensors[name], torch.nn.Parameter)
 
     def read_by(self, variable: Variable) -> list[torch.Tensor]:

@@ -44,7 +44,6 @@ class ShardedBuckets:
         self._joint.abort()
 
     def launch_sums(self, bucket: int, whole: torch.Tensor) -> None:
-        """Offers a device's share of the worker's sum ``whole``, 1-D."""
         with self._joint.lock:
             if self._joint.is_last((_SUMS, bucket)):
                 received = torch.empty_like(whole)
@@ -69,7 +68,6 @@ class ShardedBuckets:
         return share
 
     def launch_parameters(self, bucket: int, whole: torch.Tensor) -> None:
-        """Offers a device's updated share of the parameters ``whole``, 1-D."""
         with self._joint.lock:
             if self._joint.is_last((_PARAMETERS, bucket)):
                 parts = whole.view(self._num_workers, -1).unbind()

@@ -61,7 +61,6 @@ class ControlCollectives:
         return whole
 
     def all_gather_texts(self, text: str) -> list[tuple[str, str]]:
-        """The texts by rank, with the workers' names."""
         encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
         self._connections.run_control(lambda group: group.all_gather(torch.tensor([len(encoded)]), lengths))

@@ -19,7 +19,7 @@ class PublishedFailures:
         self._published: list[Failure] = []  # by others, in their order
 
     def note(self, failure: Failure) -> None:
-        """Called in the detector's thread."""
+        """Notes a failure, in the detector's thread."""
         number = self._call.number
         current = [known for known in self._published if known.is_final or known.step >= number]
         self._published = [*current, failure]

@@ -126,7 +126,7 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The lane for control messages comes first."""
+        """Open lanes; that for control messages comes first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
