@@ -32,7 +32,6 @@ def worker_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Devices that no longer, or now, run the same program."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):
         return
     both = set(old.devices) & set(new.devices)
@@ -75,7 +74,6 @@ def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def optimizer_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Optimizer groups that were compiled with other hyperparameters."""
     held = [dict(line.split(": ", 1) for line in program.optimizers) for program in (old, new)]
     for label in (label for label in held[1] if label in held[0]):
         was, now = (part[label].rpartition(" (at compilation")[0] for part in held)

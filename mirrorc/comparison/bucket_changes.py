@@ -210,7 +210,7 @@ def _owner(old: PrintedBucket, new: PrintedBucket) -> str:
 
 
 def _ready(old: PrintedBucket, new: PrintedBucket) -> str:
-    """Empty if gradients changed, too, or if either region is unknown."""
+    """Empty if the region is unchanged or unknown, or if the bucket's gradients changed."""
     names = [{gradient.variable for gradient in bucket.gradients} for bucket in (old, new)]
     if not (old.ready_after and new.ready_after) or old.ready_after == new.ready_after or names[0] != names[1]:
         return ""

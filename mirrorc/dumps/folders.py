@@ -44,7 +44,6 @@ class DumpFolder:
         logger.info("what passes do to a program is written to %s", self.path)
 
     def file(self, name: str) -> Path:
-        """Creates the folder if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         return self.path / name
 

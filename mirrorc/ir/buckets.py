@@ -79,7 +79,6 @@ class Bucket:
         slots: disjoint, at aligned offsets.
         num_elements: with padding.
         sent_factors: by slot; empty if workers send sums.
-        gathers_factors: devices gather factors.
         part: the elements that this worker updates; None if it updates all.
         owner: the replica that alone updates it, now or after a later pass.
         packs: empty if the bucket is one pack. A gradient may lie in several.

@@ -16,7 +16,6 @@ def of_replica(name: str, replica: int | None) -> str:
 
 
 def of_all_replicas(name: str, replica: int | None) -> str:
-    """The inverse of `of_replica`."""
     return name if replica is None else name.removesuffix(f"_r{replica}")
 
 

@@ -512,7 +512,7 @@ def unpack(*packs: Any, bucket: int, replica: int) -> Any:
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)
 def is_finite(value: Any, *, replica: int) -> Any:
-    """Tests that all elements of a value are finite, for `commit` alone."""
+    """Tests that all elements of a value are finite. Only `commit` takes the result."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_norm)

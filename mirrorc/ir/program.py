@@ -56,7 +56,7 @@ class Stage(enum.IntEnum):
 
 
 class Property(enum.Enum):
-    """A property established by a pass. Messages show the value."""
+    """Established by passes. Messages show the value."""
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
@@ -173,7 +173,7 @@ class Program:
 
     @functools.cached_property
     def local_replicas(self) -> range:
-        """This worker's replicas, numbered over all workers."""
+        """Numbered over all workers."""
         first = self.workers.first_replica
         return range(first, first + self.num_replicas)
 

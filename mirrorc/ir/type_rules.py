@@ -277,7 +277,7 @@ def of_largest(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_payload(program: Program, node: fx.Node) -> ValueType:
-    """As of `exchange`. ``num_bytes`` must be fewer than those of the bucket, or pack."""
+    """As of `exchange`. ``num_bytes`` must be fewer than the bucket, or pack, has."""
     (bucket, pack), gives = _pack(program, node), of_exchange(program, node)
     text, num_bytes = node.kwargs.get("payload"), node.kwargs.get("num_bytes")
     if not isinstance(text, str) or not text:

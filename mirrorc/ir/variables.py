@@ -13,7 +13,7 @@ SHARE_ELEMENTS = 64
 
 
 def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
-    """A share as a half-open range. Shares are disjoint, in order, and cover all elements."""
+    """Shares are disjoint half-open ranges, in order, and cover all elements."""
     units = -(-num_elements // SHARE_ELEMENTS)
     start, stop = (min(num_elements, units * i // num_shares * SHARE_ELEMENTS) for i in (index, index + 1))
     return start, stop
@@ -84,7 +84,7 @@ def _all_to_owner(num_elements: int, replica: int, num_replicas: int, owner: int
 
 
 class Placement(enum.Enum):
-    """Saved programs have the member's name."""
+    """Where a bucket's parameters and updates are. Saved programs have the member's name."""
 
     MIRRORED = PlacementFacts(
         word="mirrored",

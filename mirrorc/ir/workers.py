@@ -14,9 +14,6 @@ class World:
 
     Attributes:
         devices_per_worker: a number for all, or one for each worker.
-
-    Raises:
-        TypeError, ValueError: names the wrong value, and the remedy.
     """
 
     num_workers: int
@@ -63,7 +60,7 @@ class Workers:
         devices_per_worker: empty if a process trains on its own.
         sent_as_factors: variables with gradients sent as factors.
         shards_optimizer: each worker updates a part of each bucket.
-        gradient_order: that of the chief's backward.
+        gradient_order: as in the chief's backward.
     """
 
     devices_per_worker: tuple[int, ...] = ()

@@ -43,7 +43,7 @@ def check_order(passes: Sequence[Pass]) -> None:
 
 
 def check_end(stage: Stage) -> None:
-    """Raises `PassError` if the last stage of a pipeline is not LOWERED."""
+    """Raises `PassError` unless the last stage is LOWERED."""
     if stage is not Stage.LOWERED:
         raise PassError(
             f"the pipeline ends with a {stage.name} program, which cannot run: it must end at LOWERED, as 'lower-devices' gives "

@@ -97,7 +97,6 @@ def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def is_mark(line: str) -> bool:
-    """Tests for a line in place of repeated lines."""
     return _MARK.fullmatch(line) is not None or _MARK_OF_PARTS.fullmatch(line) is not None
 
 

@@ -1,4 +1,4 @@
-"""Prints the functions of a program's devices. A function that resembles an earlier one is printed as its differing lines."""
+"""Prints device functions. One that resembles an earlier one is printed as its differing lines."""
 
 from __future__ import annotations
 

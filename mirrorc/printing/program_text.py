@@ -111,7 +111,7 @@ def _whose(ranks: list[int]) -> str:
 
 
 class ProgramPrinter:
-    """Prints a program in several forms, computing the lines of each graph once."""
+    """Computes the lines of each graph once for several forms."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -53,8 +53,6 @@ _NO_LINE = "(none of the user's lines)"
 
 
 class GraphWriter:
-    """Converts the graphs of one program to data."""
-
     def __init__(self) -> None:
         self._tables: dict[str, dict[Any, int]] = {name: {} for name in _TABLES}
         self._tensor_types: list[int] = []

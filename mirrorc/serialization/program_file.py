@@ -215,7 +215,6 @@ def _decode_region(data: Any, name: str, reader: GraphReader) -> Region:
 
 
 def _decode_module(data: Any, where: str, reader: GraphReader, regions: Mapping[str, Region]) -> fx.GraphModule:
-    """The module's submodules are the regions that its graph calls."""
     check_keys(data, dict.fromkeys(("class_name", "nodes")), where)
     class_name = expect_identifier(data["class_name"], f"the class name of {where}")
     graph = reader.decode(data["nodes"], where, regions)

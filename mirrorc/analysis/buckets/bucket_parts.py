@@ -84,7 +84,7 @@ class BucketParts:
         self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
 
     def of(self, value: Any) -> Part | None:
-        """None if a value has no elements of a bucket, or unknown ones."""
+        """None if the value holds no elements of a bucket, or they are unknown."""
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()
@@ -315,7 +315,7 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
 
 
 def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
-    """If workers send some packs in part, marks all packs so."""
+    """If workers send only parts of some packs, marks all packs so, for them to be joined."""
     name = target_name(ops.add_unsent)
     steps = {part.steps for part in parts if part is not None}
     in_part = [ways for ways in steps if any(step[0] == name for step in ways)]

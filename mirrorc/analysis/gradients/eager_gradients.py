@@ -14,7 +14,7 @@ from mirrorc.ir.nodes import calls_to
 
 @dataclass(frozen=True)
 class TakenGradients:
-    """The gradients that a graph takes from one backward, identified by ``token`` and ``tangent``."""
+    """Gradients taken from one backward, which ``token`` and ``tangent`` identify."""
 
     call: int
     token: fx.Node

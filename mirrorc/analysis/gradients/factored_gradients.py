@@ -32,7 +32,7 @@ class Maker(Enum):
 
 @dataclass(frozen=True)
 class FactoredSlot:
-    """A slot whose gradient is packed as factors; ``place`` is its index in the bucket."""
+    """A slot whose gradient is packed as factors; ``place`` is its index."""
 
     place: int
     form: GradientForm
@@ -40,7 +40,7 @@ class FactoredSlot:
 
 
 def stays_factored(gradient: Any) -> bool:
-    """Tests for a gradient whose only user is its `pack`, which takes factors."""
+    """Tests for a gradient whose only user, its `pack`, takes factors."""
     return gradient.target in ops.FACTORED and all(user.target is ops.pack for user in gradient.users)
 
 

@@ -62,7 +62,6 @@ class FactorsOfRegions:
 
 
 def arguments_of(body: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each placeholder of a region, its arguments in all calls."""
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     return {p: [node.args[i] for node in calls] for i, p in enumerate(placeholders)}  # type: ignore[misc]
 

@@ -38,7 +38,6 @@ def bytes_of_sent(program: Program, send: fx.Node) -> int:
 
 
 def is_of_rows(receipt: fx.Node) -> bool:
-    """Tests for a `recv` whose value goes to `store_rows`."""
     return any(user.target is ops.store_rows for wait in receipt.users for user in wait.users)
 
 

@@ -90,7 +90,7 @@ def origins(value: fx.Node) -> set[fx.Node]:
 
 
 class ViewedVariables:
-    """Finds the variables that values outside of regions may be views of."""
+    """Finds the variables that values outside of regions may view."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

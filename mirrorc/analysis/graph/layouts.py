@@ -43,7 +43,7 @@ def is_layout_only(node: fx.Node) -> bool:
 
 
 def reads_strides(target: Any) -> bool:
-    """Tests for an operator that addresses elements by their position in memory."""
+    """Tests for an operator that addresses elements by memory position."""
     return target in _READ_STRIDES
 
 

@@ -1,4 +1,4 @@
-"""Predicts peak bytes of a captured graph's activations, for any choice of recomputation in backward."""
+"""Predicts peak bytes of a captured graph's activations, for any choice of recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results that a shard must have, computed from its microbatches' graphs without the pass that joins them."""
+"""The results that a shard must have, by its microbatches' graphs, not by the pass that joins them."""
 
 from __future__ import annotations
 
@@ -127,5 +127,4 @@ def _put_together(parts: list[int], how: str, sizes: tuple[int, ...], expression
 
 
 def is_accumulated(before: Program, after: Program) -> bool:
-    """Tests for a pass that joined the microbatches of shards."""
     return bool(before.shard_of_microbatch) and not after.shard_of_microbatch

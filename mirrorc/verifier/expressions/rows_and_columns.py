@@ -40,7 +40,6 @@ class NumberedRows:
         return element.number if element is not None else None
 
     def op_of(self, value: Any) -> ValueOp[Number] | None:
-        """None if unknown."""
         maker = self._op_of.get(value.number) if isinstance(value, Number) else None
         if not isinstance(maker, fx.Node):
             return maker

@@ -21,8 +21,8 @@ _OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.w
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def some_replica_has_examples(program: Program) -> Iterator[Violation]:
-    """At least one replica has examples, unless other workers may have some. Before replication, exactly the replicas with
-    examples run a graph.
+    """At least one replica has examples, unless other workers may. Before replication, exactly the replicas with examples run a
+    graph.
     """
     if not program.present and not program.workers.are_several:
         yield Violation(f"the numbers of examples are {program.num_examples}: there is nothing to learn from")

@@ -63,8 +63,8 @@ def sums_reach_their_updates(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def new_parameters_are_gathered_once(program: Program) -> Iterator[Violation]:
-    """A bucket updated by parts is gathered once, in the reverse order of the plan, the same for all workers. Each replica
-    launches the gather after its own update of the bucket. No other bucket is gathered.
+    """A bucket updated by parts is gathered once, in the reverse order of the plan, the same for all workers, and after each
+    replica's own update of it. No other bucket is gathered.
     """
     is_there = _is_sharded(program)
     wanted = [bucket.index for bucket in reversed(program.buckets) if bucket.part is not None] if is_there else []

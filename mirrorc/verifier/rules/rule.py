@@ -54,7 +54,7 @@ class Rule:
         return self.since is None or self.since <= stage
 
     def when(self, program: Program) -> str:
-        """The programs on which the rule holds, for error messages."""
+        """For error messages."""
         if self.scope is Scope.PASS:
             return "on passes"
         if self.since is None:

@@ -201,7 +201,7 @@ def _owner(program: Program, bucket: Bucket) -> str:
 @rule(since=Stage.UPDATED)
 def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
     """A replica writes a variable, or lets other workers write it, only after its own uses of the variable and of views of it.
-    Its loss is not such a view.
+    Its loss is not a view of a written variable.
     """
     variables = ViewedVariables(program)
     for where, graph, replicas in scopes(program):

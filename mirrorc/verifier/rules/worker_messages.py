@@ -145,8 +145,8 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def parts_include_the_residual(program: Program) -> Iterator[Violation]:
-    """If workers exchange parts of their sums, each replica adds the residual of earlier steps first. The result goes only into
-    that exchange of its bucket, or pack, which keeps the new residual.
+    """If workers exchange parts of their sums, each replica adds the residual of earlier steps first. Only the exchange of its
+    bucket, or pack, takes the result, and keeps the new residual.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.add_unsent):
