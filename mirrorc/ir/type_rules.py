@@ -344,7 +344,7 @@ def of_update(program: Program, node: fx.Node) -> None:
 
 
 def of_rows(program: Program, node: fx.Node) -> ValueType:
-    """The type of the bucket, with rows alone. Both operands must have the bucket's type."""
+    """The type of the bucket, of which the value has only rows. Both operands must have this type."""
     wanted = of_bucket(program, node)
     for source in node.args:
         if not is_same_type(noted_type(source), wanted):
@@ -353,7 +353,7 @@ def of_rows(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_stored_rows(program: Program, node: fx.Node) -> None:
-    """No value. Both operands must have the bucket's type, with rows alone."""
+    """No value. Both operands must have the bucket's type."""
     of_rows(program, node)
 
 
