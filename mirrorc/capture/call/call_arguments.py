@@ -1,4 +1,4 @@
-"""Flattens the arguments of a call to tensors and plain values, and rebuilds them for the tracer."""
+"""Flattens a call's arguments to tensors and plain values, and rebuilds them for the tracer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Structure = tuple[Any, ...]  # nested and hashable; see _flatten
 
 
 class PerReplica:
-    """A value that is already split: one tensor (or nested tensors) for each replica, in order of the devices.
+    """A value that is already split: a tensor (or nested tensors) for each replica, in order of the devices.
 
     Args:
         values: their sizes along dim 0 may differ; each replica's loss is weighted by its size. A replica without
@@ -42,7 +42,7 @@ class Replicated:
 
 
 def replicated(value: Any) -> Any:
-    """Marks an argument of a step, so that each replica gets the whole argument instead of a shard.
+    """Marks an argument of a step: each replica gets the whole argument instead of a shard.
 
     Args:
         value: a tensor, or nested containers of tensors.
@@ -87,7 +87,7 @@ class Call:
     """The arguments of one step.
 
     Attributes:
-        plain: strings, numbers, None, and lists of these, by name. A graph depends only on values that its trace reads.
+        plain: strings, numbers, None, and lists of these, by name. A graph depends only on those that its trace reads.
     """
 
     leaves: tuple[Leaf, ...]
@@ -96,7 +96,7 @@ class Call:
 
 
 def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Flattens the arguments of a call; ``names`` are the names of positional parameters.
+    """``names`` are the names of positional parameters.
 
     Raises:
         TypeError, ValueError: an argument cannot be rebuilt from shards.
@@ -164,7 +164,7 @@ def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 
 def _with_shared_nan(value: Any) -> Any:
-    """Replaces positive nans, also within tuples, by `math.nan`: guards compare tuples, and identical objects are equal."""
+    """Replaces positive nans by `math.nan`: guards compare tuples, in which identical objects are equal."""
     if type(value) is float and value != value and math.copysign(1.0, value) > 0:
         return math.nan
     if type(value) is not tuple:
@@ -259,7 +259,7 @@ def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> A
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
-    """The names of the containers among a call's arguments, in the order in which `rebuilding` builds them."""
+    """The names of the containers among the arguments, in the order in which `rebuilding` builds them."""
     positional, keyword = structure
     named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
     return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]

@@ -1,4 +1,4 @@
-"""Python numbers that change from step to step and become inputs of programs."""
+"""Python numbers that change between steps and become inputs of programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChangingNumbers:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """A context in which no number is an input."""
+        """Within the context, no number is an input."""
         before, self._can_be_inputs = self._can_be_inputs, False
         try:
             yield
@@ -41,7 +41,7 @@ class ChangingNumbers:
         self._names.update(names)
 
     def give_up(self, names: Collection[str], why: str, words: Sequence[str] = ()) -> None:
-        """Makes numbers constants from now on; ``words`` are their names in the user's code."""
+        """Makes numbers constants from now on; ``words`` are the user's names for them."""
         logger.info("%s: constant in each program, because %s", ", ".join(sorted(names)), why)
         for name in names:
             self._given_up.setdefault(name, f"{' and '.join(words)}: {why}" if words else why)

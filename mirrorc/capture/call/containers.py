@@ -1,4 +1,4 @@
-"""Takes containers apart, and rebuilds them around other children without running their constructors."""
+"""Takes containers apart, and rebuilds them without running their constructors."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _WITH_ATTRIBUTES = ("kind of tuple", "kind of list", "kind of dict", "kind of Or
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(cls: type) -> str:
-    """The kind of a container: "" for a class that is not a container, "refused" for a container that cannot be rebuilt."""
+    """ "refused" for a container that cannot be rebuilt; "" for a class that is not a container."""
     plain = {dict: "dict", list: "list", tuple: "tuple", types.MappingProxyType: "mappingproxy", deque: "deque"}
     if cls in plain or cls is defaultdict:
         return plain.get(cls, "defaultdict")

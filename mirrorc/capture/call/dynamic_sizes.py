@@ -1,4 +1,4 @@
-"""Tracks which sizes of arguments change between calls, and makes these symbols."""
+"""Tracks which sizes of arguments change between calls and become symbols."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _SizeHistory:
 
     Attributes:
         sizes: the sizes in the first call.
-        spared: sizes in one later call that do not make the dimension symbolic, such as those of a shorter last batch.
+        spared: sizes in one later call that do not make the dimension symbolic, as in a shorter last batch.
     """
 
     sizes: frozenset[int] = frozenset()
@@ -36,8 +36,7 @@ class _SizeHistory:
         """Adds the sizes in one call.
 
         Args:
-            spares_larger: for a number of examples, whether the second call's sizes are spared even if larger;
-                otherwise None.
+            spares_larger: for numbers of examples, whether the second call's are spared even if larger; otherwise None.
         """
         new = {size for size in sizes if size >= FEWEST_SYMBOLIC} - self.sizes - self.spared
         if self.is_symbolic or not new:
@@ -53,12 +52,12 @@ class _SizeHistory:
 class ChangingSizes:
     """The dimensions of arguments whose sizes change between calls, for each kind of call.
 
-    A dimension becomes a symbol at its second size. Sizes of 0 and 1 do not count, nor does one shorter batch. Where
-    only the number of examples changes, this batch may also be larger: a resumed training may begin with the short last
-    batch, and must have the bits of an uninterrupted training.
+    A dimension becomes a symbol at its second size. Sizes of 0 and 1 do not count, nor does one shorter batch. If only
+    the number of examples changes, nor does one larger batch: a resumed training may begin with the short last batch,
+    and must have the bits of an uninterrupted training.
 
     Args:
-        dynamic: None for the rule above; True for symbols from the first call on; False for symbols only where
+        dynamic: None for this rule; True for symbols from the first call on; False for symbols only where
             `torch._dynamo.mark_dynamic` marks a dimension.
     """
 
@@ -92,7 +91,7 @@ class ChangingSizes:
             _warn_of_marked(leaf.path, dim, min(marked))
 
     def note_program(self, call: Call, purpose: Hashable) -> None:
-        """Counts a program with symbols. After `_MOST_PROGRAMS`, sizes in such calls are numbers."""
+        """After `_MOST_PROGRAMS` programs with symbols, sizes in such calls are numbers."""
         key = _kind(call, purpose)
         self._num_programs[key] = self._num_programs.get(key, 0) + 1
         if self._num_programs[key] >= _MOST_PROGRAMS:
@@ -105,7 +104,7 @@ class ChangingSizes:
         self._refusals.setdefault((_kind(call, purpose), has_one_example), why)
 
     def why_not(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> str:
-        """The reason why sizes in such calls are numbers; empty if they may be symbols."""
+        """Why sizes in such calls are numbers; empty if they may be symbols."""
         return self._refusals.get((_kind(call, purpose), has_one_example), "")
 
 

@@ -1,4 +1,4 @@
-"""A model and its loss as one module for evaluation, for the tracer."""
+"""A model and its loss as one module for the tracer, for evaluation."""
 
 from __future__ import annotations
 

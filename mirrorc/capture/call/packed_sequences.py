@@ -1,4 +1,4 @@
-"""Padded sequences, traced in place of packed sequences so that shapes do not depend on the lengths."""
+"""Padded sequences, traced in place of packed ones so that shapes do not depend on lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PaddedSequences:
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
-        """The class that isinstance() sees in a trace: PackedSequence, but PaddedSequences in torch's recurrent modules."""
+        """What isinstance() sees in a trace: PackedSequence, but PaddedSequences in torch's recurrent modules."""
         return PaddedSequences if traced_file() in ("", rnn.__file__) else PackedSequence
 
     @property
@@ -68,7 +68,7 @@ def _refuse_parts() -> NoReturn:
 def padded_parts(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Returns values [batch, time, ...], lengths [batch], and whether the lengths are in descending order.
 
-    The time is rounded up by at most a quarter, so that batches of different lengths share shapes.
+    The time is rounded up by at most a quarter, so that batches share shapes.
     """
     if isinstance(sequences, PaddedSequences):
         return sequences.values, sequences.lengths, sequences.is_sorted

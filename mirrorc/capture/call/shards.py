@@ -1,4 +1,4 @@
-"""Splits the tensors of a call into shards, one for each replica."""
+"""Splits the tensors of a call into a shard for each replica."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def split_call(
 def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
     """The sizes of the shards that `split_call` makes; raises its errors.
 
-    Consecutive shards keep their sizes if they are concatenated and split again among as many replicas.
+    Consecutive shards, concatenated and split again among as many replicas, keep their sizes.
     """
     for leaf in call.leaves:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
@@ -104,7 +104,7 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Materializes lazy conjugates and negatives: compiled regions read the memory as it is."""
+    """Materializes lazy conjugates and negatives: compiled regions read the raw memory."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 

@@ -20,8 +20,7 @@ class Outputs:
 
     Attributes:
         ways: how each output is gathered, see `mirrorc.ir.ops.gather`.
-        unknown: names, in a sentence, outputs that may have a row for each example although no trace could tell; else
-            empty.
+        unknown: a sentence on outputs that may have a row for each example, if no trace could tell; else empty.
     """
 
     ways: Mapping[str, str]
@@ -35,7 +34,7 @@ class Outputs:
         return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
 
     def of_no_examples(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The outputs of a worker without examples: rows are empty, sums are 0, and means are NaN."""
+        """The outputs of a worker without examples: rows are empty, sums are 0, means are NaN."""
         outputs = {}
         for name, (shape, dtype) in self._types.items():
             if self.ways[name] == "concatenated":
@@ -70,8 +69,8 @@ def outputs_of(
 ) -> Outputs:
     """Derives a program's outputs from the outputs of its graphs.
 
-    A tensor lies along the batch if its first dimension equals the number of examples in each of several sizes: a
-    single size may equal it by coincidence.
+    A tensor has a row for each example if its first dimension equals the number of examples for each of several
+    numbers. For a single number, this may be coincidence.
 
     Args:
         sizes: the number of examples in each graph, followed by that in ``other``.
@@ -152,7 +151,6 @@ def _way(
 
 
 def _common(places: Sequence[OutputLeaf], shard_of_replica: Sequence[int | None]) -> OutputLeaf:
-    """One leaf for all graphs. A constant that differs between graphs becomes a PerReplica."""
     first = places[0]
     if first.kind is not LeafKind.CONSTANT or all(is_same_constant(first.value, place.value) for place in places[1:]):
         return first
@@ -163,7 +161,7 @@ def _common(places: Sequence[OutputLeaf], shard_of_replica: Sequence[int | None]
 
 
 def is_same_constant(value: Any, other: Any) -> bool:
-    """Tests whether constants are equal, with equal signs of zeros; mutable objects must be identical."""
+    """Mutable objects must be identical; other objects equal, with equal signs of zeros."""
     if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
         if has_hash(value):
             return Constant(value) == Constant(other)

@@ -50,7 +50,7 @@ _noted = threading.local()
 
 @contextlib.contextmanager
 def noted_marks() -> Iterator[list[torch.Tensor]]:
-    """Collects the tensors that `summed` returns in this thread while plain PyTorch runs. Each has memory of its own."""
+    """Collects the results of `summed` in this thread while plain PyTorch runs. Each has its own memory."""
     before, _noted.marked = getattr(_noted, "marked", None), []
     try:
         yield _noted.marked
@@ -87,7 +87,7 @@ class TracedOutputs:
 def read_outputs(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], model_name: str
 ) -> TracedOutputs:
-    """Reads the outputs of a traced call, and makes its graph return the loss and the detached tensors."""
+    """Also makes the traced graph return the loss and the detached tensors."""
     try:
         results, stand_ins = results_with_stand_ins(traced, leaves)
         again, others = results_with_stand_ins(traced, leaves)
@@ -180,7 +180,7 @@ _OF_PYTHON = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.Me
 
 
 class UnreadableOutputError(MirrorcError):
-    """Raised for an output that a step cannot rebuild. Messages put the model's name before its text."""
+    """Raised for an output that a step cannot rebuild. In messages, the model's name precedes its text."""
 
 
 class OutputReader:
@@ -215,11 +215,11 @@ class OutputReader:
         return self.leaf(path, kind, name)
 
     def source_of(self, tensor: torch.Tensor, path: str) -> tuple[LeafKind, Any]:
-        """The kind of a tensor's leaf: CONSTANT, with the tensor itself, or GATHERED, with its entry of ``gathered``."""
+        """The kind of a tensor's leaf: CONSTANT, with the tensor, or GATHERED, with its entry of ``gathered``."""
         raise NotImplementedError
 
     def parts(self, value: Any, path: str) -> Parts:
-        """The parts of a container or an object; refuses one that contains itself or cannot be rebuilt."""
+        """Refuses an object that contains itself or cannot be rebuilt."""
         if len(path) > _LONGEST_PATH:
             self.refuse("a container that holds itself", path[:40] + "...")
         try:
@@ -238,7 +238,7 @@ _LONGEST_PATH = 1000
 
 
 class _TraceReader(OutputReader):
-    """Reads the outputs of a trace from two builds of them. An object in both builds existed before the trace."""
+    """Reads a trace's outputs from two builds of them. An object in both builds existed before the trace."""
 
     gathered: dict[str, fx.Node]
 

@@ -14,17 +14,16 @@ from mirrorc.torch_internals import forward_signature
 
 
 class TrainingCall(nn.Module):
-    """A module whose forward computes the loss from a flat list of tensors, for the tracer.
+    """A module whose forward computes the loss from a flat list of tensors.
 
-    `loss_in` takes the loss from the result of ``loss_fn``, or of the model if there is no ``loss_fn``. With
-    ``keeps_outputs``, forward also returns the model's outputs and what `beside_loss` takes from the result of
-    ``loss_fn``.
+    `loss_in` takes the loss from the result of ``loss_fn``, or of the model without a ``loss_fn``. If
+    ``keeps_outputs``, forward also returns the model's outputs and what `beside_loss` takes from the result.
 
     Attributes:
         plain: `Call.plain` of the current call; set before guards are checked.
         numbers: the Python numbers that may become inputs of the graph.
         trained_elsewhere: the ids of the parameters that open steps train.
-        data: the tensors of each shard or microbatch; None for a front end that needs no data.
+        data: the tensors of each shard or microbatch; None if the front end needs no data.
     """
 
     trains = True
@@ -82,7 +81,7 @@ def loss_in(result: Any) -> Any:
 
 
 def beside_loss(result: Any) -> Any:
-    """The outputs in a loss function's result: the one item after the loss, a tuple of several, or the whole object."""
+    """The outputs in a loss function's result: the item or items after the loss, or the whole object."""
     if type(result) is not tuple and type(result) is not list:
         return result
     return result[1] if len(result) == 2 else tuple(result[1:])

@@ -1,4 +1,4 @@
-"""Errors for models that cannot be captured, with remedies."""
+"""Errors, with remedies, for models that cannot be captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LoneExampleError(CaptureError):
 
 
 class UnreadableError(CaptureError):
-    """Raised for Python that a tracer cannot follow. Messages put "cannot capture" and the model's name before ``why``."""
+    """Raised for Python that a tracer cannot follow. In messages, "cannot capture" and the model's name precede ``why``."""
 
     def __init__(self, refusal: str, why: str) -> None:
         super().__init__(f"{refusal} Or leave forward and backward to plain PyTorch, with capture='autograd'.")
@@ -28,7 +28,7 @@ class UnreadableError(CaptureError):
 
 
 class HooksMissingError(CaptureError):
-    """Raised if forward would install Hugging Face's hooks for hidden states and attentions, which cannot be traced."""
+    """Raised if forward would install Hugging Face's hooks for hidden states, which cannot be traced."""
 
 
 def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
@@ -131,7 +131,7 @@ def check_loss(traced: fx.GraphModule, model_name: str) -> None:
 
 
 def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
-    """Returns the loss; refuses it unless it is a real scalar tensor that requires a gradient."""
+    """Refuses a loss that is not a real scalar tensor with a gradient."""
     loss = _checked_loss(loss, model_name)
     if not loss.requires_grad:
         raise CaptureError(
@@ -179,7 +179,7 @@ def _checked_loss(loss: Any, model_name: str) -> torch.Tensor:
 def refuse_written_inputs(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], model_name: str
 ) -> None:
-    """Refuses in-place writes to parameters or arguments, and writes to a buffer of a value that requires a gradient."""
+    """Refuses writes to parameters or arguments, and writes to a buffer of a value that requires a gradient."""
     if joint.written_inputs:
         kind, name = joint.written_inputs[0]
         if kind == "buffer":

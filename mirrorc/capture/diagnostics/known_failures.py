@@ -1,4 +1,4 @@
-"""Names known causes of tracer failures, which the tracer's message does not name."""
+"""Names causes of tracer failures that the tracer's message does not name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class KnownFailure:
 
     Attributes:
         reason: what the user's line does; follows a colon in the message.
-        words: lower-case texts, one of which the exception's text must contain in any case.
+        words: lower-case texts, one of which the exception's text must contain.
         line: a text that the user's line must contain.
         file: how the name of some frame's file must end.
-        runs_as_pytorch: whether plain PyTorch can run the line with the result that a step must have.
+        runs_as_pytorch: whether plain PyTorch can run the line with the right result.
     """
 
     reason: str

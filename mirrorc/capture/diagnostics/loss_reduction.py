@@ -43,7 +43,7 @@ class Reduction:
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
     """The torch losses over the batch among the summands of the graph's first output.
 
-    Multiplied or divided terms are left out: a divided sum may be a mean.
+    Products and quotients are left out: a divided sum may be a mean.
     """
     reductions: dict[Reduction, None] = {}
     loss = traced.graph.output_node().args[0][0]  # type: ignore[index]

@@ -12,7 +12,7 @@ from mirrorc.torch_internals import torch_random, traced_file
 
 
 class _Scalar:
-    """A tensor for isinstance() in a trace, except in this file. It lacks the methods of tensors."""
+    """isinstance() in a trace takes it for a tensor, except in this file. It lacks the methods of tensors."""
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
@@ -22,7 +22,7 @@ class _Scalar:
 class DrawnScalarDecides(_Scalar):
     """The result of a comparison of a `DrawnScalar`, which chooses a branch.
 
-    It is not a bool, because ``+`` and ``~`` give other results for bools than for boolean tensors.
+    It is not a bool: ``+`` and ``~`` of bools and boolean tensors differ.
     """
 
     def __init__(self, answer: bool) -> None:
@@ -39,8 +39,6 @@ class DrawnScalarDecides(_Scalar):
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
-    """A comparison method: its result is a tensor if the other operand is one, else a `DrawnScalarDecides`."""
-
     def method(self: DrawnScalar, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return compare(torch.zeros(self.shape, dtype=self.dtype) + self.number, other)
@@ -74,7 +72,7 @@ class DrawnScalar(_Scalar):
     __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
 
     def _rounded(self, other: float) -> float:
-        """Rounds a number to the 24 significant bits of float32, with arithmetic that a trace can follow."""
+        """Rounds to the 24 significant bits of float32, with arithmetic that a trace can follow."""
         if self.dtype == torch.float64 or not 0.0 < other < 1.0:
             return other
         if other <= 2.0**-150:

@@ -1,4 +1,4 @@
-"""A substitute for the masking of random spans (SpecAugment) in Hugging Face's speech models."""
+"""A substitute for SpecAugment, the masking of random spans in Hugging Face's speech models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def masked_spans(
     Args:
         shape: the number of rows, and of places in a row.
         mask_prob: the fraction of a row's places that spans cover if they do not overlap.
-        attention_mask: [rows, places], in each row ones and then zeros; spans lie among the ones.
+        attention_mask: [rows, places], ones and then zeros in each row; spans lie among the ones.
         min_masks: the least number of spans in a row.
     """
     rows, places = shape

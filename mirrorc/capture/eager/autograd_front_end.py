@@ -1,4 +1,4 @@
-"""The front end of plain PyTorch: builds a graph of operators that run forward and backward."""
+"""The front end of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AutogradFrontEnd(FrontEnd):
     """Captures a step as operators that run forward and backward as plain PyTorch.
 
     One operator runs forward. One operator per parameter returns its gradient, so that backward can be split between
-    buckets. First runs on the data of all shards find the order of gradients, the written buffers and whether random
+    buckets. First runs on the data of all shards find the order of gradients, written buffers and whether random
     numbers are drawn.
     """
 
@@ -76,7 +76,7 @@ class AutogradFrontEnd(FrontEnd):
         return Traced(joint, EagerGuards(opaque, call), trials.notes, opaque.recorded.outputs, (remark,), alike)
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """The outputs of a run of the first shard with its first example repeated; None if the run fails."""
+        """Runs the first shard with its first example repeated; None if the run fails."""
         shard = (call.data or [()])[0]
         grown = [
             leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]])
@@ -95,9 +95,9 @@ class AutogradFrontEnd(FrontEnd):
 
 
 class EagerGuards:
-    """Guards for a graph of operators that run plain PyTorch, which read Python's current state in each run.
+    """Guards for operators that run plain PyTorch, which read Python's current state in each run.
 
-    Only plain arguments and numbers of modules are guarded, because the parameters in use may depend on them.
+    Only plain arguments and numbers of modules are guarded: the parameters in use may depend on them.
     """
 
     numbers: tuple[int | float, ...] = ()

@@ -33,7 +33,7 @@ from mirrorc.errors import CaptureError, ExecutionError
 
 
 class OpaqueCall:
-    """Runs forward and backward of a training call for several replicas at the same time, each on a `ModuleCopy`."""
+    """Runs forward and backward of a training call for several replicas at once, each on a `ModuleCopy`."""
 
     recorded: Recorded
 
@@ -114,7 +114,7 @@ class OpaqueCall:
         return run
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """Returns a parameter's gradient; zeros if this replica has not used the parameter."""
+        """Zeros if this replica has not used the parameter."""
         gradient = self.backward(token, tangent).take(place)
         original = self._originals[place]
         if gradient is not None:
@@ -190,7 +190,7 @@ class OpaqueCall:
 
     @contextlib.contextmanager
     def _drawing(self, run: Run, phase: str) -> Iterator[None]:
-        """Draws random numbers from the run's stream; refuses draws if the run has no stream."""
+        """Draws from the run's stream; refuses draws if the run has no stream."""
         if run.stream is not None:
             with run.stream.drawn_from():
                 yield

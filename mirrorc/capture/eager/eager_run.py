@@ -1,4 +1,4 @@
-"""Runs of a training call as plain PyTorch: the state of each, and the record that all share."""
+"""Runs of a training call as plain PyTorch: their state, and the record that all share."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Run:
         copy: the modules that ran forward; backward may run them again.
         parameters, buffers, leaves: the inputs; parameters have gradients after backward.
         versions: the versions of these inputs before forward.
-        loss: keeps its graph until backward; an empty tensor if an evaluation has no loss.
-        unreached: the indices of the parameters outside of the graph of the loss, in training.
+        loss: has its graph until backward; an empty tensor in an evaluation without a loss.
+        unreached: in training, the indices of parameters outside of the graph of the loss.
     """
 
     copy: ModuleCopy
@@ -71,7 +71,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the graph of a step assumes of all runs, as the first runs have shown. Variables are referred to by index.
+    """What the graph of a step assumes of all runs, as first runs have shown. Variables are given by index.
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
@@ -115,7 +115,7 @@ def note_reach(run: Run) -> list[nn.Parameter]:
 
 
 def reached_otherwise(besides: Sequence[nn.Parameter], originals: Mapping[str, nn.Parameter]) -> str | None:
-    """The name of a user's parameter among ``besides``, which forward has used instead of the run's own; None without one."""
+    """The user's parameter among ``besides``, which forward has used instead of the run's own; None if there is none."""
     names = {id(original): name for name, original in originals.items()}
     return next((names[id(parameter)] for parameter in besides if id(parameter) in names), None)
 

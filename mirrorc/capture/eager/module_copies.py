@@ -21,10 +21,11 @@ _DEEPEST = 8
 
 
 class ModuleCopy:
-    """A structural copy of a module and its submodules, which one thread runs while other threads run other copies.
+    """A structural copy of a module and its submodules. Threads run different copies at the same time.
 
-    The copies share objects with the originals, except tables of parameters, buffers and submodules. References to copied
-    modules become references to the copies: in attributes, bound methods, `functools.partial`, lists, tuples and dicts.
+    The copies share objects with the originals, except tables of parameters, buffers and submodules. References to
+    copied modules become references to the copies: in attributes, bound methods, `functools.partial`, lists, tuples and
+    dicts.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -46,8 +47,7 @@ class ModuleCopy:
     def load(
         self, tensors: Mapping[int, torch.Tensor], transient: Set[Attribute] = frozenset(), **of_root: Any
     ) -> None:
-        """Loads the current attributes of the originals, except ``transient`` ones, which the copies assign before each
-        read.
+        """Loads the originals' attributes, except ``transient`` ones, which the copies assign before each read.
 
         Args:
             tensors: the parameters and buffers of the copies, by the ids of the tensors that they replace.
@@ -81,7 +81,7 @@ class ModuleCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Makes reads of the originals' transient attributes fail, because runs assign only those of the copies."""
+        """Makes reads of the originals' transient attributes fail: runs assign only those of the copies."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient:
             names.setdefault(self._originals[place], set()).add(name)
@@ -89,7 +89,7 @@ class ModuleCopy:
             yield
 
     def run(self, *args: Any) -> Any:
-        """Calls the copy, without TorchScript's profile-guided optimization."""
+        """Runs without TorchScript's profile-guided optimization."""
         with torch.jit.optimized_execution(False) if self._scripts else contextlib.nullcontext():
             return self.root(*args)
 
@@ -109,7 +109,7 @@ class ModuleCopy:
         return [attribute for attribute in assigned if attribute not in self._transient]
 
     def replaced(self) -> str | None:
-        """The name of a parameter, buffer or submodule (in TorchScript, any attribute) replaced since `load`, or None."""
+        """A parameter, buffer or submodule (in TorchScript, any attribute) replaced since `load`, or None."""
         for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
             for table, before in zip(_TABLES, loaded[1:], strict=True):
                 now = attributes.get(table, {})
@@ -126,7 +126,7 @@ class ModuleCopy:
                 object.__setattr__(module, "__class__", kind)
 
     def _of_copies(self, value: Any, depth: int = 0) -> Any:
-        """A value that refers to copies instead of originals; the same object if it refers to none."""
+        """Returns the same object if it refers to no original."""
         kind = type(value)
         if isinstance(value, nn.Module):
             return self._copies_of_all.get(id(value), value)

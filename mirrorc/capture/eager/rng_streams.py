@@ -1,4 +1,4 @@
-"""A replica's stream of random numbers, for code that draws from the generators of the process."""
+"""A replica's random stream, for code that draws from the generators of the process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReplicaStream:
 
     @contextlib.contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """Lends the stream's states to the process's generators. Other streams wait until the context ends."""
+        """Lends the stream's states to the process's generators. Other streams wait until it ends."""
         with contextlib.ExitStack() as stack:
             for device in self._devices:
                 if not lock_of(device).acquire(timeout=_LONGEST_WAIT_SECONDS):

@@ -95,7 +95,7 @@ def _is_same_state(state: Any, other: Any) -> bool:
 
 
 def _buffers_of(module: Any) -> list[torch.Tensor]:
-    """None of a released copy, whose attributes are cleared."""
+    """Empty for a released copy, whose attributes are cleared."""
     table = vars(module).get("_buffers") or {}
     return [buffer for buffer in table.values() if isinstance(buffer, torch.Tensor) and can_keep_value(buffer)]
 

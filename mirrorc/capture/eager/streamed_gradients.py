@@ -32,11 +32,11 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """Tests whether backward may pause. A run that draws may not: it holds the generators of the process."""
+        """Whether backward may pause. A run that draws may not: it holds the generators of the process."""
         return self._run.stream is None
 
     def has(self, place: int) -> bool:
-        """Tests whether backward has begun and a parameter has its final gradient, or is known to get none."""
+        """Whether backward has begun and a parameter has its final gradient, or is known to get none."""
         return self.has_ended or (self._has_begun and place in self._there)
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
@@ -72,7 +72,7 @@ class RunGradients:
             self._on_gradient()
 
     def take(self, place: int) -> torch.Tensor | None:
-        """Removes and returns a parameter's gradient; None if the parameter is unused. Runs backward if it has not begun."""
+        """Removes and returns a gradient; None for an unused parameter. Runs backward if it has not begun."""
         if not self._has_begun:
             self.run()
         assert self.has(place), "a gradient is taken when it is there"

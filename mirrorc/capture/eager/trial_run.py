@@ -1,4 +1,4 @@
-"""Runs a training call as plain PyTorch first, and records what all later runs must share."""
+"""Runs a training call as plain PyTorch once, and records what all later runs must share."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def first_runs(
 ) -> FirstRuns:
     """Runs a training call on copies of all tensors, once for each part of the batch.
 
-    A write or draw in one run counts for all runs. Any trainable parameter may get a gradient in a later run.
+    A write or draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
     """
     transient: set[Attribute] = set()
     with _explained(model_name), refused_effects(call, model_name):
@@ -143,7 +143,7 @@ def _first_run(
     transient: set[Attribute],
     seed: int,
 ) -> FirstRuns:
-    """Runs one part of the batch. Repeats it without the attributes that it assigns, so that reads before an assignment fail."""
+    """Repeats the run without the attributes that it assigns, so that reads before an assignment fail."""
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     untouched = ReplicaStream(seed, parameters[0].device)
@@ -195,7 +195,7 @@ def _written(
 ) -> tuple[list[tuple[str, str]], list[int]]:
     """Returns the kinds and names of written inputs that a step refuses, and the indices of written buffers.
 
-    Compares bits as well as versions, to find writes through ``.data`` or numpy.
+    Compares bits, too, to find writes through ``.data`` or numpy.
     """
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]

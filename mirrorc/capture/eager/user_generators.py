@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class HeldGenerators:
-    """Detects and undoes draws from the user's own generators.
+    """Detects and undoes draws from the user's generators.
 
-    Generators of Python's random and of numpy are found only as attributes of modules, generators of torch everywhere.
+    Those of Python's random and numpy are found only as attributes of modules, torch's generators everywhere.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -1,1 +1,1 @@
-"""Front ends, their guards, and the fallback to the next front end."""
+"""Front ends, their guards, and the fallback between them."""

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Climbed(Generic[T]):
-    """The first capture that succeeded, and why the front ends tried before it failed."""
+    """The first capture that succeeded, and why earlier front ends failed."""
 
     result: T
     front_end: FrontEnd
@@ -75,7 +75,7 @@ def _why(error: CaptureError) -> str:
 
 
 def _joined(of_first: tuple[FrontEnd, CaptureError], of_last: tuple[FrontEnd, CaptureError]) -> CaptureError:
-    """Puts an error of the user's code, which is the cause of the last error, first."""
+    """Puts an error of the user's code first."""
     (above, first), (below, last) = of_first, of_last
     kind = LoneExampleError if isinstance(last, LoneExampleError) else CaptureError
     refusal = first.refusal if isinstance(first, UnreadableError) else first

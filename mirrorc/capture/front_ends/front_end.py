@@ -65,7 +65,7 @@ class FrontEnd(ABC):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
-        """Traces a call to one functional graph. An `EvaluationCall` has only a forward.
+        """Traces a call to one functional graph; an `EvaluationCall` has only a forward.
 
         ``stack`` keeps contexts open until the graph is restructured. The graph fixes shapes, strides and dtypes of
         ``leaves``.
@@ -75,7 +75,7 @@ class FrontEnd(ABC):
         """
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """The outputs of a call on tensors of other sizes; None if unknown."""
+        """The outputs for tensors of other sizes; None if unknown."""
         return None
 
 
@@ -87,7 +87,7 @@ _rungs: list[FrontEnd] = []
 
 
 def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
-    """Registers a front end. If ``is_rung``, "auto" tries it after the rungs registered before."""
+    """If ``is_rung``, "auto" tries the front end after the rungs registered before."""
     if front_end.name in _front_ends:
         raise ValueError(f"there is a front end {front_end.name!r} already: give this one another name")
     _front_ends[front_end.name] = front_end
@@ -106,7 +106,7 @@ def rungs() -> list[FrontEnd]:
 
 
 def front_end_named(name: object) -> FrontEnd:
-    """For "auto", the first front end that is tried."""
+    """For "auto", the first rung."""
     if isinstance(name, str) and name == AUTO:
         return rungs()[0]
     front_end = _front_ends.get(name) if isinstance(name, str) else None
@@ -121,7 +121,7 @@ _LONGEST_CAPTURE_SECONDS = 3600
 
 @contextlib.contextmanager
 def _exclusive() -> Iterator[None]:
-    """Lets one thread trace at a time: torch's tracers change settings of the process."""
+    """torch's tracers change settings of the process, so one thread traces at a time."""
     if not _CAPTURING.acquire(timeout=_LONGEST_CAPTURE_SECONDS):
         raise CaptureError(
             f"another thread has been capturing a model for {_LONGEST_CAPTURE_SECONDS} s, and only one can at a "
@@ -135,7 +135,7 @@ def _exclusive() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
-    """Prepares the process for a trace, and restores the model afterwards."""
+    """Prepares the process for a trace; restores the model afterwards."""
     with _exclusive(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(restored_tracing_state())

@@ -15,7 +15,7 @@ class Guards(Protocol):
 
     @property
     def draws(self) -> Sequence[object]:
-        """The draws from Python's random and numpy's in each step, in order and comparable."""
+        """The draws from Python's random and numpy's in each step, in order."""
 
     def use_draws(self) -> Callable[[], None]:
         """Advances the generators past the draws of `hold`; returns a function that undoes this."""

@@ -21,8 +21,7 @@ class ModelState:
     """The variables of a model and its loss, and a fingerprint of the plain Python state that their graph depends on.
 
     Attributes:
-        tensors: the parameters and buffers, by their first name in the model. Names in a loss module begin with
-            ``loss_fn.``.
+        tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
         names: the variable name for each name in `TrainingCall`; tied weights have several.
     """
 
@@ -69,7 +68,7 @@ class ModelState:
         self._added_now = self._find_added()
 
     def names_now(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The current `names`, and descriptions of the tensors added since compilation, by name."""
+        """The current `names`, and descriptions of tensors added since compilation, by name."""
         names, first = dict(self.names), {id(tensor): name for name, tensor in self.tensors.items()}
         added: dict[str, str] = {}
         for path, tensor in _named_tensors(self._roots):
@@ -92,7 +91,7 @@ class ModelState:
         refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
 
     def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
-        """The path of a tensor that is a plain attribute in the model; ``otherwise`` if there is none."""
+        """The path of the plain attribute that holds a tensor; ``otherwise`` if there is none."""
         paths = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
         return next(paths, otherwise).removeprefix(".")
 
@@ -112,7 +111,7 @@ class ModelState:
         }
 
     def free_changed_numbers(self) -> list[tuple[tuple[str, ...], str]]:
-        """Moves the numbers changed since `note_numbers` from the fingerprint to the guards.
+        """Moves numbers changed since `note_numbers` from the fingerprint to the guards.
 
         Returns:
             For each number, the names that lead from the root to its module, and its attribute.
@@ -140,7 +139,7 @@ class ModelState:
                             yield root, path, attributes, key
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """A value that changes if the captured graph may have become invalid.
+        """Changes if the captured graph may have become invalid.
 
         Raises:
             ValueError: a parameter, buffer or submodule was replaced, or a parameter has a hook.
@@ -173,8 +172,6 @@ class ModelState:
 
 
 class _Same:
-    """Compares an object by identity, and keeps it alive."""
-
     def __init__(self, value: Any) -> None:
         self._value = value
 
@@ -200,7 +197,7 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """The form of a value in a fingerprint; None if it is no longer plain: guards watch it then."""
+    """None for a value that is no longer plain: guards watch it then."""
     if not isinstance(value, _SCALARS):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
@@ -208,7 +205,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _oddity(value: Any) -> str | None:
-    """The text of a negative zero, whose sign guards ignore; None for other values."""
+    """The text of a negative zero, whose sign guards ignore; else None."""
     return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
 
 

@@ -1,4 +1,4 @@
-"""Attributes of modules that forward assigns before each read, so that their values are not kept between runs."""
+"""Attributes that forward assigns before each read, so that runs need not keep their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WATCHED = "_mirrorc_transient_attributes"
 
 
 class AssignedAttributeError(ExecutionError):
-    """Raised if forward assigns attributes of a module; ``attributes`` is empty if one is a parameter, buffer or submodule."""
+    """Raised if forward assigns attributes; ``attributes`` is empty if one is a parameter, buffer or submodule."""
 
     def __init__(self, text: str, name: str = "", attributes: Sequence[Attribute] = ()) -> None:
         super().__init__(text)
@@ -76,8 +76,6 @@ class _TransientAttribute:
 
 
 class _LeftAttribute(_TransientAttribute):
-    """An attribute of a user's module whose reads fail while copies run."""
-
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is not None and self._name not in vars(module):
             raise _read_elsewhere(self._name)
@@ -116,7 +114,7 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
 
 
 def watching_class(kind: type, names: Set[str], attribute: type[_TransientAttribute] = _TransientAttribute) -> type:
-    """A subclass of ``kind`` whose named attributes are readable only once assigned; ``kind`` itself if ``names`` is empty."""
+    """A subclass of ``kind`` whose named attributes are readable only once assigned; ``kind`` itself without names."""
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:
         return kind

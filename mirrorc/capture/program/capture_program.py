@@ -58,8 +58,8 @@ class CapturedProgram:
     """A CAPTURED program, and what its steps read.
 
     Attributes:
-        constants: the tensors in the program other than parameters and buffers.
-        outside: the variables of modules outside of model and loss.
+        constants: tensors in the program other than parameters and buffers.
+        outside: variables of modules outside of model and loss.
         differences: sentences on how a step on this batch differs from one device.
         outputs: None if steps return only the loss.
         sizes: None if all sizes are numbers.
@@ -99,12 +99,12 @@ def capture_program(
     symbolic: SymbolicDims = (),
     workers: Workers = ALONE,
 ) -> CapturedProgram:
-    """Captures a graph for each distinct shape of a shard or microbatch, and one graph for a worker without examples.
+    """Captures a graph for each distinct shape of a shard or microbatch; one graph for a worker without examples.
 
     Raises:
         SizesGivenUp: ``symbolic`` dimensions cannot be symbolic.
         CaptureError: the model cannot be captured.
-        ValueError: the model reads a parameter or buffer that was added after `mirrorc.compile`.
+        ValueError: the model reads a variable that was added after `mirrorc.compile`.
     """
     model_name = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)
@@ -233,9 +233,9 @@ def _capture_each(
 
 
 def _with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
-    """Renames constants of several graphs that share a name but are different tensors, to names outside of ``taken``.
+    """Renames different constants of one name in several graphs, to names outside of ``taken``.
 
-    Tensors of equal values are different too: one may be written later.
+    Tensors of equal values are different: one may be written later.
     """
     known: dict[str, torch.Tensor] = {}
     named = []
@@ -292,7 +292,7 @@ def _gathered(
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
-    """Also sets ``how`` of each gather in the graphs, including that of an evaluation's loss."""
+    """Also sets ``how`` of each gather in the graphs."""
     size_of: dict[int, int] = {}
     for indices, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
         for shard, size in zip(indices, of_graphs, strict=False):
@@ -323,7 +323,7 @@ def _unique(names: list[str]) -> list[str]:
 
 
 def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
-    """Refuses reads of variables added after compilation: these have no memory and no updates."""
+    """Variables added after compilation have no memory and no updates."""
     for node in calls_to(captured.graph, ops.read):
         if node.kwargs["variable"] in added:
             raise ValueError(
@@ -338,7 +338,7 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
-    """The constants in the host's memory that operators on GPUs read, as torch permits for scalars."""
+    """Operators on GPUs may read scalar constants in the host's memory."""
     reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
     elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
     return {str(node.kwargs["variable"]) for node in elsewhere}

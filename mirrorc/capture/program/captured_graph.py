@@ -42,14 +42,13 @@ class CapturedGraph:
     """The graph of one shard.
 
     Attributes:
-        graph: placeholders are the arguments, and `mirrorc.ir.ops.read` nodes read variables. The output is a dict:
-            ``loss``
-          (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
-        constants: the tensors other than variables, by name.
-        outside: the variables of modules outside of model and loss, by name.
-        sparse: the parameters with sparse gradients in torch.
+        graph: placeholders are the arguments, and `mirrorc.ir.ops.read` nodes read variables. The output is a dict of
+            ``loss`` (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
+        constants: tensors other than variables, by name.
+        outside: variables of modules outside of model and loss, by name.
+        sparse: parameters with sparse gradients in torch.
         sizes: the symbols of the graph; None if all sizes are numbers.
-        size_keys: the key of each argument of the kind SIZE, in order; None for an unused argument.
+        size_keys: the key of each SIZE argument, in order; None for an unused argument.
     """
 
     graph: fx.Graph
@@ -116,7 +115,7 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """Returns the keys of numbers that a graph computes from sizes, symbols first. Notes the key of each node in ``values``."""
+    """Returns the keys of numbers computed from sizes, symbols first. Notes each node's key in ``values``."""
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:
@@ -136,7 +135,7 @@ def _add_arguments(
     values: dict[fx.Node, Any],
     sizes: Sequence[Any],
 ) -> tuple[list[Argument], fx.Node, dict[Any, fx.Node]]:
-    """Returns the arguments, the placeholder of the seed (the last one), and the placeholders of sizes."""
+    """The placeholder of the seed is the last one."""
     arguments: list[Argument] = []
     nodes_of = {leaf: node for node, leaf in joint.leaf_of.items()}
     for leaf, name in enumerate(leaf_names):
@@ -329,7 +328,7 @@ def _remove_dead_code(graph: fx.Graph) -> None:
 
 
 def _separate_gradients(graph: fx.Graph) -> None:
-    """Copies each gradient that has other uses, because buckets are summed in place. Terms of a sum share one gradient."""
+    """Buckets are summed in place, so a gradient must have no other use. Terms of a sum share one gradient."""
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])
     gradients: dict[str, fx.Node] = {}

@@ -109,10 +109,10 @@ def _gradient_of_bags(
     per_sample_weights: torch.Tensor | None,
     padding_idx: int = -1,
 ) -> Any:
-    """The gradient of an embedding bag's table as rows to add, because torch's gradient is as large as the table.
+    """The gradient of an embedding bag's table as rows to add: torch's gradient is as large as the table.
 
-    A row is the gradient of its bag, times the index's weight if there is one, divided by the bag's size in mode
-    "mean". Returns NotImplemented in mode "max" or with ``scale_grad_by_freq``.
+    A row is its bag's gradient, times the index's weight if there is one, divided by the bag's size in mode "mean".
+    Returns NotImplemented in mode "max" or with ``scale_grad_by_freq``.
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -133,7 +133,7 @@ BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_
 def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str) -> frozenset[str]:
     """The ``looked_up`` parameters whose gradients sum only lookups. Torch makes these gradients sparse.
 
-    In the output of the graph, several lookups in one table become a single one with all rows and indices.
+    In the graph's output, several lookups in one table become one with all rows and indices.
     """
     output: Any = graph.output_node().args[0]
     gradients, sparse = dict(output["gradients"]), set()
@@ -154,7 +154,7 @@ def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str)
 
 
 def _summands(gradient: fx.Node) -> list[fx.Node] | None:
-    """The gradients of lookups that a gradient sums; None if it has other summands."""
+    """None if the gradient has summands other than lookups."""
     if gradient.target is torch.ops.aten.embedding_dense_backward.default:
         return [gradient]
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs:
