@@ -1,4 +1,4 @@
-"""Runs of compiled programs on the threads of a step's devices."""
+"""Runs compiled programs on the threads of a step's devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProgramRuns:
         self.last = self.last_update = executor
 
     def run(self, compiled: Specialization, shards: Shards, coordinator: Coordinator) -> torch.Tensor | None:
-        """Returns the loss of all workers' examples. A run that fails before its commit restores the random number generators."""
+        """Returns the loss of all workers' examples. A failure before the commit restores the random generators."""
         executor = compiled.executor
         if executor.program.trains and not executor.program.accumulates:
             self.last_update = executor

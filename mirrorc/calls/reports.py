@@ -81,10 +81,10 @@ class StepReports(ABC):
         """Cuts this worker's shard of a batch that every worker has whole, as `mirrorc.shard_batch` does.
 
         The calls ``step(step.shard_batch(x), target=step.shard_batch(y))`` of all workers equal a call with the whole
-        batch in one process over all devices. This holds for a batch too small for all replicas, and for the two
-        examples that a BatchNorm needs in each. If torch refuses single examples for another reason (``F.batch_norm``
-        with ``training=True``), each worker cuts its shard by itself. Buffers may differ after a batch that leaves a
-        replica without examples.
+        batch in one process over all devices, also for a batch too small for all replicas. Each replica gets two
+        examples if BatchNorm needs them. If torch refuses single examples for another reason (``F.batch_norm`` with
+        ``training=True``), each worker cuts its shard by itself. Buffers may differ after a batch that leaves a replica
+        without examples.
         """
         return part_of_worker(
             batch, self._options.program_workers, fewest_examples(self._options.model, self._options.loss_fn)
@@ -92,8 +92,7 @@ class StepReports(ABC):
 
     @property
     def schedule_hash(self) -> str:
-        """A hash of the exchanges between workers in the program of the last call or of `prepare`; the same on all
-        workers.
+        """A hash of the exchanges between workers in the last program; the same on all workers.
 
         Raises:
             ExecutionError: there is no program yet, or no other worker.
@@ -109,13 +108,12 @@ class StepReports(ABC):
 
     @property
     def variables(self) -> Mapping[str, MirroredVariable]:
-        """The variables of the last call's program, by name. A tied weight has an entry for each of its names.
+        """The variables of the last call's program, by name. A tied weight has an entry for each name.
 
-        Names of tensors that forward or the loss reads from modules outside of the model begin with ``outside.``.
+        Names of tensors that are read from modules outside of the model begin with ``outside.``.
 
         Raises:
-            ExecutionError: there is no program yet, or a lost connection to other workers has left variables between
-                two steps.
+            ExecutionError: there is no program yet, or a lost connection to workers has left variables between two steps.
         """
         program, last = self.program, self._last
         self._state.refuse_if_torn()
@@ -157,7 +155,7 @@ class StepReports(ABC):
         return norms
 
     def explain(self) -> Explanation:
-        """Explains the time of the last training steps. Printed, `Explanation` is a table with a row for each bucket.
+        """Explains the time of the last training steps. Printed, `Explanation` has a row for each bucket.
 
         Raises:
             ExecutionError: no step was recorded.
@@ -169,7 +167,7 @@ class StepReports(ABC):
     def memory(self) -> MemoryReport:
         """Reports the memory of a step, in bytes by device and kind. Printed, `MemoryReport` is a table.
 
-        It is computed from the program of the last call, or of `prepare`; no step need have run.
+        It is computed from the last program; no step need have run.
 
         Raises:
             ExecutionError: there is no program yet.

@@ -81,7 +81,7 @@ class TrainingCalls:
         return compiled.executor.program
 
     def take_part(self, coordinator: TeamCoordinator) -> bool:
-        """After this worker has left its loop, runs one call of the other workers without examples; False if there was
+        """Runs one call of the other workers without examples, once this worker has left its loop; False if there was
         none.
 
         Raises:

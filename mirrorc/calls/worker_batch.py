@@ -20,8 +20,8 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
     """Cuts this worker's shard of a batch that every worker has whole; with a step, use `Step.shard_batch`.
 
     The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, into sizes that differ by at
-    most one. If the batch is too small for all replicas, the last workers get tensors without examples, which a step
-    takes. The rank is that of `mirrorc.cluster.find_place`; nothing is communicated.
+    most one. If it is too small for all replicas, the last workers get tensors without examples, which a step takes.
+    The rank is that of `mirrorc.cluster.find_place`; nothing is communicated.
 
     Args:
         batch: a tensor, or nested containers of tensors with equally many examples in dim 0. `mirrorc.replicated`

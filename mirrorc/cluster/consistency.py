@@ -42,7 +42,7 @@ class Transport(Protocol):
 
 
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
-    """Raises the same error in all workers if their facts or the order of these differ.
+    """Raises the same error in all workers if their facts, or the order of these, differ.
 
     Args:
         topic: the subject of the facts, in the plural.
@@ -130,7 +130,7 @@ def all_say(
 
 
 def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts) -> str:
-    """Describes the first difference between two workers' facts, whose first fact is the topic; empty if they are equal."""
+    """Describes the first difference between two workers' facts, of which the first is the topic; empty if they are equal."""
     topic = facts[0][1]
     for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
         if fact != other_fact:

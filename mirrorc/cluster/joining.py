@@ -37,10 +37,9 @@ class Cluster:
     """The joined workers, seen from one of them. A process on its own is a cluster of one worker.
 
     Attributes:
-        local_rank: this worker's number among the workers of its machine; also its GPU, if each worker has one.
+        local_rank: this worker's number on its machine; also its GPU, if each worker has one.
         workers: all workers, by rank.
-        store: the workers' rendezvous store; None for a process on its own. It lives as long as worker 0 or torchrun's
-            agent.
+        store: the rendezvous store, which lives as long as worker 0 or torchrun's agent; None for a process on its own.
     """
 
     rank: int = 0
@@ -62,8 +61,7 @@ class Cluster:
         return self.is_chief
 
     def check_same(self, what: str, facts: Mapping[str, object], *, timeout_seconds: float = 1800.0) -> None:
-        """Compares facts between all workers, such as a script's options; raises the same error in all workers if they
-        differ.
+        """Compares facts between all workers, such as a script's options; if they differ, all raise the same error.
 
         All workers call it equally often and in the same order.
 
@@ -72,15 +70,14 @@ class Cluster:
             facts: any values, by name; their texts and their order are compared.
 
         Raises:
-            CommunicationError: names the first worker that differs from the chief, and its first different fact; or the
-                workers that did not come to compare.
+            CommunicationError: names the first worker that differs from the chief, and the fact; or the workers that
+                did not come.
         """
         if self.num_workers > 1:
             self._comparison(what).check_same(what, facts, timeout_seconds=timeout_seconds)
 
     def all_say(self, text: str, *, timeout_seconds: float = 1800.0) -> list[str]:
-        """Exchanges a text with all workers; returns all texts by rank. All workers call it equally often, in the same
-        order.
+        """Exchanges texts; returns all workers' texts by rank. All workers call it equally often, in the same order.
 
         Raises:
             CommunicationError: names the workers that sent no text in time.
@@ -93,7 +90,7 @@ class Cluster:
         return self._round(f"same/{next(self._num_comparisons)}", f"a comparison of {topic}")
 
     def begin(self, doing: str) -> Round:
-        """Begins a common task, such as "mirrorc.compile", and returns its round. All workers call it in the same order."""
+        """Begins a common task, such as "mirrorc.compile". All workers call it in the same order."""
         return self._round(f"round/{next(self._num_rounds)}", doing)
 
     def _round(self, name: str, doing: str) -> Round:
@@ -129,12 +126,11 @@ def find_place(process_group: Any = None, variables: Mapping[str, str] | None = 
 def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Cluster:
     """Joins the workers described by `find_place`, and returns when all have come.
 
-    Call it in every worker. A second call returns the same cluster. It neither initialises nor changes
-    `torch.distributed`.
+    Call it in every worker. A second call returns the same cluster. `torch.distributed` stays as it is.
 
     Args:
         process_group: as for `find_place`.
-        timeout_seconds: the longest time to wait for the other workers.
+        timeout_seconds: the longest time to wait for other workers.
 
     Raises:
         TypeError, ValueError: as `find_place`; or the time is not positive.

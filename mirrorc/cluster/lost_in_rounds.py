@@ -20,13 +20,13 @@ _LONGEST_TEXT = 600  # of an error in a message to the others
 
 
 def pace_of_rounds(num_workers: int) -> Pace:
-    """The heartbeat times for rounds, the tasks that all workers do together. They tolerate long compilations."""
+    """The heartbeat times for rounds, in which all workers do a task together. They tolerate long compilations."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(interval, silence=_SILENT_BEATS * interval, longest_gap=interval)
 
 
 class Presence:
-    """Sends heartbeats until this process ends, and then, if possible, the reason for its end.
+    """Sends heartbeats until this process ends, then the reason if possible.
 
     Raises:
         RuntimeError, TimeoutError: the store was lost, or does not answer.
@@ -56,7 +56,7 @@ class Lookout:
         self._ends: dict[int, str] = {}
 
     def gone(self) -> dict[int, str]:
-        """Why workers were lost, as clauses, by rank. Reads the store at intervals, and is empty in between.
+        """Why workers were lost, as clauses, by rank; empty between reads of the store, which come at intervals.
 
         Raises:
             RuntimeError: the store was lost.
@@ -80,13 +80,13 @@ class Lookout:
 
 
 def cause_of_exit() -> str:
-    """The uncaught error that ended the script, as the end of a clause; empty if there was none."""
+    """The uncaught error that ended the script, as the end of a clause; may be empty."""
     raised = getattr(sys, "last_value", None)
     return f", after {in_short(raised)}" if isinstance(raised, BaseException) else ""
 
 
 def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
-    """An error on one line. A long text is cut in its middle: DataLoader's tracebacks have the cause at the end."""
+    """An error on one line. Long texts are cut in the middle: DataLoader's tracebacks have the cause at the end."""
     text = f"{error}".strip()
     if longest is not None and len(text) > longest:
         text = f"{text[: longest // 2]} … {text[-(longest // 2) :]}"

@@ -122,7 +122,7 @@ def _call_roll(
 
 
 def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
-    """None while workers are missing. The host waits for ``num_readers`` readers: for none after a timeout."""
+    """None while workers are missing. The host waits for ``num_readers`` readers, which are none after a timeout."""
     missing, members = _missing(came, place), sorted(came)
     wrong = disagreement(list(came.values()))
     if wrong or not missing:

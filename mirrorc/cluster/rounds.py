@@ -62,7 +62,7 @@ class Round:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Ends the other workers' round with this error, unless another came first. Raises nothing, and takes a bounded time."""
+        """Ends the other workers' round with this error, unless another came first. Raises nothing; takes a bounded time."""
         text = (
             f"{self.workers[self.rank]} failed in {self._doing}, which all workers call together: {in_short(error, None)}. "
             f"Mend that, and call {self._doing} again on all workers"

@@ -1,4 +1,4 @@
-"""Opens the store of the workers' rendezvous, in a bounded time that Ctrl-C can cut short."""
+"""Opens the rendezvous store in a bounded time that Ctrl-C can cut short."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def _port(store: Any) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """Drops the addresses in torch's code that follow in texts of its errors."""
+    """Torch's texts go on with addresses in its code."""
     return (str(error).splitlines() or [type(error).__name__])[0]

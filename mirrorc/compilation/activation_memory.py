@@ -28,7 +28,7 @@ class BoundedPrograms(Generic[_Compiled]):
     """Searches for a program of a call whose activations stay within a bound on each device.
 
     `ChooseCheckpoints` predicts memory from the captured graph; `report_memory` counts it once the regions are
-    compiled. The first program keeps all activations. Each count calibrates the prediction for the next program.
+    compiled. The first program keeps all activations. Each count calibrates the next prediction.
 
     Args:
         bound: bytes as an int; a fraction of ``most`` as a float.
@@ -36,8 +36,7 @@ class BoundedPrograms(Generic[_Compiled]):
         lowered: runs passes on the captured program.
 
     Attributes:
-        most: the largest peak of a first program, in this call or an earlier one, as before a short last batch. Set by
-            `find`.
+        most: the largest peak of a first program, in this call or earlier ones; set by `find`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The purpose of a step's call: it selects the passes and the state of the program."""
+"""The purpose of a step's call, which selects the passes and the program's state."""
 
 from __future__ import annotations
 

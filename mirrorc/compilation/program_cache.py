@@ -86,7 +86,7 @@ class Specialization:
     """A compiled program with the guards on the Python values that its capture read.
 
     Attributes:
-        guards: test that a new trace would read the same values, given the plain values in `training_call`.
+        guards: tested with the plain values in `training_call`.
         plain: the call's plain values at capture.
         shard_of_replica: the index of each replica's captured graph; None for a replica without examples.
         loss_dtype: None for an evaluation.
@@ -102,7 +102,7 @@ class Specialization:
     sizes: SymbolicSizes | None = None
 
     def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
-        """For each replica, the numbers for the symbolic sizes of its shard."""
+        """The numbers for the symbolic sizes of each replica's shard."""
         sizes = self.sizes.of_shards(shards) if self.sizes is not None else []
         assert sizes is not None, "the program was found for these shards"
         return sizes
@@ -111,7 +111,7 @@ class Specialization:
         return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
-        """For each replica, the Python numbers of its program, as of the last check of the guards."""
+        """The Python numbers of each replica's program, as of the last check of the guards."""
         of_graphs = self.guards.numbers_by_graph()
         if not any(of_graphs):
             return []
@@ -147,7 +147,7 @@ class Specialization:
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
-        """Why guards fail for these plain values: the names of changed values, and other reasons in words."""
+        """Why guards fail for these plain values: names of changed values, and other reasons in words."""
         self.training_call.plain = self.plain
         if not self.guards.hold():
             return [], self.guards.broken()
@@ -177,7 +177,7 @@ class Specializations:
         self._read_plain: set[str] = set()  # names of plain values that failed guards
 
     def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
-        """The specialization for a key and these plain values, or None; marks it as used.
+        """The specialization for a key and plain values, or None; marks it as used.
 
         A program with symbolic sizes serves all fitting sizes; the cache remembers the keys that it serves.
         """
@@ -231,7 +231,7 @@ class Specializations:
         attributes: Mapping[str, tuple[type, Any]] | None = None,
         reasons: Sequence[str] = (),
     ) -> list[Executor]:
-        """Adds a program, or replaces ``instead``; returns the evicted programs, whose memory may be freed.
+        """Adds a program, or replaces ``instead``; returns the evicted programs.
 
         Args:
             attributes: the plain attributes of the model, by path.

@@ -27,8 +27,8 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 class Progress(Instrument):
     """Writes the progress of a compilation to standard error, in a thread.
 
-    To end it, setting `is_over` suffices, because an interrupt may arrive between any two Python calls: the thread
-    polls it ten times a second and removes its line.
+    Setting `is_over` suffices to end it, because an interrupt may arrive between any two Python calls. The thread polls
+    it ten times a second.
     """
 
     def __init__(self, subject: str, *, is_shown: bool) -> None:
@@ -45,7 +45,7 @@ class Progress(Instrument):
             self._thread.start()
 
     def enter(self, phase: str, num_all: int = 0) -> None:
-        """``num_all`` is the number of steps in the phase; 0 if they are not counted."""
+        """``num_all`` is the number of steps in the phase, 0 if unknown."""
         self._phase, self._num_done, self._num_all = phase, 0, num_all
 
     def advance(self) -> None:
@@ -87,7 +87,7 @@ class Progress(Instrument):
 
 
 def free_terminal() -> IO[str] | None:
-    """Standard error if it is a terminal without another live line, of rich or tqdm; else None."""
+    """Standard error if it is a terminal without a live line of rich or tqdm; else None."""
     stream: Any = sys.stderr
     if (
         isinstance(stream, FileProxy) or isinstance(sys.stdout, FileProxy) or _has_bars()

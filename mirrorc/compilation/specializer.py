@@ -44,7 +44,7 @@ class Specializer:
 
     Args:
         num_threads: of each device.
-        interrupts: holds back Ctrl-C while Dynamo's guards run: Dynamo takes an error in a guard for a failed guard.
+        interrupts: holds back Ctrl-C during Dynamo's guards, which count an error as a failed guard.
         team: None for a process on its own.
     """
 
@@ -176,7 +176,7 @@ class Specializer:
         return self._compiler.compile(call, shards, new_parts, purpose, on_sizes=_remark_on_numbers(why))
 
     def _why_numbers(self, shards: Shards) -> str:
-        """Why no model could have symbolic sizes in this call; empty if models could."""
+        """Empty if models could have symbolic sizes in this call."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
         if self._numbers.inputs:
@@ -186,13 +186,13 @@ class Specializer:
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose
     ) -> Key:
-        """Makes Python numbers that have changed since a capture inputs; returns the call's key without them."""
+        """Makes numbers that have changed since a capture inputs; returns the call's key without them."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *cache.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
-        """Notes the rows that other workers gather in calls of this kind: they are part of shapes in programs."""
+        """Notes the rows that other workers gather in calls of this kind, which are in shapes of programs."""
         with self._autocast():
             self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
         if len(self._rows_elsewhere) > _MOST_KINDS:

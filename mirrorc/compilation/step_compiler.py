@@ -97,7 +97,7 @@ class StepCompiler:
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
     ) -> Specialization:
-        """Compiles the program for a call. On failure, the model's tensors return to their former devices.
+        """Compiles a call's program. On failure, the model's tensors return to their former devices.
 
         Args:
             new_parts: how this call differs from earlier calls, for the progress line.
@@ -129,7 +129,7 @@ class StepCompiler:
             progress.end()
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Makes the model's tensors dense on replica 0's device; returns the changed tensors with their old data."""
+        """Makes the model's tensors dense on replica 0's device; returns changed tensors with their old data."""
         moved = []
         for tensor in self._model.tensors.values():
             data = tensor.data.to(self._home)

@@ -39,7 +39,7 @@ class Announcements:
         return facts
 
     def written(self, program: Program, *, is_stale: bool) -> int:
-        """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for no writes.
+        """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for none.
 
         Leaves out buffers that the program writes: an evaluation on one worker may have written them.
         """
@@ -103,7 +103,7 @@ class Announcements:
         }
 
     def besides(self, name: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
-        """The header of a call that does not train, and the facts behind its digests.
+        """The header, with its facts, of a call that does not train.
 
         Args:
             has_changed: if workers differ in it, their agreement ``takes_over`` values.
@@ -125,7 +125,7 @@ class Announcements:
         return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """The header before a call of step ``number`` in a block of `mirrorc.join`, with its facts."""
+        """The header, with its facts, before a call of step ``number`` in a block of `mirrorc.join`."""
         num_examples = 0 if has_left else 1  # a call without any would be refused
         header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
         return header, {

@@ -18,10 +18,9 @@ _DOING = "mirrorc.compile"
 class JointCompilation(AbstractContextManager["JointCompilation"]):
     """A context around one call of `mirrorc.compile`, whose errors reach the other workers.
 
-    On entering, it checks the arguments that name the workers.
-
     Raises:
-        TypeError, ValueError: on entering, if these arguments are wrong, or ``workers=None`` comes with a group.
+        TypeError, ValueError: on entering, if arguments that name the workers are wrong, or ``workers=None`` comes with
+            a group.
         CommunicationError: on entering, see `mirrorc.cluster.join`.
     """
 
@@ -61,7 +60,7 @@ def _joined_workers(arguments: Mapping[str, Any]) -> Cluster | None:
 
 
 def _longest_wait(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Empty if the timeout is invalid: checks within the context report that."""
+    """Empty if the timeout is invalid, which the context reports later."""
     options = arguments["communication_options"]
     timeout = options.timeout_seconds if isinstance(options, CommunicationOptions) else None
     seconds: Any = arguments["timeout_seconds"] if timeout is None else timeout

@@ -43,7 +43,7 @@ class Facts:
 
 
 def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
-    """The facts in which all workers' LOWERED programs must agree."""
+    """Facts in which all workers' LOWERED programs must agree."""
     lines = {f"line {number}": line for number, line in enumerate(worker_schedule(program))}
     written = ", ".join(variable.name for variable in written_buffers(program))
     graphs = [region.graph_module.graph for region in program.regions.values()]
@@ -68,7 +68,7 @@ def written_buffers(program: Program) -> list[Variable]:
 
 
 def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
-    """The facts on model and options that must agree. Values of tensors may differ: the chief's are broadcast."""
+    """Facts on model and options that must agree. Values of tensors may differ: the chief's are broadcast."""
     frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
     variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
     names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -98,7 +98,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
 
 
 def _text_of_pass(stage: Any) -> str:
-    """Drops addresses, which differ between workers. So functions in passes are compared by name only."""
+    """Drops addresses, which differ between workers. So functions are compared by name only."""
     return _ADDRESS.sub("", repr(stage))
 
 

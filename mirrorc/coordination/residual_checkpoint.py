@@ -1,4 +1,4 @@
-"""Distributes the unsent gradients (residuals) of an earlier run among the workers of this run."""
+"""Distributes unsent gradients (residuals) of an earlier run among the workers of this run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unsent_of_worker(
         states: results of `mirrorc.Step.unsent_state` on all workers of the earlier run, in any order.
 
     Returns:
-        This worker's unsent gradients, and the state of payloads, which is the same on all workers; both by variable.
+        This worker's unsent gradients, and the state of payloads, alike on all workers; both by variable.
 
     Raises:
         TypeError, ValueError: ``states`` lack some workers of one run, or belong to another model.

@@ -1,4 +1,4 @@
-"""Broadcasts one worker's values before a step, where workers would differ otherwise."""
+"""Broadcasts one worker's values before a step where workers would differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TakenValues:
         self._ids: dict[str, int] | None = None  # of the variables, by name; None before the first call
 
     def lack_any(self) -> bool:
-        """Tests for new variables since the last broadcast, or for workers that may have different values."""
+        """Whether variables are new since the last broadcast, or may differ between workers."""
         return self._ids is None or not self._ids_now().items() <= self._ids.items() or self._team.have_parted
 
     def _ids_now(self) -> dict[str, int]:
@@ -34,10 +34,10 @@ class TakenValues:
         self._ids = self._ids_now()
 
     def broadcast_from_source(self, agreed: Agreement, written: int) -> None:
-        """Broadcasts parameters, buffers, optimizer state and the scaler from the source of the agreement.
+        """Broadcasts parameters, buffers, optimizer state and the scaler from the agreement's source.
 
         Args:
-            written: digest of the user's writes since the last step; 0 for no writes.
+            written: digest of the user's writes since the last step; 0 for none.
 
         Raises:
             CommunicationError: shards of the optimizer's state may belong to different steps; all workers raise it.

@@ -56,12 +56,11 @@ class Retry:
 class TeamCoordinator:
     """Coordinates the training calls of one step on several workers, which all make the same calls.
 
-    Workers meet once each has its program, before anything changes. They meet again after a broadcast of values, or if
-    their programs did not match.
+    Workers meet once each has its program, before anything changes. They meet again after a broadcast, or if programs
+    did not match.
 
     Optimizers that are not element-wise run on every worker, because a chief with the only state might leave its loop
-    first. They get the same sums and random numbers. Before each call, workers compare the parameters that these
-    optimizers update.
+    first. They get the same sums and random numbers. Before each call, workers compare the parameters that they update.
 
     Attributes:
         call_without_examples: the last call, stripped of its examples; None before the first call.
@@ -149,7 +148,7 @@ class TeamCoordinator:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A context around one training call. At its end, guards parameters that a failure has left between two steps."""
+        """At its end, the context guards parameters that a failure has left between two steps."""
         torn_before, had_parted = self._state.torn, self.team.have_parted
         self._num_meetings = self._num_row_meetings = 0
         try:
@@ -170,7 +169,7 @@ class TeamCoordinator:
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """A clause on the buckets that a failed step has updated; empty if all parameters are those of one step."""
+        """A clause on the buckets that a failed step has updated; empty if all parameters are of one step."""
         torn = self._state.torn
         return torn.clause if torn is not None and not torn.is_restored else ""
 
@@ -178,7 +177,7 @@ class TeamCoordinator:
         self.call_without_examples = without_examples(call)
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
-        """Exchanges headers with all workers. Returns None if all programs match and the call goes on.
+        """Returns None if all programs match and the call goes on.
 
         May broadcast the values of the chief, or of the worker whose user has written some; then returns a retry.
 
@@ -209,7 +208,7 @@ class TeamCoordinator:
         return Retry(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """Tests whether all programs were compiled for the numbers of rows that workers gather in this call.
+        """Whether all programs were compiled for the rows that workers gather in this call.
 
         Raises:
             CommunicationError: the numbers still differ after the last meeting; all workers raise it.
@@ -276,7 +275,7 @@ class TeamCoordinator:
         """Prepares a run of ``executor`` without examples, in place of the last call's program.
 
         Raises:
-            ExecutionError: ``executor`` exchanges something else than ``last``, so the other workers would wait in vain.
+            ExecutionError: ``executor`` exchanges something else than ``last``: the other workers would wait in vain.
         """
         self.team.stop_on_failure(executor.interrupt)
         if self._announcements.facts_of(executor).texts != self._announcements.facts_of(last).texts:
@@ -306,7 +305,7 @@ class TeamCoordinator:
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Sums the losses of all workers, and gives buffers the same values on all; ``loss`` is None without examples."""
+        """Also gives buffers the same values on all workers; ``loss`` is None without examples."""
         assert dtype is not None, "a training step has a loss"
         self.team.end_updates()
         total = total_loss(self.team.control, loss)
@@ -321,7 +320,7 @@ class TeamCoordinator:
         """Gathers sharded optimizer state on all workers, in a call of its own.
 
         Raises:
-            ExecutionError: called inside of `mirrorc.step.Step.join`, where other workers may have left their loops.
+            ExecutionError: called within `mirrorc.step.Step.join`, where other workers may have left their loops.
         """
         if self._options.program_workers.shards_optimizer:
             refuse_within_others(self, "step.gather_optimizer_state() was called")

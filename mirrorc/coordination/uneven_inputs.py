@@ -34,7 +34,7 @@ class BlockCalls(Protocol):
         ...
 
     def leave_loop(self) -> None:
-        """Marks this worker's loop as ended; it then takes part in the calls of the other workers."""
+        """Marks this worker's loop as ended; it then takes part in calls of other workers."""
         ...
 
     def exit_block(self) -> None: ...
@@ -64,10 +64,10 @@ class JoinedStep:
 
 
 class Block:
-    """One worker's loop over some steps, followed by the calls of workers whose loops still run.
+    """One worker's loop over some steps, followed by calls of workers whose loops still run.
 
-    With several steps, all workers meet before each call, because a worker that has left its loop cannot know which
-    step comes next. They meet over the connections of the first step.
+    With several steps, all workers meet before each call, over the connections of the first step: a worker that has
+    left its loop cannot know which step comes next.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:
@@ -98,7 +98,7 @@ class Block:
                 return
 
     def _take_turn(self, number: int) -> int | None:
-        """Returns the number of the step that all workers call next; None if all have left their loops."""
+        """The number of the step that all workers call next; None if all have left their loops."""
         first = self._steps[0]
         agreed: Agreement = first.exclusively(lambda: first.calls.meet_turn(number))
         return None if agreed.is_over else agreed.turn
@@ -121,12 +121,12 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
 
 @contextmanager
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
-    """A context for a loop. At its end, a worker takes part in the other workers' calls until all loops have ended.
+    """A context for a loop. At its end, a worker takes part in calls of other workers until all loops have ended.
 
-    An exception in it ends the next call of the other workers. It does nothing if ``steps`` is empty.
+    An exception in it ends the next call of the other workers. Without ``steps``, it does nothing.
 
     Raises:
-        ExecutionError: it is entered inside of another such context.
+        ExecutionError: it is entered within another such context.
     """
     if not steps:
         yield

@@ -1,4 +1,4 @@
-"""Operators that run forward and backward as plain PyTorch; passes do not look into them."""
+"""Operators that run forward and backward as plain PyTorch, opaque to passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 class UsedParameters:
-    """The parameters that some replica has used: they have zero gradients on other replicas. Unused parameters get no update."""
+    """The parameters that some replica has used. Their gradients are zero on other replicas; unused parameters get no update."""
 
     def __init__(self) -> None:
         self._used = set[int]()

@@ -1,1 +1,1 @@
-"""Compares a step on several devices with a step on one device with the whole batch."""
+"""Compares steps on several devices and on one."""

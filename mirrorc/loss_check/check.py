@@ -40,10 +40,10 @@ class LossCheck:
     Attributes:
         same: whether loss and gradients agree.
         loss: of the whole batch.
-        sharded_loss: the loss of a step: the weighted sum over the shards.
+        sharded_loss: of a step: the weighted sum over the shards.
         num_examples: of each shard.
-        differences: for each trainable variable, the largest difference of its gradients, relative to their largest
-            entry; the largest difference comes first.
+        differences: the largest difference of each variable's gradients, relative to their largest entry; in descending
+            order.
         tolerance: the largest relative difference due to rounding.
         reasons: sentences on the coupling of examples; empty if ``same``.
     """
@@ -102,19 +102,17 @@ def check_loss(
 
     Args:
         model: the model, before or after its compilation.
-        *args: arguments as for the step: tensors are split along dim 0, see `mirrorc.replicated` and
-            `mirrorc.PerReplica`.
-        loss_fn: as for `mirrorc.compile`.
-        loss_reduction: as for `mirrorc.compile`.
+        *args: as for the step: tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
+        loss_fn, loss_reduction: as for `mirrorc.compile`.
         num_replicas: the number of shards.
         tolerance: the largest relative difference due to rounding; None for 1e-7 with parameters of 64 bits, 1e-3 with
             32 bits and 0.05 with 16 bits or autocast.
-        raises: whether to raise an error if they are not the same.
+        raises: whether to raise an error if they differ.
         **kwargs: as for the step; with a ``loss_fn``, ``target`` is its second argument.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a model without a loss.
-        MirrorcError: they are not the same and ``raises`` is True, or the model asks for values of other replicas.
+        MirrorcError: they differ and ``raises`` is True, or the model asks for values of other replicas.
     """
     check_model(model)
     if loss_fn is not None and "target" not in kwargs:

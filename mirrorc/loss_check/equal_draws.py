@@ -19,7 +19,7 @@ _DRAWS = (
 
 
 class EqualDraws:
-    """Replaces the random numbers of every example in all runs by those of the first example in the first run.
+    """Gives every example in all runs the random numbers of the first example in the first run.
 
     Attributes:
         unequal: operators whose draws could not be replaced.

@@ -41,7 +41,7 @@ class Evaluation:
         self._draws = EqualDraws()
 
     def run(self, leaves: Sequence[torch.Tensor], *, by_running_statistics: bool = False) -> Evaluated:
-        """Computes loss and gradients; if ``by_running_statistics``, BatchNorm does not use the batch's statistics."""
+        """If ``by_running_statistics``, BatchNorm does not use the batch's statistics."""
         copies = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
         observed = ObservedCalls(by_running_statistics)
         with contextlib.ExitStack() as stack:

@@ -24,7 +24,7 @@ def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
 
 
 def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
-    """The first ``most`` sentences, then ``rest`` with the number of sentences left out, such as ``... and {} more remarks``."""
+    """The first ``most`` sentences, then ``rest`` with the number left out, such as ``... and {} more remarks``."""
     left_out = 0
     for i, sentence in enumerate(sentences):
         if i < most:

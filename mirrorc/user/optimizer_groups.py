@@ -20,8 +20,7 @@ from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_f
 class OptimizerGroups:
     """The user's optimizers, with all groups numbered together.
 
-    The groups of the first optimizer come first. A group added later gets the next number, so that a number always
-    means the same group.
+    The groups of the first optimizer come first. A group added later gets the next number, so numbers do not change.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -40,7 +39,7 @@ class OptimizerGroups:
         return len(self._numbered)
 
     def fused(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of the groups whose float32 parameters torch's fused kernels update on devices of this type."""
+        """The numbers of groups whose float32 parameters torch's fused kernels update on such devices."""
         held = [(number, *self[number]) for number in range(len(self))]
         return tuple(
             n
@@ -70,7 +69,7 @@ class OptimizerGroups:
     def are_elementwise(self) -> tuple[bool, ...]:
         """For each optimizer, whether it may run on whole buckets.
 
-        If one of several has hooks or a replaced step, none may: these may read the parameters of all optimizers.
+        If one of several has hooks or a replaced step, none may: these may read all optimizers' parameters.
         """
         if len(self.optimizers) > 1 and any(has_step_hooks(o) or not has_torchs_step(o) for o in self.optimizers):
             return (False,) * len(self.optimizers)
@@ -79,7 +78,7 @@ class OptimizerGroups:
     def write_rows(self) -> tuple[bool, ...]:
         """For each group, whether a step writes only those rows of a table that its sparse gradient has.
 
-        If an optimizer has hooks or a replaced step, no group does: these may write the tables of all optimizers.
+        If an optimizer has hooks or a replaced step, no group does: these may write all tables.
         """
         are_torchs = all(has_torchs_step(o) and not has_step_hooks(o) for o in self.optimizers)
         return tuple(are_torchs and writes_rows(*self[number]) for number in range(len(self)))

@@ -144,8 +144,8 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
     """Tests whether torch's fused kernels update a group's parameters of a dtype on devices of a type.
 
-    With ``fused=None``, and not ``foreach``, they do for dtypes that all fused kernels support: 32 and 64 bits on CPUs
-    (SGD lacks 16 in 2.13), also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.
+    With ``fused=None``, and not ``foreach``, they do for dtypes that all fused kernels support: 32 and 64 bits on CPUs,
+    also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):

@@ -56,9 +56,9 @@ def _variables(root: nn.Module) -> list[Callable[[], object]]:
 
 @contextlib.contextmanager
 def put_back_after(actions: Iterable[Callable[[], object]]) -> Iterator[None]:
-    """Runs all actions after a block, also if the block or some of the actions fail.
+    """Runs all actions after a block, also if the block or some actions fail.
 
-    The first failed action raises its error, or adds a note to the error of the block.
+    The first failed action raises its error, or adds a note to the block's error.
     """
     try:
         yield

@@ -21,7 +21,7 @@ from mirrorc.runtime.workers.team.team import Team
 class ChiefGradientOrder(JointChoice):
     """The chief's order of gradients, because workers need the same buckets.
 
-    Their own orders may differ: an eager backward depends on the values of examples, and a graph on their number.
+    Their orders may differ: an eager backward depends on the values of examples, a graph on their number.
     """
 
     subject = "the order of gradients"
@@ -48,7 +48,7 @@ class ChiefGradientOrder(JointChoice):
         return program.workers.gradient_order in ((), self._names)
 
     def noted_in(self, program: Program) -> Program:
-        """Variables that the chief had frozen follow, sorted by name: all other orders may differ between workers."""
+        """Variables that the chief had frozen follow, sorted by name: any other order may differ between workers."""
         if not self.concerns(program):
             return program
         others = sorted(program.variables.keys() - set(self._names), key=_with_numbers, reverse=True)
@@ -68,7 +68,7 @@ def _with_numbers(name: str) -> list[str | int]:
 
 
 def _in_order(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """Operators other than `take_gradient` keep their places: outline-regions cuts backward after a bucket's last gradient."""
+    """Other operators keep their places: outline-regions cuts backward after a bucket's last gradient."""
     ordered = copied(graph)
     gradients, end = _gradients(ordered), ordered.output_node()
     known = {name: place for place, name in enumerate(names)}

@@ -14,8 +14,7 @@ from mirrorc.runtime.workers.team.team import Team
 class JointChoice(ABC):
     """A choice that all workers make together in the first training call.
 
-    Before that call, the worker's own proposal decides, so that it can compile early. ``team`` is None for planned
-    workers.
+    Earlier, the worker's own proposal decides, so that it can compile early. ``team`` is None for planned workers.
     """
 
     subject: ClassVar[str]
@@ -41,7 +40,7 @@ class JointChoice(ABC):
 
     @abstractmethod
     def decide(self, proposals: Sequence[str]) -> None:
-        """Decides from the proposals of all workers, by rank. If they conflict, all workers raise CommunicationError."""
+        """Decides from the proposals by rank. If they conflict, all workers raise CommunicationError."""
 
     @abstractmethod
     def applies_to(self, program: Program) -> bool:

@@ -13,7 +13,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class WorkerChoices:
-    """Holds the joint choices in the order of their exchange."""
+    """The joint choices, in the order of their exchange."""
 
     def __init__(self, options: StepOptions, num_threads: int, team: Team | None) -> None:
         self.exchange = ExchangeChoice(options, num_threads, team)
@@ -30,17 +30,17 @@ class WorkerChoices:
             self._in_call = False
 
     def settle(self, program: Program) -> None:
-        """Makes the open choices for a program; blocks until all workers come."""
+        """Makes open choices; blocks until all workers come."""
         for choice in self._choices if self._in_call else ():
             if choice.concerns(program):
                 choice.settle()
 
     def apply_to(self, program: Program) -> bool:
-        """False for a program compiled before the first call, if decisions have changed since."""
+        """False for a program compiled before the first call, if decisions have changed."""
         return all(choice.applies_to(program) for choice in self._choices)
 
     def put_into(self, program: Program) -> Program:
-        """The program with all decisions. Open choices are made now."""
+        """Makes open choices now."""
         for choice in self._choices:
             choice.consider(program, in_call=self._in_call)
             program = choice.noted_in(program)

@@ -86,7 +86,7 @@ class ExchangeChoice(JointChoice):
         return program.workers.sent_as_factors == self._names_for(program)
 
     def noted_in(self, program: Program) -> Program:
-        """Raises ValueError if the workers cannot send the rows that an optimizer takes."""
+        """Raises ValueError if workers cannot send the rows that an optimizer takes."""
         is_sent = program.trains and program.accumulation is Accumulation.NONE
         if sends_whole(self._options) and is_sent:
             program = program.with_remarks(_WHOLE_FOR_SYMBOLS)
@@ -105,7 +105,7 @@ class ExchangeChoice(JointChoice):
         return (*(self._names if is_sent else ()), *self._rows_of(program))
 
     def _rows_of(self, program: Program) -> tuple[str, ...]:
-        """Tables that an optimizer updates by rows are always sent as rows."""
+        """Tables with updates by rows are always sent as rows."""
         if not (self._options.program_workers.are_several and program.trains):
             return ()
         variables = program.variables.values()
@@ -151,7 +151,7 @@ class ExchangeChoice(JointChoice):
             )
 
     def _bytes_sent(self, name: str, gradient: torch.Tensor) -> int:
-        """The bytes of a whole sum that takes as long as this gradient, which may be compressed."""
+        """The bytes of a whole sum that takes as long as this gradient, compressed or not."""
         num_elements, dtype = gradient.numel(), gradient.dtype
         num_workers = self._options.program_workers.num_workers
         for entry in self._options.pipeline:
