@@ -1,4 +1,4 @@
-"""Removes effect tokens, which order operators, and states of GPU generators from an export."""
+"""Removes effect tokens and states of GPU generators from an export."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 
 @contextlib.contextmanager
 def ordered_linalg_checks() -> Iterator[None]:
-    """Makes checks of ``torch.linalg`` results count as side effects: torch 2.11 would drop them."""
+    """Makes checks of ``torch.linalg`` results side effects: torch 2.11 would drop them."""
     from torch._higher_order_ops import effects
 
     name = "aten::_linalg_check_errors"

@@ -12,7 +12,7 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import SizesOfArguments
 
 
 class NumberInput(NamedTuple):
-    """A Python number that a graph takes; ``text`` is the Python code that computes it."""
+    """A Python number that a graph takes; ``text`` is the code that computes it."""
 
     name: str
     text: str
@@ -29,12 +29,12 @@ class JointGraph:
         variable_of: the name of the variable, by placeholder or get_attr node.
         seed: the replica's seed; None if no operator takes it.
         tangent, loss: None without backward: an evaluation's loss is an output.
-        gradients: by parameter; None for a parameter without one.
+        gradients: by parameter; may be None.
         buffer_writes: the new value, by buffer.
-        written_inputs: other writes of forward, as ("parameter", name) or ("argument", index), and ("buffer", name) for
-            a value with a gradient.
-        looked_up: parameters with only lookups for sparse gradients, set by the front end.
-        outside: variables of modules outside of model and loss, set by the front end.
+        written_inputs: other writes of forward: ("parameter", name), ("argument", index), or ("buffer", name) for a
+            value with a gradient.
+        looked_up: parameters with only lookups for sparse gradients.
+        outside: variables of modules outside of model and loss.
         sizes: None if all sizes are numbers.
     """
 

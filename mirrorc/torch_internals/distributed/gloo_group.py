@@ -1,4 +1,4 @@
-"""Private gloo groups that can end at once. Torch offers gloo only behind its global groups."""
+"""Private gloo groups that can end at once. Torch has gloo only behind its global groups."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ _opening = threading.Lock()  # a group's listener is the one opened under this l
 class GlooGroup:
     """A group of workers outside of torch's registry.
 
-    One thread at a time launches collectives, in the same order on all workers. Signals do not interrupt a work's
-    ``wait()``.
+    One thread at a time launches collectives, in the same order on all workers. Signals do not interrupt ``wait()``.
 
     Args:
         store: with keys for this group alone.
@@ -56,7 +55,7 @@ class GlooGroup:
         return self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
     def all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor], *, is_patient: bool = False) -> Any:
-        """Copies every worker's tensor into the tensor of its rank; ``is_patient`` lifts the timeout."""
+        """Copies every worker's tensor to the tensor of its rank; ``is_patient`` lifts the timeout."""
         from torch.distributed.distributed_c10d import AllgatherOptions
 
         options = AllgatherOptions()
@@ -93,8 +92,8 @@ class GlooGroup:
     def cut(self) -> None:
         """Ends all collectives with an error, here and on the other workers; idempotent.
 
-        Connections are closed, because a work cannot be cancelled. Listeners stay open: without them, gloo ends the
-        process.
+        Closes connections, because a work cannot be cancelled. Without listeners, gloo would end the process, so they
+        stay open.
         """
         sockets = open_sockets()
         for number, inode in self._connected.items():
@@ -116,7 +115,7 @@ def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: fl
 
 
 def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
-    """The environment's interfaces, or this machine's address towards the store: its name is often a loopback address."""
+    """The environment's interfaces, or this machine's address towards the store: its name often gives a loopback address."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     store.set(f"address/{rank}", "" if names else _address_towards(_host(store)))
     if names:

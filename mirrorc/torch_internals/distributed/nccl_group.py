@@ -1,4 +1,4 @@
-"""Private NCCL groups that never end the process. Torch offers NCCL only behind its global groups."""
+"""Private NCCL groups that never end the process. Torch has NCCL only behind its global groups."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class NcclGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Always False, because NCCL does not report a lost worker."""
+        """NCCL does not report a lost worker."""
         return False
 
     def cut(self) -> None:
-        """Ends all collectives here with an error, but does not tell other workers; idempotent."""
+        """Ends all collectives here with an error; other workers are not told. Idempotent."""
         if self.is_cut:
             return
         self.is_cut = True

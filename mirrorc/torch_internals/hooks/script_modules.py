@@ -36,7 +36,7 @@ def _parameter(argument: Any) -> inspect.Parameter:
 
 
 def object_within(module: nn.Module) -> str | None:
-    """The name of an attribute of a TorchScript module that holds an object, which copies would share; None without one."""
+    """An attribute of a TorchScript module that holds an object, which copies would share; None if there is none."""
     for part in module.modules():
         for name in _attribute_names(part):
             if _shown(getattr(part, name)) is None:
@@ -50,7 +50,7 @@ def _attribute_names(part: nn.Module) -> list[str]:
 
 
 def _compiled_anew(original: nn.Module) -> nn.Module:
-    """A deep copy would share code, with optimizations from the first runs of any copy."""
+    """A deep copy would share code, optimized in the first runs of any copy."""
     written = io.BytesIO()
     torch.jit.save(original, written)
     return torch.jit.load(io.BytesIO(written.getvalue()))
@@ -85,7 +85,7 @@ class ScriptCopy:
             _native(copy).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
 
     def changed(self) -> str | None:
-        """The name of an attribute other than a parameter or buffer that changed since `load`, or None."""
+        """An attribute other than a parameter or buffer that changed since `load`, or None."""
         return next((name for name, copy, _, shown in self._loaded if _shown(getattr(copy, name)) != shown), None)
 
     def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:

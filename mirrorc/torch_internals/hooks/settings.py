@@ -43,7 +43,7 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 class UncountedHook:
-    """An optimizer step hook that leaves the step unchanged, so that `has_step_hooks` does not count it."""
+    """A step hook that leaves the step unchanged, so `has_step_hooks` does not count it."""
 
     def __init__(self, function: Callable[[torch.optim.Optimizer], None]) -> None:
         self._function = function
@@ -101,7 +101,7 @@ def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iter
 
 
 def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests whether ``optimizer.step`` is torch's. Patches by LR schedulers and ``torch.compile`` are ignored."""
+    """Ignores patches of ``optimizer.step`` by LR schedulers and ``torch.compile``."""
     of_class = type(optimizer).step
     step = optimizer.__dict__.get("step", of_class)
     if step is not of_class:
@@ -146,7 +146,7 @@ _ROUNDED = tuple((backend, of) for backend in ("cuda", "mkldnn") for of in ("mat
 
 
 def torch_modes() -> tuple[Any, ...]:
-    """The settings that determine a captured graph or its compiled code."""
+    """Settings that determine a captured graph or its compiled code."""
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
@@ -175,7 +175,7 @@ def is_plain_thread() -> bool:
 
 
 def dispatch_modes() -> list[str]:
-    """The class names of this thread's `TorchDispatchMode` objects."""
+    """Class names of this thread's `TorchDispatchMode` objects."""
     if not torch._C._len_torch_dispatch_stack():
         return []
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -196,5 +196,5 @@ def has_hooks_on_saved_tensors() -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tests whether the elements fill the memory without gaps or overlaps, in any order."""
+    """Whether the elements fill the memory without gaps or overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

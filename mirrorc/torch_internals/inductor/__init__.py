@@ -1,1 +1,1 @@
-"""Inductor: compiles a region; its cache and its allocations."""
+"""Inductor: compilation, cache, allocations."""

@@ -19,10 +19,9 @@ class _NoKernel:
 
 
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    """The syntax tree of ``call(self, args)`` in a result of `compile_with_inductor`, and a namespace to run it on fake
-    tensors.
+    """The syntax tree of ``call(self, args)`` in a result of `compile_with_inductor`, and a namespace for fake tensors.
 
-    Kernels in the namespace compute nothing; functions for allocations and views are torch's.
+    Kernels in the namespace compute nothing; allocations and views are torch's.
 
     Raises:
         ValueError: the result has no such function, as with Inductor's C++ wrapper.
@@ -60,7 +59,7 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """Counts the tensors and storage objects that use a storage, without the argument itself."""
+    """Counts tensors and storage objects that use a storage, without the argument itself."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
@@ -70,7 +69,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def peak_allocation(action: Callable[[], object], older: Sequence[torch.Tensor]) -> int:
-    """Calls an action; returns the peak bytes of the tensors that its operators allocate.
+    """The peak bytes of the tensors that operators allocate in ``action``.
 
     Temporary memory within an operator, and the memory of ``older`` tensors, do not count.
     """

@@ -17,8 +17,8 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions that Inductor expects in a graph to compile.
 
-    Dropout is not decomposed, because it gets its own random stream. `compile_with_inductor` decomposes operators that
-    passes need.
+    Dropout is left out, because it gets its own random stream. `compile_with_inductor` decomposes operators that passes
+    need.
     """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -39,12 +39,12 @@ _EXPANDED_LATE = (
 
 
 def pools_maxima(target: Any) -> bool:
-    """Tests for the pooling operator of Inductor's decompositions that returns maxima and their places in windows."""
+    """Tests for Inductor's pooling operator, which returns maxima and their places in windows."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_with_offsets"
 
 
 def tells_places_of_maxima(target: Any) -> bool:
-    """Tests for the operator that maps the 8-bit places of `pools_maxima` to 64-bit places in the input."""
+    """Tests for the operator that maps 8-bit places of `pools_maxima` to 64-bit places in the input."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
 
 
@@ -72,7 +72,7 @@ def compile_with_inductor(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Compiles a functional ATen graph, which is changed. Outputs have the graph's strides.
 
-    The returned function takes a list of inputs, empties it, and returns the outputs.
+    The result takes a list of inputs, empties it, and returns the outputs.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -152,7 +152,7 @@ def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
 
 @contextlib.contextmanager
 def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
-    """Gives the fake mode an environment of symbolic sizes if it has none: Inductor does not use its cache without one."""
+    """Without an environment of symbolic sizes, Inductor does not use its cache."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     if fake_mode is None or fake_mode.shape_env is not None:

@@ -18,7 +18,7 @@ _LOADED = (".py", ".so", ".cpp")
 def fresh_kernel_files() -> Iterator[None]:
     """Hides the files of earlier compilations from Inductor.
 
-    At the end, new files replace older files that differ. Names determine contents, so a difference means corruption.
+    At the end, new files replace older ones that differ. Names determine contents, so a difference means corruption.
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
     from torch._inductor.utils import fresh_inductor_cache

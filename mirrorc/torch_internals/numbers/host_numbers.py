@@ -1,4 +1,4 @@
-"""Python numbers that are graph inputs: the host reads and computes them before each step."""
+"""Python numbers that are graph inputs, read and computed on the host before each step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NumbersGivenUp(Exception):
 
 
 def is_ordinary(value: Any) -> bool:
-    """Tests for a number that can be an input: not a bool, not nan or infinite, not very large."""
+    """Tests for a number that can be an input: not a bool, nan, infinite, or very large."""
     if type(value) is float:
         return -_LARGEST_FLOAT < value < _LARGEST_FLOAT
     return type(value) is int and -_LARGEST < value < _LARGEST
@@ -64,8 +64,8 @@ class HostNumber(NamedTuple):
 
     Attributes:
         sources: the expressions from which the number is read or computed.
-        function: the function that computes the number; None for a read.
-        args: the arguments of the function, with a `Slot` for each number; for a read, the code of the expression.
+        function: computes the number; None for a read.
+        args: of the function, with a `Slot` for each number; for a read, the code of the expression.
     """
 
     kind: type
@@ -83,7 +83,7 @@ class HostNumbers:
 
     Attributes:
         values: the latest value of each number.
-        taken: the indices of the numbers that are inputs of the graph.
+        taken: the indices of numbers that are inputs of the graph.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class HostNumbers:
 
 
 def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
-    """Evaluates a guard without short circuits, to find all unsupported parts."""
+    """Has no short circuits, to find all unsupported parts."""
     if expr in (True, False):
         return bool(expr)
     if isinstance(expr, sympy.Not | sympy.And | sympy.Or):

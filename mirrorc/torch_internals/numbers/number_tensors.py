@@ -1,6 +1,6 @@
-"""Replaces a Dynamo graph's Python numbers by buffers of its module, with PyTorch's type promotion of numbers.
+"""Replaces a graph's Python numbers by buffers of its module, with PyTorch's type promotion of numbers.
 
-A number's 64-bit tensor is converted where it would change the dtype of a result. torch's own pass
+A 64-bit tensor is converted where it would change a result's dtype. torch's own pass
 (`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons, and computes ``t * 0.1 *
 3.0`` in another order.
 """
@@ -38,7 +38,7 @@ _FULL = frozenset(["full", "full_like", "new_full", "tensor", "scalar_tensor", "
 
 
 def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostNumbers | None:
-    """Replaces a graph's numbers by buffers; returns the numbers on the host, or None if the graph takes none.
+    """Replaces a graph's numbers by buffers; returns the numbers on the host, or None without numbers.
 
     Raises:
         NumbersGivenUp: a use allows only a number.
@@ -87,7 +87,7 @@ class _Unsupported(Exception):
 
 
 class _Call:
-    """A call with numbers among its arguments. ``operands`` maps each number's node to its 64-bit scalar and its value."""
+    """A call with numbers among its arguments. ``operands`` maps a number's node to its 64-bit scalar and its value."""
 
     def __init__(self, node: fx.Node, operands: Mapping[fx.Node, tuple[fx.Node, int | float]]) -> None:
         if node.op == "call_method" and node.target == "__rpow__":

@@ -1,4 +1,4 @@
-"""Writes symbolic sizes of saved programs as texts, and reads them in a new environment."""
+"""Writes symbolic sizes of saved programs as texts, and reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamo's guards, without those on state that mirrorc watches, and with guards that Dynamo lacks."""
+"""Dynamo's guards without those on state that mirrorc watches, and with some that Dynamo lacks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DynamoGuards:
 
     Attributes:
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
-        inputs: the numbers that are inputs of the graph, whose values are not guarded; None without any.
+        inputs: the numbers that are inputs of the graph and not guarded, or None.
         drawn: the inputs that Python draws, or None; `hold` draws them for the next step.
     """
 
@@ -180,7 +180,7 @@ def captured_output() -> Iterator[list[Any]]:
 def guarded_results() -> Iterator[None]:
     """Makes Dynamo guard Python values that forward returns without reading them, such as a string argument.
 
-    mirrorc saves such values, while Dynamo's own code reads them in each call.
+    mirrorc saves such values; Dynamo's own code reads them in each call.
     """
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.variables.lazy import LazyVariableTracker

@@ -49,7 +49,7 @@ class PythonWrite:
         parts: suffixes of ``source`` for what has changed: ``.name``, ``['key']``, or ``[`` for a list or set.
         stack: the frames of the last change, outermost first.
         values: the known values of assigned attributes, by name; new tensors are stand-ins.
-        items: the new items of a container, as `items_of` returns them; `MISSING` if unchanged or unknown.
+        items: a container's new items, as `items_of` returns them; `MISSING` if unchanged or unknown.
         is_constant: whether all changes assign constants to attributes.
         words: the changed part in the user's words, or the whole object if several parts have changed.
     """
@@ -97,7 +97,7 @@ class PythonWrite:
 
 
 def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[str]) -> None:
-    """Makes ``wanted`` an object's attributes; of a class, sets only those named in ``changing``."""
+    """Of a class, sets only the attributes named in ``changing``."""
     if not isinstance(owner, type):
         owner.__dict__.clear()
         owner.__dict__.update(wanted)
@@ -153,7 +153,7 @@ def observed_effects(
 
     Args:
         names: the globals of the traced function.
-        makes_arguments: the function that builds the containers of the call's arguments, which are watched; or None.
+        makes_arguments: builds the containers of the call's arguments, which are watched; or None.
     """
     effects, scope = PythonEffects(), {"L": {"self": module}, "G": names}
     with contextlib.ExitStack() as stack:
@@ -244,7 +244,7 @@ def _level(name: str) -> int:
 
 
 def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeats: bool) -> PythonCall:
-    """Calls a function in the trace unless arguments are unknown; tensors are fake."""
+    """Tensors are fake. Without known arguments, the function is not called."""
     from torch._guards import TracingContext
 
     stack, has_run = list(TracingContext.extract_stack()), False
@@ -268,7 +268,7 @@ def _value_of(variable: Any) -> Any:
 
 
 def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
-    """The lasting changes: of objects older than the trace, to values other than the old ones."""
+    """Changes of objects older than the trace, to other values than before."""
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     writes = []

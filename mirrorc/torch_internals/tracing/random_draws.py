@@ -15,7 +15,7 @@ import torch
 
 @contextlib.contextmanager
 def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Collects the frames of random draws in traces of this thread; restores the state of ``random``."""
+    """Collects the frames of random draws in traces of this thread; restores ``random``."""
     from torch._dynamo.variables import misc, user_defined
     from torch._guards import TracingContext
 

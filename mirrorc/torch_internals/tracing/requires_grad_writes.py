@@ -1,4 +1,4 @@
-"""Lets Dynamo trace ``x.requires_grad = True`` on computed values, which does not affect gradients of parameters."""
+"""Lets Dynamo trace ``x.requires_grad = True`` on computed values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def made_leaves() -> Iterator[None]:
 
 
 def _is_separate_leaf(node: Any) -> bool:
-    """Tests for a value without a gradient function that is not an input of its own operation and has no views yet."""
+    """A value without gradient function and views that is not an input of its own operation."""
     value = node.meta["example_value"]
 
     def memory(other: Any) -> int:

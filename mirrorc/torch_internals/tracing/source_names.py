@@ -176,7 +176,7 @@ class _Reader(ast.NodeTransformer):
         return False
 
     def _note_place(self, function: ast.expr) -> None:
-        """Keeps a place that is already set: the first call has the innermost function."""
+        """The first call has the innermost function."""
         self.place = self.place or self._place_of(function)
 
     def _place_of(self, function: ast.expr) -> str:

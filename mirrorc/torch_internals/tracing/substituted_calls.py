@@ -46,7 +46,7 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
 
 @contextlib.contextmanager
 def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[None]:
-    """Makes traces of this thread call the given Python functions with constants, instead of entering them.
+    """Makes traces of this thread call these Python functions with constants, instead of entering them.
 
     A function must return a constant, or a function that the trace enters when it is called.
     """
@@ -117,7 +117,7 @@ def asked_for_class(kind: type) -> Iterator[None]:
 
 
 def traced_file() -> str:
-    """The file of the code that is being traced; empty outside of a trace."""
+    """The file of the code being traced; empty outside of a trace."""
     from torch._guards import TracingContext
 
     stack = TracingContext.extract_stack()

@@ -14,7 +14,7 @@ class MadeContainer(NamedTuple):
 
     Attributes:
         output: the tracer's attempt to build a graph.
-        items: the items of a list, or the keys and values of a dict, in order; None for other kinds.
+        items: a list's items, or a dict's keys and values, in order; None for other kinds.
     """
 
     output: Any
@@ -56,7 +56,7 @@ def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[Chan
 
 
 def _without_defaults(variable: Any, before: Sequence[Any] | None, items: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Drops items that a read has added to a defaultdict and would add again."""
+    """A read adds items to a defaultdict, and would add them again."""
     factory = _realized(getattr(variable, "default_factory", None))
     if before is None or items is None:
         return items

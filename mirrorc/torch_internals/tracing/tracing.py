@@ -1,4 +1,4 @@
-"""Captures graphs with Dynamo and AOTAutograd, and finds the user's line of a failure."""
+"""Captures graphs with Dynamo and AOTAutograd; finds the user's line of a failure."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def trace_full_graph(
 
 @contextlib.contextmanager
 def _without_new_graphs(names: dict[str, Any]) -> Iterator[None]:
-    """Removes Dynamo's new graphs from a function's globals, where they would keep the model alive."""
+    """Dynamo's new graphs in a function's globals would keep the model alive."""
     before = set(names)
     try:
         yield
@@ -213,7 +213,7 @@ def _exported(
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[JointGraph, list[fx.Node]]:
-    """Exports a joint graph, or under no_grad a forward graph; returns it and its plain outputs."""
+    """Returns a joint graph, or a forward graph under no_grad, and its plain outputs."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -265,7 +265,7 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient:
 
 
 def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
-    """The trace's fake tensors by argument: joint export with real tensors would drop their symbols."""
+    """The trace's fake tensors: joint export with real tensors would drop their symbols."""
     results: Any = traced.graph.output_node().args[0]
     if any(isinstance(node, fx.Node) and is_symbolic(node.meta.get("example_value")) for node in results):
         raise SizesGivenUp("forward returns a number that is computed of sizes")
@@ -274,7 +274,7 @@ def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
 
 
 def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the traced code at an error, outermost first; empty if the error came after tracing."""
+    """The traced code's frames at an error, outermost first; empty if it came after tracing."""
     frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
     cause = error.__cause__ or error.__context__
     return list(frames) if frames or cause is None else traced_frames(cause)

@@ -130,7 +130,7 @@ def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
-    """A container's new items as a list, or as a dict if ``real`` is one; `MISSING` if unknown."""
+    """A container's new items as a list, or a dict if ``real`` is one; `MISSING` if unknown."""
     items = getattr(variable, "items", None)
     if isinstance(items, list) and isinstance(real, list | tuple | deque):
         held = [stand_in(item, scope) for item in items]
@@ -145,7 +145,7 @@ def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def replace_items(real: Any, items: Iterable[Any]) -> None:
-    """Replaces a container's items without calls of its methods; ``items`` is a dict if the container is one."""
+    """Calls no methods of the container; ``items`` is a dict if the container is one."""
     base: Any = next(base for base in (list, deque, OrderedDict, dict, set) if isinstance(real, base))
     base.clear(real)
     if isinstance(items, dict):
