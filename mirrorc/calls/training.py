@@ -81,8 +81,7 @@ class TrainingCalls:
         return compiled.executor.program
 
     def take_part(self, coordinator: TeamCoordinator) -> bool:
-        """Runs one call of the other workers without examples, once this worker has left its loop; False if there was
-        none.
+        """Runs one call of the other workers without examples; False if there was none.
 
         Raises:
             ExecutionError: this worker has made no call, or would exchange something else than in its last call.

@@ -46,9 +46,6 @@ def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None
 
     Args:
         topic: the subject of the facts, in the plural.
-
-    Raises:
-        CommunicationError: the workers differ, or some did not come in time.
     """
     text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
     digests = over.digests(topic, text)
@@ -115,11 +112,7 @@ def all_say(
     deadline: float,
     look: Callable[[], object] = _nothing,
 ) -> list[str]:
-    """Exchanges a text with all workers; returns all texts by rank.
-
-    Raises:
-        CommunicationError: some texts did not come in time.
-    """
+    """See `Cluster.all_say`."""
     store.set(f"said/{rank}", text)
     keys = [f"said/{other}" for other in range(len(workers))]
     late = _await(store, keys, deadline, look)

@@ -132,9 +132,6 @@ class FailureDetector:
 
     A process has one detector for each step, and one for its rounds, which tolerates long silence: Python may block
     threads.
-
-    Raises:
-        RuntimeError, TimeoutError: the store was lost, or does not answer.
     """
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace, listener: Listener | None = None) -> None:
@@ -204,7 +201,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """An answer is overdue if the store hangs, or if this worker was stopped and gets it now."""
+        """Waits for an overdue answer: the store hangs, or this worker was stopped and gets it now."""
         asked_at, until = self._asked_at, time.monotonic() + slack_seconds
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return

@@ -38,7 +38,7 @@ class Cluster:
 
     Attributes:
         local_rank: this worker's number on its machine; also its GPU, if each worker has one.
-        workers: all workers, by rank.
+        workers: by rank.
         store: the rendezvous store, which lives as long as worker 0 or torchrun's agent; None for a process on its own.
     """
 

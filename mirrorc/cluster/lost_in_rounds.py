@@ -20,17 +20,13 @@ _LONGEST_TEXT = 600  # of an error in a message to the others
 
 
 def pace_of_rounds(num_workers: int) -> Pace:
-    """The heartbeat times for rounds, in which all workers do a task together. They tolerate long compilations."""
+    """Heartbeat times for rounds, in which all workers do a task together. They tolerate long compilations."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(interval, silence=_SILENT_BEATS * interval, longest_gap=interval)
 
 
 class Presence:
-    """Sends heartbeats until this process ends, then the reason if possible.
-
-    Raises:
-        RuntimeError, TimeoutError: the store was lost, or does not answer.
-    """
+    """Sends heartbeats until this process ends, then the reason if possible."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._rank, self._pid = rank, os.getpid()
@@ -56,11 +52,7 @@ class Lookout:
         self._ends: dict[int, str] = {}
 
     def gone(self) -> dict[int, str]:
-        """Why workers were lost, as clauses, by rank; empty between reads of the store, which come at intervals.
-
-        Raises:
-            RuntimeError: the store was lost.
-        """
+        """Why workers were lost, as clauses, by rank; empty between reads of the store, which come at intervals."""
         now = time.monotonic()
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return {}

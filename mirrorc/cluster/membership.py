@@ -1,4 +1,4 @@
-"""The roll call, a rendezvous in a store. All workers get the same verdict on the members."""
+"""The roll call, a rendezvous in a store with one verdict for all workers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Start:
     """A numbered start of the workers, opened by the chief.
 
     torchrun's agents restart failed workers but keep the store, and each counts only its own workers' restarts. So
-    every other worker knocks, and joins the start whose chief answers.
+    other workers knock, and join the start whose chief answers.
     """
 
     def __init__(self, store: Any) -> None:

@@ -1,4 +1,4 @@
-"""Common tasks of all workers. A failure of one worker ends the wait of the other workers."""
+"""Common tasks of all workers: a failure of one ends the wait of the others."""
 
 from __future__ import annotations
 

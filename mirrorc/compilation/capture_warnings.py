@@ -27,7 +27,7 @@ class CaptureWarnings:
             )
 
     def warn_of_ladder(self, text: str) -> None:
-        """Warns of a fallback to another front end, unless the text is empty."""
+        """Ignores an empty text."""
         if text and not self._has_warned_of_ladder:
             self._has_warned_of_ladder = True
             warnings.warn(text, stacklevel=users_stack_level())

@@ -102,7 +102,6 @@ class Specialization:
     sizes: SymbolicSizes | None = None
 
     def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
-        """The numbers for the symbolic sizes of each replica's shard."""
         sizes = self.sizes.of_shards(shards) if self.sizes is not None else []
         assert sizes is not None, "the program was found for these shards"
         return sizes
@@ -111,7 +110,7 @@ class Specialization:
         return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
-        """The Python numbers of each replica's program, as of the last check of the guards."""
+        """For each replica, as of the last check of the guards."""
         of_graphs = self.guards.numbers_by_graph()
         if not any(of_graphs):
             return []

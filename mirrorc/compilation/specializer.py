@@ -1,4 +1,4 @@
-"""Looks up compiled programs by kind and purpose of a call, and compiles on a miss.
+"""Looks up compiled programs by kind and purpose of a call; compiles on a miss.
 
 A new shape is a new key (`Specializer._key`), unless a program with symbolic sizes fits (`Specializations.get`).
 """
@@ -44,7 +44,7 @@ class Specializer:
 
     Args:
         num_threads: of each device.
-        interrupts: holds back Ctrl-C during Dynamo's guards, which count an error as a failed guard.
+        interrupts: holds back Ctrl-C during Dynamo's guards, which count an error as a failure.
         team: None for a process on its own.
     """
 
@@ -186,13 +186,13 @@ class Specializer:
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose
     ) -> Key:
-        """Makes numbers that have changed since a capture inputs; returns the call's key without them."""
+        """Returns the call's key without the numbers that become inputs."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *cache.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
-        """Notes the rows that other workers gather in calls of this kind, which are in shapes of programs."""
+        """Notes the rows that other workers gather, which are in shapes of programs."""
         with self._autocast():
             self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
         if len(self._rows_elsewhere) > _MOST_KINDS:

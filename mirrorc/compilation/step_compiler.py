@@ -129,7 +129,7 @@ class StepCompiler:
             progress.end()
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Makes the model's tensors dense on replica 0's device; returns changed tensors with their old data."""
+        """Returns the changed tensors with their old data."""
         moved = []
         for tensor in self._model.tensors.values():
             data = tensor.data.to(self._home)

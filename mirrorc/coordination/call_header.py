@@ -59,12 +59,7 @@ class Announcements:
     def of_step(
         self, executor: Executor, num_examples: Sequence[int], *, written: int, num_steps: int, has_left: bool
     ) -> tuple[Header, dict[str, Details]]:
-        """The header of a training call, and the facts behind its digests.
-
-        Args:
-            executor: that of the last call, on a worker that has left its loop.
-            num_examples: for each replica; empty on a worker that has left its loop.
-        """
+        """The header of a training call, with its facts; arguments as in `TeamCoordinator.exchange_header`."""
         program, tensors = executor.program, self._state.store.tensors
         if tensors.keys() != self._variables.texts.keys():
             self._variables = Facts(shapes(tensors))
@@ -103,10 +98,8 @@ class Announcements:
         }
 
     def besides(self, name: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
-        """The header, with its facts, of a call that does not train.
-
-        Args:
-            has_changed: if workers differ in it, their agreement ``takes_over`` values.
+        """The header, with its facts, of a call that does not train. Values are taken over if workers differ in
+        ``has_changed``.
         """
         facts = Facts({"the call": name})
         header = Header(

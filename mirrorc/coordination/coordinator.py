@@ -60,11 +60,11 @@ class Coordinator(Protocol):
     def compare_replicas(self, program: Program) -> None: ...
 
     def examples(self, local: int) -> Examples:
-        """The numbers of examples over all workers; ``local`` is that of this process."""
+        """The numbers of examples over all workers."""
         ...
 
     def seed(self, local: int | None) -> int | None:
-        """The seed for this call. ``local``, drawn in this process, is None for a program without random numbers."""
+        """``local``, drawn in this process, is None for a program without random numbers."""
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
@@ -73,9 +73,7 @@ class Coordinator(Protocol):
 
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
-    ) -> torch.Tensor | None:
-        """The loss over the examples of all workers."""
-        ...
+    ) -> torch.Tensor | None: ...
 
     def joined_steps(
         self,

@@ -40,7 +40,7 @@ class TakenValues:
             written: digest of the user's writes since the last step; 0 for none.
 
         Raises:
-            CommunicationError: shards of the optimizer's state may belong to different steps; all workers raise it.
+            CommunicationError: shards of the optimizer's state may be of different steps; all workers raise it.
         """
         if written not in (0, agreed.written) and self._ids is not None:
             source = f"worker {agreed.source}"

@@ -43,11 +43,7 @@ _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 @dataclass(frozen=True)
 class Retry:
-    """The program to look up for the next meeting of a call.
-
-    Attributes:
-        rows_elsewhere: numbers of rows that the other workers gather; None if unknown.
-    """
+    """The program to look up for the next meeting of a call; ``rows_elsewhere`` is None if unknown."""
 
     accumulation: Accumulation
     rows_elsewhere: RowsElsewhere | None
@@ -169,7 +165,7 @@ class TeamCoordinator:
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """A clause on the buckets that a failed step has updated; empty if all parameters are of one step."""
+        """Empty if all parameters are of one step."""
         torn = self._state.torn
         return torn.clause if torn is not None and not torn.is_restored else ""
 
@@ -208,11 +204,7 @@ class TeamCoordinator:
         return Retry(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """Whether all programs were compiled for the rows that workers gather in this call.
-
-        Raises:
-            CommunicationError: the numbers still differ after the last meeting; all workers raise it.
-        """
+        """Whether all programs were compiled for the rows that workers gather in this call."""
         rows = self.team.gathered_rows
         if not rows[0]:
             return True

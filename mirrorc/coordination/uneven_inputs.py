@@ -50,7 +50,7 @@ class BlockCalls(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedStep:
-    """A step over several workers in a block.
+    """A step in a block.
 
     Attributes:
         take_part: takes part in one call of the other workers; False if there was none.
@@ -98,7 +98,7 @@ class Block:
                 return
 
     def _take_turn(self, number: int) -> int | None:
-        """The number of the step that all workers call next; None if all have left their loops."""
+        """None if all workers have left their loops."""
         first = self._steps[0]
         agreed: Agreement = first.exclusively(lambda: first.calls.meet_turn(number))
         return None if agreed.is_over else agreed.turn

@@ -91,9 +91,9 @@ def check_loss(
     """Checks on one batch whether a step on several devices makes the update that one device makes on the whole batch.
 
     It computes loss and gradients of the whole batch, and of its shards one after the other, on the model's own device.
-    Model, gradients and random streams stay as they are, and so does the Python state of model and loss: attributes,
-    containers, closures, random generators. Changes of globals, classes, iterators, Python generators and queues of the
-    standard library last. Random numbers are the same for each example, so dropout makes no difference.
+    Model, gradients, random streams and the Python state of model and loss stay as they are, except for globals,
+    classes, iterators, Python generators and queues. Random numbers are the same for each example, so dropout makes no
+    difference.
 
     Example:
         >>> mirrorc.check_loss(model, x, target=y, loss_fn=F.cross_entropy, num_replicas=2)  # doctest: +SKIP

@@ -18,8 +18,8 @@ class ObservedCalls:
     """The calls in one evaluation of a loss that couple examples.
 
     Attributes:
-        weighted: the means over targets, each with the numbers of ignored targets and of all targets.
-        unequal_draws: operators whose random numbers differ from run to run.
+        weighted: the means over targets, with the numbers of ignored and of all targets.
+        unequal_draws: operators whose random numbers differ between runs.
     """
 
     def __init__(self, by_running_statistics: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Refuses aliased tensors, or warns of them: a step moves variables to memory of its own."""
+"""Refuses aliased tensors, or warns of them: a step moves variables to its own memory."""
 
 from __future__ import annotations
 

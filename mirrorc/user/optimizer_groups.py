@@ -52,7 +52,7 @@ class OptimizerGroups:
         return are_same and len(self) == len(other) and self._numbered == other._numbered
 
     def parameters(self) -> set[int]:
-        """The ids of all optimizers' parameters."""
+        """The ids of the parameters."""
         return {id(parameter) for group in self.hyperparameters for parameter in group["params"]}
 
     def __getitem__(self, number: int) -> tuple[torch.optim.Optimizer, int]:

@@ -83,7 +83,7 @@ def _first_failure(actions: Iterable[Callable[[], object]]) -> Exception | None:
 
 
 class _SavedMemory:
-    """Restores memory, shape, strides and dtype of a tensor; also undoes a resize."""
+    """Also undoes a resize."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._original = tensor, tensor.data
@@ -102,7 +102,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _SavedValue:
-    """Restores value and memory of a tensor, each only if it has changed."""
+    """Restores value and memory, each only if it has changed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._memory, self._value = tensor, _SavedMemory(tensor), tensor.detach().clone()
@@ -167,8 +167,6 @@ class _SavedTensor:
 
 
 class _HeldObjects:
-    """Finds all objects that a root refers to, also indirectly; ``actions`` restore them."""
-
     def __init__(self, root: object) -> None:
         self.actions: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # kept alive, so that no other object gets their id
@@ -180,7 +178,6 @@ class _HeldObjects:
                 waiting.extend(self._held_by(value))
 
     def _held_by(self, value: Any) -> list[Any]:
-        """Also adds the actions that restore the object."""
         kind = type(value)
         if issubclass(kind, torch.Tensor):
             if can_keep_value(value):

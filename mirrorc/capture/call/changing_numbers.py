@@ -30,7 +30,6 @@ class ChangingNumbers:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """Within the context, no number is an input."""
         before, self._can_be_inputs = self._can_be_inputs, False
         try:
             yield

@@ -25,7 +25,7 @@ class _SizeHistory:
 
     Attributes:
         sizes: the sizes in the first call.
-        spared: sizes in one later call that do not make the dimension symbolic, as in a shorter last batch.
+        spared: sizes in one later call that do not make the dimension symbolic.
     """
 
     sizes: frozenset[int] = frozenset()
@@ -33,11 +33,7 @@ class _SizeHistory:
     is_symbolic: bool = False
 
     def add(self, sizes: Iterable[int], *, spares_larger: bool | None = None) -> None:
-        """Adds the sizes in one call.
-
-        Args:
-            spares_larger: for numbers of examples, whether the second call's are spared even if larger; otherwise None.
-        """
+        """``spares_larger`` says, for numbers of examples, whether the second call's are spared even if larger; else None."""
         new = {size for size in sizes if size >= FEWEST_SYMBOLIC} - self.sizes - self.spared
         if self.is_symbolic or not new:
             return

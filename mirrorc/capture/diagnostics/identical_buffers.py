@@ -1,4 +1,4 @@
-"""Finds buffers to which all replicas write the same value: vectors of spectral norms, and statistics over all replicas."""
+"""Finds buffers to which all replicas write the same value, such as vectors of spectral norms."""
 
 from __future__ import annotations
 

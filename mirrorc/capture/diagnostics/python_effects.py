@@ -130,7 +130,6 @@ def _settles(write: PythonWrite, text: str, again: Callable[[], fx.GraphModule])
 def _refuse_reads_of_next_trace(
     writes: Sequence[PythonWrite], text: str, again: Callable[[], fx.GraphModule], model_name: str
 ) -> None:
-    """The next trace may read a length, a missing key or an item."""
     known = [write for write in writes if write.can_be_applied]
     if not known or _is_same_after(known, text, again):
         return

@@ -1,4 +1,4 @@
-"""Finds tensors that get a gradient in plain PyTorch but not in a step, because no module of the step holds them."""
+"""Finds tensors that get a gradient in plain PyTorch but not in a step, whose modules do not hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses whose mean divides by class weights or by the number of counted targets, instead of by examples."""
+"""Losses whose mean divides by class weights or counted targets instead of examples."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
 
 
 def _leaf_behind(node: fx.Node) -> int | None:
-    """The tensor argument that is a value's only source, as of a view or a slice; otherwise None."""
     while node.op != "placeholder":
         if len(node.all_input_nodes) != 1:
             return None
@@ -88,7 +87,6 @@ def _leaf_behind(node: fx.Node) -> int | None:
 
 
 def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, ...]:
-    """On how a step may differ from a run on one device, whatever the batch."""
     remarks: list[str] = []
     for mean in means if num_replicas > 1 else ():
         remarks += _remarks_on_weights(mean)

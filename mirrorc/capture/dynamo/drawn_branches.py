@@ -1,4 +1,4 @@
-"""A substitute for `torch.rand` where forward branches on random numbers, which are drawn before each step."""
+"""A substitute for `torch.rand` where forward branches on random numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class DrawnScalar(_Scalar):
 
     Args:
         number: its value, between 0 and 1.
-        dtype: float32 or float64.
     """
 
     def __init__(self, number: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""A substitute for SpecAugment, the masking of random spans in Hugging Face's speech models."""
+"""A substitute for SpecAugment, the random masking in Hugging Face's speech models."""
 
 from __future__ import annotations
 

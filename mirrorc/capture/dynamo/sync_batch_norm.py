@@ -49,7 +49,6 @@ SYNCHRONIZED: Mapping[Callable[..., Any], Callable[..., Any]] = {nn.SyncBatchNor
 
 
 def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
-    """The ids of the buffers with statistics, which are equal on all replicas."""
     norms = {module for root in roots for module in root.modules() if isinstance(module, nn.SyncBatchNorm)}
     return {id(norm._buffers[name]) for norm in norms for name in _BUFFERS if norm._buffers.get(name) is not None}
 

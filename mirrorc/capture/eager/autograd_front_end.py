@@ -124,7 +124,6 @@ class EagerGuards:
         return not self.broken()
 
     def broken(self) -> str:
-        """The name of the first guarded value that has changed; empty if none has."""
         plain = self._training_call.plain
         for name, value in self._plain.items():
             if plain.get(name) is not value.value and Constant(plain.get(name)) != value:

@@ -1,4 +1,4 @@
-"""A training call whose forward and backward run as plain PyTorch on each replica."""
+"""A training call that runs as plain PyTorch on each replica."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Returns the loss if there is one, the written buffers, and the outputs."""
         run = self._checked_run(seed, leaves, parameters, buffers)
         self.release(run)
         loss = [run.loss.detach().reshape(()).clone()] if self.recorded.loss_dtype is not None else []

@@ -1,4 +1,4 @@
-"""Runs of a training call as plain PyTorch: their state, and the record that all share."""
+"""The state of a run of plain PyTorch, and the record that all runs share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica's random stream, for code that draws from the generators of the process."""
+"""A replica's random stream, for code that draws from the process's generators."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from mirrorc.user.restore import CONTAINERS, can_keep_value, content_of, is_same
 
 @contextlib.contextmanager
 def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
-    """Refuses draws from shared generators and changes of shared collections or tensors."""
     before = random.getstate(), np.random.get_state(legacy=False)
     random.seed()  # a state that a seed in forward does not reproduce
     np.random.seed()

@@ -36,11 +36,10 @@ class RunGradients:
         return self._run.stream is None
 
     def has(self, place: int) -> bool:
-        """Whether backward has begun and a parameter has its final gradient, or is known to get none."""
+        """Whether backward has begun and a gradient is final, or known not to come."""
         return self.has_ended or (self._has_begun and place in self._there)
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
-        """Runs backward; see `mirrorc.custom_ops.eager_calls.OpaqueBackward`."""
         assert not self._has_begun, "a run has one backward"
         self._has_begun, self._on_gradient, self._thread = True, on_gradient, threading.get_ident()
         hooks = [

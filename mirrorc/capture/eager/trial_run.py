@@ -43,11 +43,7 @@ _OF_DATA = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The results of first runs.
-
-    Attributes:
-        vectors: the vectors of spectral norms after forward, by their indices among the buffers.
-    """
+    """The results of first runs; ``vectors`` are those of spectral norms after forward, by buffer index."""
 
     recorded: Recorded
     written_inputs: list[tuple[str, str]]
@@ -193,10 +189,7 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> to
 def _written(
     run: Run, opaque: OpaqueCall, before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """Returns the kinds and names of written inputs that a step refuses, and the indices of written buffers.
-
-    Compares bits, too, to find writes through ``.data`` or numpy.
-    """
+    """Compares bits, too, to find writes through ``.data`` or numpy."""
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
 

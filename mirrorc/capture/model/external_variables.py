@@ -73,7 +73,7 @@ class OutsideNames:
         return names
 
     def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
-        """The counters of forwards that normalization layers keep, with their names, by the names of statistics."""
+        """The counters of forwards in normalization layers, with their names, by the names of statistics."""
         counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
         return {
             name: (self._known[id(counter)][1], counter) for name, counter in counters.items() if counter is not None

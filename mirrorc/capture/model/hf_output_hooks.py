@@ -1,4 +1,4 @@
-"""Installs the hooks with which Hugging Face models collect hidden states and attentions."""
+"""Installs Hugging Face's hooks that collect hidden states and attentions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's variables by name, and the Python state that its captured graph depends on."""
+"""A model's variables by name, and the Python state behind its graph."""
 
 from __future__ import annotations
 

@@ -233,10 +233,7 @@ def _capture_each(
 
 
 def _with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
-    """Renames different constants of one name in several graphs, to names outside of ``taken``.
-
-    Tensors of equal values are different: one may be written later.
-    """
+    """Tensors of equal values are different constants: one may be written later."""
     known: dict[str, torch.Tensor] = {}
     named = []
     for shard, graph in enumerate(captured):

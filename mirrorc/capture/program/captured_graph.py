@@ -115,7 +115,7 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """Returns the keys of numbers computed from sizes, symbols first. Notes each node's key in ``values``."""
+    """Returns the keys, symbols first; notes each node's key in ``values``."""
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:
@@ -135,7 +135,6 @@ def _add_arguments(
     values: dict[fx.Node, Any],
     sizes: Sequence[Any],
 ) -> tuple[list[Argument], fx.Node, dict[Any, fx.Node]]:
-    """The placeholder of the seed is the last one."""
     arguments: list[Argument] = []
     nodes_of = {leaf: node for node, leaf in joint.leaf_of.items()}
     for leaf, name in enumerate(leaf_names):

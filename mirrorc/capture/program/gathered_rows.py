@@ -1,4 +1,4 @@
-"""The number of rows that replicas of all workers gather, a constant in each graph."""
+"""The number of rows that all replicas gather, a constant in each graph."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class GatheredRows:
                 nodes[place].kwargs = {**nodes[place].kwargs, "before": before}
 
     def _rows_elsewhere(self, place: int, num_meetings: int, local_rows: int) -> tuple[int, int]:
-        """Rows in workers of lower and of higher rank; a guess until they are reported."""
+        """Rows in workers of lower and of higher rank, perhaps guessed."""
         if self._elsewhere is not None and len(self._elsewhere) == num_meetings:
             return self._elsewhere[place]
         return self._guessed_elsewhere(local_rows)

@@ -32,7 +32,6 @@ def choose_where_masked(graph: fx.Graph) -> None:
 
 
 def _is_masked(place: Any, mask: Any, value: Any) -> bool:
-    """The value must be broadcast to all masked places."""
     if not all(isinstance(arg, fx.Node) for arg in (place, mask, value)):
         return False
     values = [arg.meta.get("example_value") for arg in (place, mask, value)]

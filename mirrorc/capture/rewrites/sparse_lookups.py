@@ -1,4 +1,4 @@
-"""Traces lookups with ``sparse=True`` as dense, and finds the variables with sparse gradients in torch."""
+"""Traces lookups with ``sparse=True`` as dense, and finds variables whose gradients torch makes sparse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEAN, _MAX = 1, 2  # the modes of bags, as the operator numbers them
 
 
 def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], model_name: str) -> frozenset[str]:
-    """Turns lookups with ``sparse=True`` in a tracer's graph into lookups with dense gradients.
+    """Turns lookups with ``sparse=True`` in a tracer's graph into dense ones.
 
     Returns:
         The paths of parameters with sparse lookups only. Other parameters have dense gradients in torch.
@@ -109,10 +109,9 @@ def _gradient_of_bags(
     per_sample_weights: torch.Tensor | None,
     padding_idx: int = -1,
 ) -> Any:
-    """The gradient of an embedding bag's table as rows to add: torch's gradient is as large as the table.
+    """Rows to add, because torch's gradient is as large as the table.
 
     A row is its bag's gradient, times the index's weight if there is one, divided by the bag's size in mode "mean".
-    Returns NotImplemented in mode "max" or with ``scale_grad_by_freq``.
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -154,7 +153,6 @@ def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str)
 
 
 def _summands(gradient: fx.Node) -> list[fx.Node] | None:
-    """None if the gradient has summands other than lookups."""
     if gradient.target is torch.ops.aten.embedding_dense_backward.default:
         return [gradient]
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs:

@@ -64,7 +64,7 @@ def _numbered(base: str, counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Names a value after a module, variable or argument; ``since`` is the position of its first use, -1 for arguments."""
+    """``since`` is the position of the first use, -1 for arguments."""
 
     name: str = ""
     since: int = -1

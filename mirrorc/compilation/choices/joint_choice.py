@@ -32,7 +32,7 @@ class JointChoice(ABC):
 
     @abstractmethod
     def observe(self, program: Program) -> None:
-        """Notes what the proposal needs of a captured program."""
+        pass
 
     @abstractmethod
     def propose(self) -> str:
@@ -48,7 +48,7 @@ class JointChoice(ABC):
 
     @abstractmethod
     def noted_in(self, program: Program) -> Program:
-        """The program with the present decision."""
+        pass
 
     def consider(self, program: Program, *, in_call: bool) -> None:
         """Observes a program and decides: with all workers in a training call, otherwise alone."""

@@ -30,7 +30,6 @@ class WorkerChoices:
             self._in_call = False
 
     def settle(self, program: Program) -> None:
-        """Makes open choices; blocks until all workers come."""
         for choice in self._choices if self._in_call else ():
             if choice.concerns(program):
                 choice.settle()

@@ -1,4 +1,4 @@
-"""Private gloo groups that can end at once. Torch has gloo only behind its global groups."""
+"""Private gloo groups that can end at once, unlike torch's global groups."""
 
 from __future__ import annotations
 

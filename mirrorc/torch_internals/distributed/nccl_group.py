@@ -1,4 +1,4 @@
-"""Private NCCL groups that never end the process. Torch has NCCL only behind its global groups."""
+"""Private NCCL groups that never end the process, unlike torch's global groups."""
 
 from __future__ import annotations
 

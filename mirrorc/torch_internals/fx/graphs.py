@@ -1,4 +1,4 @@
-"""Functions on graphs and fake tensors that are faster or quieter than torch's public ones."""
+"""Functions on graphs that are faster or quieter than torch's public ones."""
 
 from __future__ import annotations
 

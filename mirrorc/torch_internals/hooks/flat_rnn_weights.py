@@ -12,7 +12,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def renew_recurrent_weights(layer: nn.RNNBase) -> None:
-    """Updates a layer's list of parameters, as torch does in a call. A call lists computed weights itself."""
+    """Updates a layer's list of parameters as a call does. A call itself lists computed weights."""
     names = layer._flat_weights_names
     if all(name in layer._parameters for name in names):
         weights = [layer._parameters[name] for name in names]

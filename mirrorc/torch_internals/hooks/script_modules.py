@@ -36,7 +36,7 @@ def _parameter(argument: Any) -> inspect.Parameter:
 
 
 def object_within(module: nn.Module) -> str | None:
-    """An attribute of a TorchScript module that holds an object, which copies would share; None if there is none."""
+    """An attribute of a TorchScript module with an object that copies would share, or None."""
     for part in module.modules():
         for name in _attribute_names(part):
             if _shown(getattr(part, name)) is None:

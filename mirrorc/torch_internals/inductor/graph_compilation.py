@@ -1,4 +1,4 @@
-"""Inductor's decompositions, and its compilation of one graph."""
+"""Compiles one graph with Inductor."""
 
 from __future__ import annotations
 

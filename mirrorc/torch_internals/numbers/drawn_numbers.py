@@ -1,4 +1,4 @@
-"""Random numbers of Python and numpy as inputs of a graph, drawn anew before each step."""
+"""Random numbers of Python and numpy as graph inputs, drawn before each step."""
 
 from __future__ import annotations
 

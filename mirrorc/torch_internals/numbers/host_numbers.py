@@ -1,4 +1,4 @@
-"""Python numbers that are graph inputs, read and computed on the host before each step."""
+"""Python numbers that are graph inputs, computed on the host before each step."""
 
 from __future__ import annotations
 
@@ -100,11 +100,7 @@ class HostNumbers:
         return len(self.numbers) - 1
 
     def add_condition(self, guard: Any) -> None:
-        """Adds a guard on the numbers' symbols.
-
-        Raises:
-            NumbersGivenUp: the guard fails, or depends on more than numbers.
-        """
+        """Raises `NumbersGivenUp` if a guard fails, or depends on more than numbers."""
         try:
             holds = _holds(guard, dict(zip(self._symbols, self.values, strict=True)))
         except NotImplementedError as error:

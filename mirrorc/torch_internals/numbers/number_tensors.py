@@ -83,7 +83,7 @@ def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.N
 
 
 class _Unsupported(Exception):
-    """Raised if a function takes numbers but not tensors; the text names the function."""
+    """The text names the function."""
 
 
 class _Call:

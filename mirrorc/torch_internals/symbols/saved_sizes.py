@@ -16,12 +16,7 @@ _LEAST = 2  # sizes of 0 and 1 are numbers
 
 @dataclass(frozen=True)
 class SizeSymbol:
-    """A symbol of an environment, such as ``s0``.
-
-    Attributes:
-        value: the size at capture.
-        least: the smallest size that the symbol may have.
-    """
+    """A symbol such as ``s0``, with its size at capture and the smallest size that it may have."""
 
     name: str
     value: int

@@ -1,4 +1,4 @@
-"""Dynamo's guards without those on state that mirrorc watches, and with some that Dynamo lacks."""
+"""Dynamo's guards, apart from those on state that mirrorc watches, and some that Dynamo lacks."""
 
 from __future__ import annotations
 
@@ -199,11 +199,7 @@ def guarded_results() -> Iterator[None]:
 def build_guards(
     output: Any, module: nn.Module, inputs: HostNumbers | None = None, drawn: DrawnNumbers | None = None
 ) -> DynamoGuards:
-    """Builds the guards of a captured call.
-
-    Raises:
-        GuardsChange: a guard fails at once, so its value changes with each read.
-    """
+    """Raises `GuardsChange` if a guard fails at once: its value changes with each read."""
     from torch._dynamo import config
     from torch._dynamo.convert_frame import get_traced_fn
     from torch._dynamo.utils import dynamo_timed, get_metrics_context

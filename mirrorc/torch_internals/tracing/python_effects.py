@@ -1,4 +1,4 @@
-"""Side effects of a traced forward that a graph lacks: writes to Python objects, prints and logs."""
+"""Side effects of a traced forward that a graph lacks."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def _level(name: str) -> int:
 
 
 def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeats: bool) -> PythonCall:
-    """Tensors are fake. Without known arguments, the function is not called."""
+    """Calls a function in the trace, with fake tensors, if the arguments are known."""
     from torch._guards import TracingContext
 
     stack, has_run = list(TracingContext.extract_stack()), False

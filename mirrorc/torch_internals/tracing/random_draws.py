@@ -1,4 +1,4 @@
-"""Detects random numbers that steps would not draw anew: Python's, and cached ones."""
+"""Detects random numbers that steps would not draw anew."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ def made_leaves() -> Iterator[None]:
 
 
 def _is_separate_leaf(node: Any) -> bool:
-    """A value without gradient function and views that is not an input of its own operation."""
     value = node.meta["example_value"]
 
     def memory(other: Any) -> int:

@@ -1,4 +1,4 @@
-"""The user's words for Dynamo's expressions, such as ``acts`` in a forward hook of module '0'."""
+"""The user's words for Dynamo's expressions."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class _Reader(ast.NodeTransformer):
         return False
 
     def _note_place(self, function: ast.expr) -> None:
-        """The first call has the innermost function."""
+        """Keeps the first place, which is that of the innermost function."""
         self.place = self.place or self._place_of(function)
 
     def _place_of(self, function: ast.expr) -> str:

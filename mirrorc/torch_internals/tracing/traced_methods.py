@@ -55,7 +55,6 @@ class TracedMethods:
                 self._entries[owner, name] = _looked_up(owner, name)
 
     def _enter_functions(self, functions: Iterable[FunctionType]) -> bool:
-        """Returns whether any of the functions were traced."""
         traced = [function for function in functions if function.__code__ in self._traced]
         for function in traced:
             if id(function) not in self._functions:

@@ -49,10 +49,7 @@ from mirrorc.torch_internals.tracing.source_names import source_words
 
 @contextlib.contextmanager
 def restored_tracing_state() -> Iterator[None]:
-    """Restores tracing state after Ctrl-C, which may interrupt torch's own cleanup.
-
-    A stale tracing context makes all later traces fail.
-    """
+    """Restores tracing state after Ctrl-C, which may interrupt torch's own cleanup. Later traces would fail."""
     is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     with torch._guards.tracing(None):
         try:
@@ -213,7 +210,6 @@ def _exported(
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[JointGraph, list[fx.Node]]:
-    """Returns a joint graph, or a forward graph under no_grad, and its plain outputs."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
