@@ -63,7 +63,6 @@ class StoreTransport:
     """Exchanges facts through a store. Each comparison needs its own prefix of the store.
 
     Args:
-        deadline: by ``time.monotonic()``.
         look: polled while waiting; an error that it raises ends the wait.
     """
 

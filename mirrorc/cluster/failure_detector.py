@@ -29,7 +29,6 @@ class Pace:
     """Time constants of a detector, in seconds.
 
     Attributes:
-        interval: between two heartbeats.
         silence: time without a new heartbeat after which a worker counts as lost.
         longest_gap: the most silence counted between two reads: the reader itself may have been stopped.
         sampling: between two reads by the detector's thread; infinite if only the waiting thread reads.
@@ -55,11 +54,7 @@ class Messages:
         self.gone: set[int] = set()
 
     def publish(self, text: str, *, is_awaited: bool, tries_every: float = _SECONDS_BETWEEN_TRIES) -> None:
-        """If ``is_awaited``, waits a few seconds at most until all other workers have read the message.
-
-        Raises:
-            RuntimeError: the store was lost.
-        """
+        """If ``is_awaited``, waits a few seconds at most until all other workers have read the message."""
         key = f"message {self._store.add(_NUM_MESSAGES, 1) - 1}"
         self._published.add(key)  # before set(), as read() skips this worker's own messages
         self._store.set(key, text)

@@ -129,7 +129,6 @@ def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Clust
     Call it in every worker. A second call returns the same cluster. `torch.distributed` stays as it is.
 
     Args:
-        process_group: as for `find_place`.
         timeout_seconds: the longest time to wait for other workers.
 
     Raises:

@@ -47,7 +47,6 @@ class Worker:
     """A worker's description of itself.
 
     Attributes:
-        versions: of torch, mirrorc and Python; all workers must have the same.
         system: see `local_system`.
     """
 

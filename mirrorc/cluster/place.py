@@ -13,7 +13,6 @@ class Place:
         source: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
         host, port: address of the workers' store; the host is empty if the process group has a store.
         hosts_store: whether this worker opens the store.
-        num_restarts: counted by this machine's torchrun agent.
         store_persists: whether the store may have keys of an earlier start.
     """
 

@@ -32,7 +32,6 @@ class Round:
 
     Args:
         name: prefix of the round's keys in the store; the same on all workers, and used by no other round.
-        doing: the task in messages, such as "mirrorc.compile".
     """
 
     def __init__(

@@ -33,7 +33,6 @@ class BoundedPrograms(Generic[_Compiled]):
     Args:
         bound: bytes as an int; a fraction of ``most`` as a float.
         most_before: ``most`` of earlier calls.
-        lowered: runs passes on the captured program.
 
     Attributes:
         most: the largest peak of a first program, in this call or earlier ones; set by `find`.

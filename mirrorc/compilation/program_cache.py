@@ -87,7 +87,6 @@ class Specialization:
 
     Attributes:
         guards: tested with the plain values in `training_call`.
-        plain: the call's plain values at capture.
         shard_of_replica: the index of each replica's captured graph; None for a replica without examples.
         loss_dtype: None for an evaluation.
     """
@@ -162,7 +161,6 @@ class Specializations:
     """An LRU cache of specializations. Those of one key differ in their guards.
 
     Args:
-        subject: the word for the compiled thing in messages.
         has_numbers_as_sizes: whether each size has its own program, because the user has not requested symbols.
     """
 
@@ -230,11 +228,8 @@ class Specializations:
         attributes: Mapping[str, tuple[type, Any]] | None = None,
         reasons: Sequence[str] = (),
     ) -> list[Executor]:
-        """Adds a program, or replaces ``instead``; returns the evicted programs.
-
-        Args:
-            attributes: the plain attributes of the model, by path.
-            reasons: why changing numbers are not inputs.
+        """Adds a program, or replaces ``instead``; returns the evicted programs. ``reasons`` say why changing numbers
+        are not inputs.
         """
         called = key
         if new.sizes is not None:  # the cached key may belong to other sizes

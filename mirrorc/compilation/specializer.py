@@ -43,7 +43,6 @@ class Specializer:
     """The compiled programs of a step, by kind of call.
 
     Args:
-        num_threads: of each device.
         interrupts: holds back Ctrl-C during Dynamo's guards, which count an error as a failure.
         team: None for a process on its own.
     """

@@ -62,7 +62,6 @@ class StepCompiler:
 
     Args:
         state: shared by all programs of the step.
-        num_threads: of each device.
         numbers: the Python numbers that have changed between calls.
         team: None for a process on its own.
     """
@@ -101,7 +100,6 @@ class StepCompiler:
 
         Args:
             new_parts: how this call differs from earlier calls, for the progress line.
-            on_sizes: a remark on sizes.
 
         Raises:
             SizesGivenUp: the sizes ``symbolic`` cannot be symbols.

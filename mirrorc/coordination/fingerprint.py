@@ -30,7 +30,6 @@ class Facts:
 
     Args:
         row_counts: numbers of rows in the factors that the program sends.
-        gathered_rows: numbers of rows that all replicas gather.
         meets: whether the model exchanges values with other workers.
     """
 
@@ -62,7 +61,7 @@ def hyperparameters_of(options: StepOptions) -> dict[str, str]:
 
 
 def written_buffers(program: Program) -> list[Variable]:
-    """The buffers that forward writes, by name."""
+    """The buffers that forward writes, sorted by name."""
     written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
     return sorted(written, key=lambda variable: variable.name)
 

@@ -54,7 +54,6 @@ class JoinedStep:
 
     Attributes:
         take_part: takes part in one call of the other workers; False if there was none.
-        exclusively: runs a function while no call of the step runs.
     """
 
     calls: BlockCalls

@@ -44,7 +44,6 @@ class LossCheck:
         num_examples: of each shard.
         differences: the largest difference of each variable's gradients, relative to their largest entry; in descending
             order.
-        tolerance: the largest relative difference due to rounding.
         reasons: sentences on the coupling of examples; empty if ``same``.
     """
 

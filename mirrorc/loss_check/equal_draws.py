@@ -19,11 +19,7 @@ _DRAWS = (
 
 
 class EqualDraws:
-    """Gives every example in all runs the random numbers of the first example in the first run.
-
-    Attributes:
-        unequal: operators whose draws could not be replaced.
-    """
+    """Gives every example in all runs the random numbers of the first example in the first run."""
 
     def __init__(self) -> None:
         self.unequal: set[str] = set()

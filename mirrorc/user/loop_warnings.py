@@ -35,7 +35,6 @@ class GradientHabits:
 
     Attributes:
         has_trained: whether the step has run; there are no warnings before.
-        pending: the gradients of `Step.accumulate` since the last update.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups, pending: PendingGradients) -> None:

@@ -169,8 +169,6 @@ def update_rules(
     """The update rule of each parameter in ``updated``, by name.
 
     Args:
-        updated: the parameters with gradients.
-        sparse: the parameters with sparse gradients.
         may_be_unused: whether parameters may have no gradient in a step.
 
     Raises:

@@ -48,9 +48,9 @@ class _SizeHistory:
 class ChangingSizes:
     """The dimensions of arguments whose sizes change between calls, for each kind of call.
 
-    A dimension becomes a symbol at its second size. Sizes of 0 and 1 do not count, nor does one shorter batch. If only
-    the number of examples changes, nor does one larger batch: a resumed training may begin with the short last batch,
-    and must have the bits of an uninterrupted training.
+    A dimension becomes a symbol at its second size. Sizes of 0 and 1 do not count, nor does one shorter batch, or one
+    larger batch where only the number of examples changes: a resumed training may begin with the short last batch, and
+    must have the bits of an uninterrupted training.
 
     Args:
         dynamic: None for this rule; True for symbols from the first call on; False for symbols only where

@@ -63,7 +63,6 @@ def split_call(
     Args:
         fewest: the least size of a shard or microbatch, if the batch has that many examples. If an argument is a
             `PerReplica`, it limits microbatches only.
-        microbatches: the number of microbatches in a shard, if it has enough examples.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []

@@ -21,7 +21,6 @@ class TrainingCall(nn.Module):
 
     Attributes:
         plain: `Call.plain` of the current call; set before guards are checked.
-        numbers: the Python numbers that may become inputs of the graph.
         trained_elsewhere: the ids of the parameters that open steps train.
         data: the tensors of each shard or microbatch; None if the front end needs no data.
     """

@@ -50,9 +50,6 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
 def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
     """Tests whether all captured graphs write the same value to a buffer.
 
-    Args:
-        alike: `written_alike` of each graph.
-
     Raises:
         CaptureError: the graphs compute the value in different ways.
     """

@@ -14,7 +14,6 @@ class KnownFailure:
     Attributes:
         reason: what the user's line does; follows a colon in the message.
         words: lower-case texts, one of which the exception's text must contain.
-        line: a text that the user's line must contain.
         file: how the name of some frame's file must end.
         runs_as_pytorch: whether plain PyTorch can run the line with the right result.
     """

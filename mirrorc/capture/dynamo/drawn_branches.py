@@ -51,11 +51,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
 
 
 class DrawnScalar(_Scalar):
-    """A random tensor of one element in a trace. It supports only comparisons, item() and bool().
-
-    Args:
-        number: its value, between 0 and 1.
-    """
+    """A random tensor of one element in a trace. It supports only comparisons, item() and bool()."""
 
     def __init__(self, number: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.number, self.shape, self.dtype = number, shape, dtype

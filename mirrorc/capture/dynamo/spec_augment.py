@@ -39,10 +39,8 @@ def masked_spans(
     """A mask of random spans as Hugging Face's function makes, drawn by torch instead of numpy.
 
     Args:
-        shape: the number of rows, and of places in a row.
         mask_prob: the fraction of a row's places that spans cover if they do not overlap.
         attention_mask: [rows, places], ones and then zeros in each row; spans lie among the ones.
-        min_masks: the least number of spans in a row.
     """
     rows, places = shape
     if mask_length < 1:

@@ -59,11 +59,7 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Returns the loss, a token for backward, the written buffers, and the outputs.
-
-        Raises:
-            ExecutionError: the run differs from the first runs in its writes, draws or results.
-        """
+        """Raises `ExecutionError` if the run differs from the first runs in its writes, draws or results."""
         run = self._checked_run(seed, leaves, parameters, buffers)
         token = self._runs.add(run)
         return [run.loss.detach().reshape(()).clone(), token, *self._written_and_outputs(run)]

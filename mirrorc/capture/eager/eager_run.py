@@ -49,7 +49,6 @@ class Run:
     Attributes:
         copy: the modules that ran forward; backward may run them again.
         parameters, buffers, leaves: the inputs; parameters have gradients after backward.
-        versions: the versions of these inputs before forward.
         loss: has its graph until backward; an empty tensor in an evaluation without a loss.
         unreached: in training, the indices of parameters outside of the graph of the loss.
     """

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 class HeldGenerators:
     """Detects and undoes draws from the user's generators.
 
-    Those of Python's random and numpy are found only as attributes of modules, torch's generators everywhere.
+    Generators of Python's random and numpy are found only as attributes of modules, those of torch everywhere.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -29,7 +29,6 @@ class Traced:
     """The result of a front end.
 
     Attributes:
-        notes: warnings to give once.
         alike: the paths of further buffers with one value on all replicas.
     """
 

@@ -14,7 +14,7 @@ HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
 def install_capturing_hooks(model: nn.Module) -> bool:
     """Returns whether there are new hooks.
 
-    Otherwise models install them in the first call that needs them, under a lock that no tracer follows.
+    Models would install them in the first call that needs them, under a lock that no tracer follows.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)

@@ -58,8 +58,7 @@ class CapturedProgram:
     """A CAPTURED program, and what its steps read.
 
     Attributes:
-        constants: tensors in the program other than parameters and buffers.
-        outside: variables of modules outside of model and loss.
+        constants: tensors other than parameters and buffers.
         differences: sentences on how a step on this batch differs from one device.
         outputs: None if steps return only the loss.
         sizes: None if all sizes are numbers.

@@ -45,9 +45,7 @@ class CapturedGraph:
         graph: placeholders are the arguments, and `mirrorc.ir.ops.read` nodes read variables. The output is a dict of
             ``loss`` (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
         constants: tensors other than variables, by name.
-        outside: variables of modules outside of model and loss, by name.
         sparse: parameters with sparse gradients in torch.
-        sizes: the symbols of the graph; None if all sizes are numbers.
         size_keys: the key of each SIZE argument, in order; None for an unused argument.
     """
 

@@ -34,7 +34,6 @@ def capture(
 
     Args:
         variable_names: the variable for each name of a parameter or buffer; tied weights have several names.
-        trained: the variables that the optimizer updates.
     """
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)

@@ -34,7 +34,6 @@ class JointGraph:
         written_inputs: other writes of forward: ("parameter", name), ("argument", index), or ("buffer", name) for a
             value with a gradient.
         looked_up: parameters with only lookups for sparse gradients.
-        outside: variables of modules outside of model and loss.
         sizes: None if all sizes are numbers.
     """
 

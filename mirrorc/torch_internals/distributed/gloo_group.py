@@ -30,7 +30,6 @@ class GlooGroup:
 
     Args:
         store: with keys for this group alone.
-        timeout_seconds: the bound on a collective and on the first meeting.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.

@@ -60,7 +60,6 @@ class ScriptCopy:
     """A copy of an outermost TorchScript module for one thread.
 
     Attributes:
-        module: can run after `load`.
         pairs: each module within the original, including itself, and its copy.
     """
 

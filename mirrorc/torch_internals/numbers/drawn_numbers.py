@@ -49,7 +49,6 @@ class DrawnNumbers:
     """The random numbers of a trace, in order. Guards and graphs read them from the module's list ``drawn``.
 
     Attributes:
-        before: the generators' states before the trace.
         after: their states after the last draws.
     """
 

@@ -30,7 +30,6 @@ class NumbersGivenUp(Exception):
     """Raised if numbers cannot be inputs of a graph.
 
     Attributes:
-        names: the expressions of the numbers.
         words: the user's names of the numbers, if known.
         stack: the frames of a number's random draw, outermost first, if known.
     """
@@ -63,7 +62,7 @@ class HostNumber(NamedTuple):
     """A number that Python reads, or computes from earlier numbers.
 
     Attributes:
-        sources: the expressions from which the number is read or computed.
+        sources: the expressions that it comes from.
         function: computes the number; None for a read.
         args: of the function, with a `Slot` for each number; for a read, the code of the expression.
     """
@@ -82,7 +81,6 @@ class HostNumbers:
     """The numbers of a trace, in the order in which Python reads and computes them.
 
     Attributes:
-        values: the latest value of each number.
         taken: the indices of numbers that are inputs of the graph.
     """
 

@@ -39,10 +39,8 @@ class NumberTrace:
     """The numbers of one trace, which runs in this thread.
 
     Attributes:
-        names: the expressions of the numbers that become inputs.
         index_of: the index in ``inputs`` of each node that is a number.
         flags: the nodes of bools computed from numbers.
-        refusal: the error if a number has ended the trace.
     """
 
     def __init__(self, names: Collection[str]) -> None:

@@ -45,11 +45,7 @@ def _number_in(name: str) -> int | None:
 
 
 class SavedSizes:
-    """A new environment with the given symbols, in which texts are read as sizes.
-
-    Raises:
-        ValueError: torch cannot create the symbols.
-    """
+    """A new environment with the given symbols, in which texts are read as sizes."""
 
     def __init__(self, symbols: tuple[SizeSymbol, ...]) -> None:
         from torch._dynamo.source import ConstantSource

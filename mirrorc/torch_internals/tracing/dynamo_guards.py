@@ -34,7 +34,6 @@ class DynamoGuards:
 
     Attributes:
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
-        inputs: the numbers that are inputs of the graph and not guarded, or None.
         drawn: the inputs that Python draws, or None; `hold` draws them for the next step.
     """
 

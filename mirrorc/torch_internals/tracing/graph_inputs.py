@@ -26,7 +26,6 @@ class ReadVariable(NamedTuple):
     """A parameter or buffer that a graph reads from outside of the traced module.
 
     Attributes:
-        words: the user's name for it; may be empty.
         root: the module through which it is reached; None for a lone parameter.
         counter: for a statistic whose version forwards do not change, the buffer that counts the forwards; else None.
     """

@@ -47,7 +47,6 @@ class PythonWrite:
     Attributes:
         source: the expression that reads the object, from ``L['self']`` or globals ``G``.
         parts: suffixes of ``source`` for what has changed: ``.name``, ``['key']``, or ``[`` for a list or set.
-        stack: the frames of the last change, outermost first.
         values: the known values of assigned attributes, by name; new tensors are stand-ins.
         items: a container's new items, as `items_of` returns them; `MISSING` if unchanged or unknown.
         is_constant: whether all changes assign constants to attributes.
@@ -152,7 +151,6 @@ def observed_effects(
     """Observes the trace of a module's call in this thread.
 
     Args:
-        names: the globals of the traced function.
         makes_arguments: builds the containers of the call's arguments, which are watched; or None.
     """
     effects, scope = PythonEffects(), {"L": {"self": module}, "G": names}

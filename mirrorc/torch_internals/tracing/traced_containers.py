@@ -13,7 +13,6 @@ class MadeContainer(NamedTuple):
     """The state of a container right after the tracer has built it.
 
     Attributes:
-        output: the tracer's attempt to build a graph.
         items: a list's items, or a dict's keys and values, in order; None for other kinds.
     """
 
@@ -28,7 +27,6 @@ class ChangedContainer(NamedTuple):
 
     Attributes:
         position: the number of containers built before it.
-        stack: the frames of the change, outermost first; empty if unknown.
     """
 
     position: int

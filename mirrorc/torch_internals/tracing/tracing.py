@@ -72,7 +72,6 @@ def trace_full_graph(
     Args:
         leaves: the tensor arguments; dimensions marked by `mark_symbolic` get symbols.
         makes_arguments: forward's function that builds the containers of its arguments, or None.
-        numbers: the expressions of Python numbers that become graph inputs.
         guards_results: whether to guard Python values that forward returns without reading them.
         takes_draws: whether Python's random draws become inputs, read from the module's list ``drawn``.
 
