@@ -42,11 +42,7 @@ class Transport(Protocol):
 
 
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
-    """Raises the same error in all workers if their facts, or the order of these, differ.
-
-    Args:
-        topic: the subject of the facts, in the plural.
-    """
+    """Raises the same error in all workers if their facts, or the order of these, differ."""
     text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
     digests = over.digests(topic, text)
     other = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)

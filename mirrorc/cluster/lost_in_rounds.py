@@ -26,7 +26,7 @@ def pace_of_rounds(num_workers: int) -> Pace:
 
 
 class Presence:
-    """Sends heartbeats until this process ends, then the reason if possible."""
+    """Sends heartbeats until this process ends, and then publishes why, if possible."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._rank, self._pid = rank, os.getpid()

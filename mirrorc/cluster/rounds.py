@@ -1,4 +1,4 @@
-"""Common tasks of all workers: a failure of one ends the wait of the others."""
+"""Common tasks of all workers: a failure of one worker ends the wait of the other workers."""
 
 from __future__ import annotations
 

@@ -99,5 +99,5 @@ def _port(store: Any) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """Torch's texts go on with addresses in its code."""
+    """The first line of an error. Torch appends addresses of its code."""
     return (str(error).splitlines() or [type(error).__name__])[0]

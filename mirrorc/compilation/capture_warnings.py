@@ -27,7 +27,7 @@ class CaptureWarnings:
             )
 
     def warn_of_ladder(self, text: str) -> None:
-        """Ignores an empty text."""
+        """Warns of a fallback, unless ``text`` is empty."""
         if text and not self._has_warned_of_ladder:
             self._has_warned_of_ladder = True
             warnings.warn(text, stacklevel=users_stack_level())

@@ -64,7 +64,7 @@ class Coordinator(Protocol):
         ...
 
     def seed(self, local: int | None) -> int | None:
-        """``local``, drawn in this process, is None for a program without random numbers."""
+        """The seed for this call; ``local`` is None if the program draws no random numbers."""
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:

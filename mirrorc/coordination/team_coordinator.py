@@ -165,7 +165,7 @@ class TeamCoordinator:
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """Empty if all parameters are of one step."""
+        """A clause for errors; empty if all parameters are of one step."""
         torn = self._state.torn
         return torn.clause if torn is not None and not torn.is_restored else ""
 

@@ -28,7 +28,7 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
 
 
 def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses to move tensors out of memory shared by processes: others would keep the old values."""
+    """Refuses to move tensors out of shared memory: other processes would keep the old values."""
     shared = [name for name in moving if tensors[name].device.type == "cpu" and tensors[name].is_shared()]
     if shared:
         raise ValueError(

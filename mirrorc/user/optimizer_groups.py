@@ -219,7 +219,7 @@ def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
 
 
 def _text_of(value: Any) -> str:
-    """The same in every run, and different for different numbers or tensors."""
+    """A text that is the same in every run, and differs for different numbers or tensors."""
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else _text_of_tensor(value)
     if type(value) in (tuple, list):

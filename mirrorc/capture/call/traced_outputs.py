@@ -184,7 +184,7 @@ class UnreadableOutputError(MirrorcError):
 
 
 class OutputReader:
-    """Flattens outputs to a structure and its leaves; ``gathered`` are those that replicas compute, by name."""
+    """Flattens outputs to a structure and its leaves; ``gathered`` has the leaves that replicas compute, by name."""
 
     def __init__(self, loss: torch.Tensor, arguments: Sequence[torch.Tensor]) -> None:
         self.leaves: list[OutputLeaf] = []

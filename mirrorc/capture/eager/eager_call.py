@@ -109,7 +109,7 @@ class OpaqueCall:
         return run
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """Zeros if this replica has not used the parameter."""
+        """A parameter's gradient; zeros if this replica has not used the parameter."""
         gradient = self.backward(token, tangent).take(place)
         original = self._originals[place]
         if gradient is not None:

@@ -126,7 +126,6 @@ class ModuleCopy:
                 object.__setattr__(module, "__class__", kind)
 
     def _of_copies(self, value: Any, depth: int = 0) -> Any:
-        """Returns the same object if it refers to no original."""
         kind = type(value)
         if isinstance(value, nn.Module):
             return self._copies_of_all.get(id(value), value)

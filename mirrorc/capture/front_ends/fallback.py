@@ -75,7 +75,6 @@ def _why(error: CaptureError) -> str:
 
 
 def _joined(of_first: tuple[FrontEnd, CaptureError], of_last: tuple[FrontEnd, CaptureError]) -> CaptureError:
-    """Puts an error of the user's code first."""
     (above, first), (below, last) = of_first, of_last
     kind = LoneExampleError if isinstance(last, LoneExampleError) else CaptureError
     refusal = first.refusal if isinstance(first, UnreadableError) else first

@@ -210,7 +210,6 @@ def _oddity(value: Any) -> str | None:
 
 
 def _is_users_alone(kind: type) -> bool:
-    """Tests for a user's module class whose only bases from torch are Module and containers."""
     torchs = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base.__module__.startswith("torch.")]
     return kind not in torchs and set(torchs) <= {nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict}
 

@@ -334,7 +334,7 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
-    """Operators on GPUs may read scalar constants in the host's memory."""
+    """Scalar constants in the host's memory, which operators on GPUs may read."""
     reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
     elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
     return {str(node.kwargs["variable"]) for node in elsewhere}

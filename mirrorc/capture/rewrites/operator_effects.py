@@ -63,7 +63,7 @@ def _refuse(target: Any, node: fx.Node, model_name: str) -> NoReturn:
 
 
 def refuse_effects(graph: fx.Graph, model_name: str) -> None:
-    """Torch's joint export would silently drop operators called only for their effect."""
+    """Refuses operators called only for their effect: torch's joint export would drop them silently."""
     for node in graph.nodes:
         target = with_overload(node.target)
         if is_operator(target) and not writes_argument(target) and _has_effect(target):

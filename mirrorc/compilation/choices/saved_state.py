@@ -21,7 +21,7 @@ class SavedState:
         self._devices = list(options.program_workers.devices_per_worker) or [len(options.devices)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors are None before a choice. Buffers are left out where all replicas have the model's."""
+        """Factors are None before a choice. Buffers are left out where all replicas have the model's buffers."""
         names, buffers = self._exchange.names, self._state.saved_buffers.state_dict(self._state.store)
         choice = {_DEVICES: self._devices, _FACTORS: None if names is None else list(names)}
         return {**choice, _BUFFERS: buffers} if buffers else choice

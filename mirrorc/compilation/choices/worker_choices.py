@@ -39,7 +39,7 @@ class WorkerChoices:
         return all(choice.applies_to(program) for choice in self._choices)
 
     def put_into(self, program: Program) -> Program:
-        """Makes open choices now."""
+        """The program with all decisions; makes open choices now."""
         for choice in self._choices:
             choice.consider(program, in_call=self._in_call)
             program = choice.noted_in(program)

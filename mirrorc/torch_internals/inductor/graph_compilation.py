@@ -70,8 +70,9 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiles a functional ATen graph, which is changed. Outputs have the graph's strides. The result empties its list
-    of inputs.
+    """Compiles a functional ATen graph, which is changed. Outputs have the graph's strides.
+
+    The compiled function empties its list of inputs.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -143,7 +143,7 @@ class HostNumbers:
 
 
 def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
-    """Has no short circuits, to find all unsupported parts."""
+    """Evaluates without short circuits, to find all unsupported parts."""
     if expr in (True, False):
         return bool(expr)
     if isinstance(expr, sympy.Not | sympy.And | sympy.Or):

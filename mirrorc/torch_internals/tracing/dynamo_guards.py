@@ -1,4 +1,4 @@
-"""Dynamo's guards, apart from those on state that mirrorc watches, and some that Dynamo lacks."""
+"""Dynamo's guards, without those on state that mirrorc watches, plus guards that Dynamo lacks."""
 
 from __future__ import annotations
 
