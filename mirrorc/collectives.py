@@ -1,7 +1,4 @@
-"""Collectives for models and losses: `all_reduce`, `all_gather`, `replica_id` and `num_replicas` of `mirrorc`.
-
-In a training step they join the replicas of all workers, in an evaluation those of one worker.
-"""
+"""Collectives for models and losses: over all workers' replicas in a training step, over one worker's in an evaluation."""
 
 from __future__ import annotations
 
@@ -13,21 +10,21 @@ _OPS = ("sum", "mean")
 
 
 def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Sums or averages a value over all replicas that have examples; for use in a model or a loss.
+    """Sums or averages a value over all replicas with examples, inside a model or a loss.
 
-    Gradients flow through it: the gradient of a replica's value is the sum of the gradients of all replicas' losses with
-    respect to the result. In plain PyTorch, the result is a copy of the value.
+    It is differentiable: gradients with respect to the result are summed over all replicas' losses. In plain PyTorch it
+    copies the value.
 
     Args:
-        value: a tensor of numbers, of the same shape on all replicas: its shape must not depend on the number of examples.
+        value: a tensor of the same shape on all replicas, so the shape must not depend on the number of examples.
         op: "sum", or "mean": the sum divided by `num_replicas`.
 
     Returns:
-        A contiguous tensor of the value's shape and dtype, in memory of its own; the same bits on all replicas.
+        A new contiguous tensor of the value's shape and dtype, with the same bits on all replicas.
 
     Raises:
-        TypeError: the value is no tensor, or is boolean; or the mean of integers is requested.
-        ValueError: ``op`` is something else.
+        TypeError: the value is not a tensor, is boolean, or has integers for a mean.
+        ValueError: ``op`` is unknown.
     """
     if op not in _OPS:
         raise ValueError(f"op is {op!r}: all_reduce gives a {' or a '.join(_OPS)}")
@@ -43,22 +40,20 @@ def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def all_gather(value: torch.Tensor) -> torch.Tensor:
-    """Concatenates the values of all replicas that have examples along dim 0; for use in a model or a loss.
+    """Concatenates the values of all replicas with examples along dim 0, inside a model or a loss.
 
-    Rows are in the order of replicas, so rows of examples are in the order of the batch. Gradients flow through it: the
-    gradient of a replica's value is the sum of the gradients of all replicas' losses with respect to its rows. In plain
-    PyTorch, the result is a copy of the value.
+    Examples keep the order of the batch. It is differentiable: gradients with respect to a replica's rows are summed over
+    all replicas' losses. In plain PyTorch it copies the value.
 
     Args:
-        value: a tensor with at least one dimension. Replicas may have different numbers of rows; other dimensions and the dtype
-            are the same on all.
+        value: a tensor with at least one dimension. Only the number of rows may differ between replicas.
 
     Returns:
-        A contiguous tensor of the value's dtype, in memory of its own; the same bits on all replicas.
+        A new contiguous tensor of the value's dtype, with the same bits on all replicas.
 
     Raises:
-        TypeError: the value is no tensor.
-        ValueError: the value is a scalar, which has no rows.
+        TypeError: the value is not a tensor.
+        ValueError: the value is a scalar.
     """
     _check_tensor(value, "all_gather")
     if value.dim() == 0:
@@ -67,15 +62,15 @@ def all_gather(value: torch.Tensor) -> torch.Tensor:
 
 
 def replica_id() -> torch.Tensor:
-    """The number of the running replica among the replicas that have examples, a scalar of int64; 0 in plain PyTorch.
+    """The index of this replica among those with examples, an int64 scalar; 0 in plain PyTorch.
 
-    It is a tensor, because replicas share one graph: compute with it, or compare it (``torch.where``); Python cannot read it.
+    Replicas share one graph, so Python cannot read it: use tensor operators such as ``torch.where``.
     """
     return replica_collectives.replica_number(torch.zeros((), dtype=torch.int64, device="cpu"))
 
 
 def num_replicas() -> torch.Tensor:
-    """The number of replicas with examples, a scalar of int64; 1 in plain PyTorch. See `replica_id`."""
+    """The number of replicas with examples, an int64 scalar; 1 in plain PyTorch. See `replica_id`."""
     return replica_collectives.replica_count(torch.zeros((), dtype=torch.int64, device="cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Compressed messages of gradients between workers: the largest elements, or a user-defined payload."""
+"""Gradient compression between workers: top-k, or a user-defined payload."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 Gradients = Mapping[str, torch.Tensor]
-"""Tensors of gradients, by the names of their parameters."""
+"""Tensors by parameter name."""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Top-k compression with error feedback: each worker sends the largest elements of its sum of each bucket, and adds the
-    rest to its sum in the next step.
+    """Top-k compression with error feedback: each worker sends the largest elements of its gradient sums, and keeps the
+    others for the next step.
 
     Attributes:
-        ratio: the fraction of a bucket's elements that is sent, more than 0, at most 1. A bucket sends at least one element.
+        ratio: the fraction of a bucket's elements to send, above 0 and at most 1; at least one element is sent.
     """
 
     ratio: float = 0.01
@@ -34,7 +34,6 @@ class TopK:
             )
 
     def count(self, num_elements: int) -> int:
-        """The number of sent elements of ``num_elements``."""
         return min(num_elements, max(1, math.ceil(self.ratio * num_elements)))
 
 
@@ -45,7 +44,7 @@ class Collectives:
         self._group, self._num_workers = group, num_workers
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Adds up a contiguous tensor over all workers, in place; all get the same bits.
+        """Sums a contiguous tensor over all workers, in place; all get the same bits.
 
         Raises:
             ValueError: the tensor is not contiguous.
@@ -54,7 +53,7 @@ class Collectives:
         self._run(tensor, lambda: self._group.all_reduce(tensor))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Gathers contiguous tensors of all workers, of one shape and dtype, by rank; raises as `all_reduce`."""
+        """Gathers contiguous tensors of one shape and dtype, by rank. Raises as `all_reduce`."""
         gathered = [torch.empty_like(tensor) for _ in range(self._num_workers)]
         self._run(tensor, lambda: self._group.all_gather(tensor, gathered))
         return gathered
@@ -69,25 +68,24 @@ class Collectives:
 
 
 class Payload:
-    """The base class of user-defined payloads, which encode a worker's gradients in messages and sum them over all workers.
+    """The base class of payloads, which encode gradients in messages and sum them over workers.
 
-    A subclass is a frozen dataclass. Workers compare the text of their instances, so its fields include everything that must be
-    the same on all. The base class sends all gradients whole. ``examples/power_sgd.py`` is an example.
+    Subclasses are frozen dataclasses. Workers compare the repr of their instances, so fields must hold all settings. See
+    ``examples/power_sgd.py``.
 
-    The gradients of one message are a dict by parameter name. Each has the shape and strides of its parameter; a gradient that
-    is split between two messages comes as a 1-D range.
+    The gradients of a message are a dict by parameter name. A gradient has the shape and strides of its parameter; if it is
+    split between messages, it is 1-D.
     """
 
     def num_bytes(self, gradients: Gradients, num_workers: int) -> int:
-        """The size of a message, for choices, reports and predictions.
+        """The size of a message.
 
         Args:
             gradients: on the device ``meta``, without values.
-            num_workers: the number of senders.
 
         Returns:
             The bytes that a worker passes to `Collectives.all_reduce`, plus ``num_workers / 2`` times the bytes that it passes
-            to `Collectives.all_gather`. If this is 0, or no less than the gradients' bytes, they are sent whole.
+            to `Collectives.all_gather`. If this is 0, or not less than the gradients' bytes, gradients are sent whole.
         """
         return 0
 
@@ -96,30 +94,23 @@ class Payload:
     ) -> Gradients | None:
         """Sends the gradients of a message, and computes their sums.
 
-        It runs in a thread of its own during backward; messages take turns, in one order on all workers. All workers must call
-        the same collectives, and compute the same bits of the sums: matrix products, and sums over a dimension, differ between
-        processors.
+        It runs in a thread during backward, for one message at a time, in the same order on all workers. All workers must call
+        the same collectives, and compute the same bits; matrix products and reductions differ between processors.
 
         Args:
-            gradients: this worker's sums, with the unsent part of earlier steps. The values left in them at return are added to
-                the gradients of the next step.
-            sums: zeros of the same shapes: write the sums over all workers into them.
-            state: this method's last result for these gradients; empty in the first step. Do not write it.
+            gradients: this worker's sums plus the residual of earlier steps. Values left in them at return are the new residual.
+            sums: zeros, to be overwritten with the sums over all workers.
+            state: the last result of this method for these gradients; empty in the first step. Do not write it.
 
         Returns:
-            The ``state`` for the next step: new tensors by the names of gradients, the same on all workers; None for none. If
-                the step fails or skips its update, this state and the values left in ``gradients`` are discarded.
-                `mirrorc.Step.unsent_state` has both.
+            The ``state`` for the next step, equal on all workers: new tensors by parameter name, or None. A failed or skipped
+                step discards it, and the new residual. `mirrorc.Step.unsent_state` has both.
         """
         raise NotImplementedError
 
 
 def check_payload(payload: Payload) -> None:
-    """Refuses a payload that workers could not compare by its text, or that sends nothing.
-
-    Raises:
-        TypeError: its class is no frozen dataclass, or lacks a method.
-    """
+    """Raises TypeError unless the payload's class is a frozen dataclass with its own `num_bytes` and `exchange`."""
     kind = type(payload)
     if "__dataclass_params__" not in vars(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise TypeError(
@@ -138,12 +129,11 @@ _payloads: dict[str, Payload] = {}
 
 
 def register_payload(payload: Payload) -> str:
-    """Registers a payload and returns its text in programs of this process."""
+    """Registers a payload in this process; returns its name in programs."""
     text = " ".join(repr(payload).split())  # on one line
     _payloads[text] = payload
     return text
 
 
 def payload_named(text: str) -> Payload | None:
-    """The payload registered under this text; None if there is none in this process."""
     return _payloads.get(text)

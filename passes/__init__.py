@@ -1,4 +1,4 @@
-"""The compiler passes and their only order."""
+"""The compiler passes, and the only list of their order."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "update-in-parts": UpdateInParts,
     "lower-devices": LowerDevices,
 }
-"""Every pass of mirrorc, by name, in the order of the pipeline; a pipeline has one all-reduce algorithm at most."""
+"""All passes by name, in the order of the pipeline, which has at most one all-reduce algorithm."""
 
 
 def default_pipeline(
@@ -174,16 +174,15 @@ def default_pipeline(
         link: None for the best one, see `LowerCollectives`.
         algorithm: None for the link's own sums.
         gelu_by_sigmoid, channels_last, pads_products, recomputes, chooses_checkpoints, reuses_arguments,
-            reserves_memory: add `DecomposeGelu`, `LayChannelsLast`, `PadProducts`, `RecomputeElementwise`,
+            reserves_memory: enable `DecomposeGelu`, `LayChannelsLast`, `PadProducts`, `RecomputeElementwise`,
             `ChooseCheckpoints`, `ReuseArguments` and `ReserveMemory`.
-        microbatches: the number of microbatches of a shard, as captured.
-        scales_loss: add `UnscaleGradients`; non-finite gradients skip the update.
-        fused_groups: the groups of `ScaleInUpdates`.
+        microbatches: the number of microbatches per shard in the captured program.
+        scales_loss: add `UnscaleGradients`, and a `CheckFinite` that skips updates.
+        fused_groups: see `ScaleInUpdates`.
         check_finite: add `CheckFinite`; "skip" skips the update, True raises an error.
-        over_workers: add `ReduceOverWorkers`.
-        early_update: update each bucket as soon as its own sum is there, unless all sums are needed before.
-        placement: "auto" and "shared" add `ShareParameters`; "mirrored" has a copy on each device; another rule gives
-            each parameter an owner, see `PlaceVariables`.
+        over_workers: add `ReduceOverWorkers`, which defines ``early_update``.
+        placement: "auto" and "shared" add `ShareParameters`; "mirrored" keeps a copy per device; other values are rules
+            of `PlaceVariables`.
     """
     clips = max_grad_norm is not None or max_grad_value is not None
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
@@ -239,7 +238,7 @@ def compression_passes(compression: str | TopK | Payload | None) -> list[WorkerC
 
 
 def resolve_sharing(passes: Sequence[Pass]) -> list[Pass]:
-    """Returns the passes, and sets fields of `FactorGradients` that are None from the rest of the pipeline."""
+    """Tells each `FactorGradients` whether the other passes share parameters or send whole gradients."""
     facts: dict[str, Any] = {}
     if not any(isinstance(step, ShareParameters) for step in passes):
         facts["parameters_are_shared"] = False

@@ -17,7 +17,7 @@ _LONGEST_CLOSING_SECONDS = 5.0
 
 
 class ExclusiveCalls:
-    """Runs one call at a time; ``callers`` is shared by the steps over the same variables."""
+    """Runs one call at a time. The steps over the same variables share ``callers``."""
 
     def __init__(self, guard: InterruptGuard, callers: Callers) -> None:
         self._guard = guard
@@ -29,8 +29,8 @@ class ExclusiveCalls:
     def run(self, function: Callable[[], _T], end_threads: Callable[[], None]) -> _T:
         """Runs a function while no other call of the step runs, with the guard's handler of Ctrl-C.
 
-        An interrupt may come between any two calls of Python. So acquire and release are one operation each, within the
-        ``try``, and the ``finally`` runs with interrupts deferred.
+        An interrupt may come between any two Python calls. So acquire and release are one operation each within the
+        ``try``, and the ``finally`` defers interrupts.
         """
         if os.getpid() != self._pid:
             raise ExecutionError(
@@ -75,7 +75,7 @@ class ExclusiveCalls:
             raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
 
     def close(self, interrupt: Callable[[], None], end_threads: Callable[[], None]) -> None:
-        """Refuses further calls, interrupts a call in another thread, and waits for it 5 seconds at most."""
+        """Refuses further calls, interrupts a call in another thread, and waits up to 5 seconds for it."""
         self.is_closed = True
         running = self._callers.now.get("now")
         if running is not None and running[1] is self and running[0] != threading.get_ident():

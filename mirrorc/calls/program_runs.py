@@ -1,4 +1,4 @@
-"""Runs of compiled programs on the threads of a step's devices."""
+"""Runs compiled programs on the threads of a step's devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProgramRuns:
     Attributes:
         pool: None before the first run.
         last: the program of the last call, or of `prepare`.
-        last_update: the last one of a call that updates.
+        last_update: the last program that updates.
     """
 
     def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:
@@ -54,9 +54,7 @@ class ProgramRuns:
         self._num_updates[executor] = self._num_updates.pop(executor, 0)
 
     def run(self, compiled: Specialization, shards: Shards, coordinator: Coordinator) -> torch.Tensor | None:
-        """Gives the loss of all workers' examples. A run that fails before its commit leaves the random number
-        generators.
-        """
+        """Returns the loss of all workers' examples. A failure before the commit restores the random generators."""
         executor = compiled.executor
         if executor.program.trains and not executor.program.accumulates:
             self.last_update = executor

@@ -39,7 +39,7 @@ class StepReports(ABC):
 
     @abstractmethod
     def _exclusively(self, function: Callable[[], _T]) -> _T:
-        """Runs a function while no other call of the step runs."""
+        pass
 
     @abstractmethod
     def _foundations(self) -> Foundations | None:
@@ -86,17 +86,17 @@ class StepReports(ABC):
 
     @property
     def is_chief(self) -> bool:
-        """Tests for worker 0, the source of all values at the start."""
+        """True for worker 0, the source of all values at the start."""
         return self.rank == 0
 
     def shard_batch(self, batch: _T) -> _T:
-        """Cuts this worker's shard of a batch that every worker has whole; as `mirrorc.shard_batch`.
+        """Cuts this worker's shard of a batch that every worker has whole, as `mirrorc.shard_batch` does.
 
         The calls ``step(step.shard_batch(x), target=step.shard_batch(y))`` of all workers equal a call with the whole
-        batch in one process over all devices, also for a batch too small for all replicas, or for the two examples that
-        a BatchNorm needs in each. If torch refuses single examples for another reason (``F.batch_norm`` with
-        ``training=True``), each worker cuts its shard by itself. Buffers may differ from those of one process after a
-        batch that leaves a replica without examples.
+        batch in one process over all devices, also for a batch too small for all replicas. Each replica gets two
+        examples if BatchNorm needs them. If torch refuses single examples for another reason (``F.batch_norm`` with
+        ``training=True``), each worker cuts its shard by itself. Buffers may differ after a batch that leaves a replica
+        without examples.
         """
         return part_of_worker(
             batch, self._options.program_workers, fewest_examples(self._options.model, self._options.loss_fn)
@@ -104,7 +104,7 @@ class StepReports(ABC):
 
     @property
     def schedule_hash(self) -> str:
-        """The hash of the exchanges between workers, in the program of the last call or of `prepare`; the same on all workers.
+        """A hash of the exchanges between workers in the last program; the same on all workers.
 
         Raises:
             ExecutionError: there is no program yet, or no other worker.
@@ -120,12 +120,12 @@ class StepReports(ABC):
 
     @property
     def variables(self) -> Mapping[str, MirroredVariable]:
-        """The variables of the last call's program, by name; tied weights by each of their names.
+        """The variables of the last call's program, by name. A tied weight has an entry for each name.
 
-        Tensors that forward or the loss reads of modules outside of the model have names that begin with ``outside.``.
+        Names of tensors that are read from modules outside of the model begin with ``outside.``.
 
         Raises:
-            ExecutionError: there is no program yet, or a lost connection to other workers has left them between two steps.
+            ExecutionError: there is no program yet, or a lost connection to workers has left variables between two steps.
         """
         last = self._runs.last or self._executor_of(None)
         program = last.program
@@ -138,7 +138,7 @@ class StepReports(ABC):
 
     @property
     def num_skipped(self) -> int:
-        """With ``check_finite="skip"``, the number of steps that have left their updates out."""
+        """With ``check_finite="skip"``, the number of steps without an update."""
         return self._state.num_skipped
 
     @property
@@ -148,13 +148,13 @@ class StepReports(ABC):
 
     @property
     def grad_norm(self) -> Any:
-        """The norm of the last step's gradients before clipping, a scalar on the first device, over the whole batch.
+        """The norm of the last step's gradients over the whole batch before clipping, a scalar on the first device.
 
-        A tuple of one for each group of the optimizers, or None, if ``clip_grad_norm`` has a bound for each. Not a number if the
-        step was skipped.
+        If ``clip_grad_norm`` has a bound for each group of the optimizers, a tuple with a norm for each group, or None
+        for an unbounded group. NaN if the step was skipped.
 
         Raises:
-            ExecutionError: it was not measured.
+            ExecutionError: the norm was not measured.
         """
         last = self._runs.last_update
         num_groups = len(self._options.optimizers)

@@ -29,7 +29,7 @@ from mirrorc.user.trained_loss import TrainedLoss
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """``is_stale`` if the user has changed the optimizer's state since the last step."""
+    """``is_stale`` says whether the user has changed the optimizer's state since the last step."""
 
     specialization: Specialization
     call: Call
@@ -60,7 +60,7 @@ class TrainingCalls:
         self._last: Executor | None = None  # of the last call, or of the last one in which this worker took part
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
-        """Runs one training call, with other programs until those of all workers go together."""
+        """Runs one training call. Looks up other programs until those of all workers match."""
         with self._coordinator.call(), self._specializer.choices.in_call():
             while True:
                 self._begin(purpose)
@@ -82,11 +82,10 @@ class TrainingCalls:
         return compiled.executor.program
 
     def take_part(self, coordinator: TeamCoordinator) -> bool:
-        """Runs one call of the other workers without examples, after this worker has left its loop; False if there was
-        none.
+        """Runs one call of the other workers without examples; False if there was none.
 
         Raises:
-            ExecutionError: this worker has made no call, or would exchange something else than in its last one.
+            ExecutionError: this worker has made no call, or would exchange something else than in its last call.
         """
         with coordinator.call(), self._specializer.choices.in_call():
             compiled = self._meet_without_examples(coordinator)
@@ -114,7 +113,7 @@ class TrainingCalls:
         return CompiledCall(specialization, call, shards, purpose, is_stale)
 
     def _exchange_header(self, compiled: CompiledCall) -> Purpose | None:
-        """The purpose to compile for anew; None if all workers' programs go together."""
+        """The purpose to compile for anew; None if all workers' programs match."""
         call, shards = compiled.call, compiled.shards
         self._coordinator.note_call(call)
         retry = self._coordinator.exchange_header(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)
@@ -137,7 +136,7 @@ class TrainingCalls:
         return compiled.specialization.trained(loss.as_subclass(TrainedLoss), compiled.call, compiled.shards)
 
     def _meet_without_examples(self, coordinator: TeamCoordinator) -> CompiledCall | None:
-        """None if all have left."""
+        """None if all workers have left their loops."""
         last, call = self._last, coordinator.call_without_examples
         if last is None or call is None:
             raise ExecutionError(

@@ -19,14 +19,14 @@ _T = TypeVar("_T")
 def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, process_group: Any = None) -> _T:
     """Cuts this worker's shard of a batch that every worker has whole; with a step, use `Step.shard_batch`.
 
-    The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, into sizes that differ by at most
-    one. Of a batch too small for all replicas, the last workers get tensors without examples, which a step takes. The rank is
-    that of `mirrorc.cluster.find_place`; nothing is communicated.
+    The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, into sizes that differ by at
+    most one. If it is too small for all replicas, the last workers get tensors without examples, which a step takes.
+    The rank is that of `mirrorc.cluster.find_place`; nothing is communicated.
 
     Args:
-        batch: a tensor, or nested containers of tensors with equally many examples in dim 0. `mirrorc.replicated` values,
-            tensors without dimensions and other objects stay as they are. A `mirrorc.PerReplica` has a value for each replica
-            of all workers; this worker's stay.
+        batch: a tensor, or nested containers of tensors with equally many examples in dim 0. `mirrorc.replicated`
+            values, tensors without dimensions and other objects stay as they are. A `mirrorc.PerReplica` has a value
+            for each replica of all workers; this worker keeps its own.
         devices_per_worker: the number of devices of each worker; a sequence of numbers if they differ.
         process_group: as for `mirrorc.compile`.
 
@@ -34,15 +34,15 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
         The same containers of views of the tensors; in a process on its own, the batch itself.
 
     Raises:
-        TypeError, ValueError: tensors disagree on dim 0, the batch cannot be split, a worker would have none of its packed
-            sequences, or the description of the workers is wrong. All workers raise alike.
+        TypeError, ValueError: tensors disagree on dim 0, the batch cannot be split, a worker would have none of its
+            packed sequences, or the description of the workers is wrong. All workers raise alike.
     """
     place = find_place(process_group)
     return part_of_worker(batch, World(place.num_workers, devices_per_worker).worker(place.rank))
 
 
 def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
-    """See `shard_batch`; ``fewest`` examples for each replica, if the batch has as many."""
+    """See `shard_batch`; each replica gets ``fewest`` examples, if the batch has as many."""
     if not workers.are_several:
         return batch
     call = flatten_call(["batch"], (batch,), {})

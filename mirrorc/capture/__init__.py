@@ -1,4 +1,4 @@
-"""From a model and a batch to one captured graph of forward, loss and backward."""
+"""Captures forward, loss and backward of a model and a batch as one graph."""
 
 from mirrorc.capture.dynamo.dynamo_front_end import DynamoFrontEnd
 from mirrorc.capture.eager.autograd_front_end import AutogradFrontEnd

@@ -1,7 +1,7 @@
 """The workers that train together, one process each.
 
-`join` reads the description of the workers (an initialised process group, torchrun's variables, or TF_CONFIG), waits for all of
-them, and returns the `Cluster`; `find_place` only reads the description.
+`find_place` reads their description: an initialised process group, torchrun's variables, or TF_CONFIG. `join` also
+waits for all of them, and returns the `Cluster`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls to torch's stores with a timeout, which Ctrl-C can interrupt."""
+"""Calls torch's stores with a timeout, so that Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Runs a function in a thread, and returns its result or raises its error. torch's own waits for a store have no bound.
+    """Runs a function in a thread: torch's own waits for a store have no bound.
 
     Args:
         is_over: polled while waiting; True ends the wait early.

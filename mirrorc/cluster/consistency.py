@@ -1,4 +1,4 @@
-"""Comparison of facts between all workers."""
+"""Compares facts between all workers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Facts = Sequence[tuple[str, str]]
 
 
 def digest(text: str) -> int:
-    """A hash of a text that fits an int64; equal in all processes."""
+    """A hash that fits an int64 and is equal in all processes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> (64 - _DIGEST_BITS)
 
 
 class Transport(Protocol):
-    """An exchange of facts between workers, which all call its methods in the same order."""
+    """Exchanges facts between workers, which all call its methods in the same order."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...
@@ -42,14 +42,7 @@ class Transport(Protocol):
 
 
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
-    """Compares facts of all workers, and raises the same error in all of them if the facts or their order differ.
-
-    Args:
-        topic: the subject of the facts, in the plural.
-
-    Raises:
-        CommunicationError: the workers differ, or some did not come in time.
-    """
+    """Raises the same error in all workers if their facts, or the order of these, differ."""
     text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
     digests = over.digests(topic, text)
     other = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)
@@ -63,10 +56,9 @@ def _nothing() -> None:
 
 
 class StoreTransport:
-    """Exchanges facts through a store; each comparison needs a prefix of the store for itself.
+    """Exchanges facts through a store. Each comparison needs its own prefix of the store.
 
     Args:
-        deadline: by ``time.monotonic()``.
         look: polled while waiting; an error that it raises ends the wait.
     """
 
@@ -115,11 +107,7 @@ def all_say(
     deadline: float,
     look: Callable[[], object] = _nothing,
 ) -> list[str]:
-    """Exchanges a text with all workers, and returns all texts by rank.
-
-    Raises:
-        CommunicationError: some texts did not come in time.
-    """
+    """See `Cluster.all_say`."""
     store.set(f"said/{rank}", text)
     keys = [f"said/{other}" for other in range(len(workers))]
     late = _await(store, keys, deadline, look)
@@ -130,7 +118,7 @@ def all_say(
 
 
 def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts) -> str:
-    """Describes the first difference between two workers' facts; empty if there is none. The first fact of each is the topic."""
+    """Describes the first difference between two workers' facts, of which the first is the topic; empty if they are equal."""
     topic = facts[0][1]
     for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
         if fact != other_fact:

@@ -1,4 +1,4 @@
-"""Failure detector: each worker sends heartbeats to a store, and a message when it fails or ends."""
+"""Each worker sends heartbeats to a store, and a message when it fails or ends."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class Pace:
     """Time constants of a detector, in seconds.
 
     Attributes:
-        interval: between two heartbeats.
         silence: time without a new heartbeat after which a worker counts as lost.
-        longest_gap: the most silence counted between two reads, as the reader itself may have been stopped.
+        longest_gap: the most silence counted between two reads: the reader itself may have been stopped.
         sampling: between two reads by the detector's thread; infinite if only the waiting thread reads.
     """
 
@@ -55,11 +54,7 @@ class Messages:
         self.gone: set[int] = set()
 
     def publish(self, text: str, *, is_awaited: bool, tries_every: float = _SECONDS_BETWEEN_TRIES) -> None:
-        """Publishes a message; with ``is_awaited``, waits a few seconds at most until all other workers have read it.
-
-        Raises:
-            RuntimeError: the store was lost.
-        """
+        """If ``is_awaited``, waits a few seconds at most until all other workers have read the message."""
         key = f"message {self._store.add(_NUM_MESSAGES, 1) - 1}"
         self._published.add(key)  # before set(), as read() skips this worker's own messages
         self._store.set(key, text)
@@ -71,7 +66,7 @@ class Messages:
             time.sleep(tries_every)
 
     def read(self) -> Iterator[str]:
-        """Iterates over new messages of the other workers. A message counts as read when the next one is requested."""
+        """Yields new messages of other workers. A message counts as read when the next one is requested."""
         count = self._store.add(_NUM_MESSAGES, 0)
         while self._num_read < count:
             key = f"message {self._num_read}"
@@ -130,10 +125,8 @@ class Listener(Protocol):
 class FailureDetector:
     """Sends this worker's heartbeats from a thread, and passes the other workers' messages to a listener.
 
-    A process has one detector for its rounds, which tolerates long silence, as Python may block threads; and one for each step.
-
-    Raises:
-        RuntimeError, TimeoutError: the store was lost, or does not answer.
+    A process has one detector for each step, and one for its rounds, which tolerates long silence: Python may block
+    threads.
     """
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace, listener: Listener | None = None) -> None:
@@ -148,7 +141,7 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._run, name="mirrorc heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread; the listener also receives earlier messages."""
+        """The listener also receives earlier messages."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -178,7 +171,7 @@ class FailureDetector:
             self.beats.read()
 
     def publish(self, message: str) -> None:
-        """Publishes a message, and waits a bounded time until all workers but ``messages.gone`` have read it. Raises nothing."""
+        """Waits a bounded time for all workers but ``messages.gone`` to read the message. Raises nothing."""
         self._publish(message, _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS, is_awaited=True)
 
     def _publish(self, message: str, seconds: float, *, is_awaited: bool) -> None:
@@ -191,8 +184,8 @@ class FailureDetector:
     def find_silent(self, is_known: Callable[[], bool], slack_seconds: float) -> list[int] | None:
         """Returns the ranks that send no heartbeats; None if the store does not answer.
 
-        Returns an empty list as soon as ``is_known`` is True, since the failure is then known. Takes some seconds; only
-        ``slack_seconds`` if the thread has already waited long for the store.
+        Takes some seconds, or ``slack_seconds`` if the thread has long waited for the store. Returns an empty list as
+        soon as ``is_known`` says that the failure is known.
         """
         seconds = self._pace.silence + slack_seconds
         try:
@@ -203,7 +196,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """Waits for an overdue answer of the store: it hangs, or this worker was stopped and gets the answer now."""
+        """Waits for an overdue answer: the store hangs, or this worker was stopped and gets it now."""
         asked_at, until = self._asked_at, time.monotonic() + slack_seconds
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return
@@ -228,7 +221,7 @@ class FailureDetector:
         self._ending.set()
 
     def leave(self, message: str) -> None:
-        """Stops the heartbeats, and publishes the reason if the store still answers. Raises nothing."""
+        """Stops the heartbeats; publishes the reason if the store still answers. Raises nothing."""
         is_closed = self._ending.is_set()
         self.close()
         if is_closed or self._does_not_answer or self._connection.is_lost:

@@ -34,12 +34,12 @@ _num_tries: dict[Any, int] = {}  # the same number on all workers, as they join 
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """The joined workers, seen from one of them; a process on its own is a cluster of one worker.
+    """The joined workers, seen from one of them. A process on its own is a cluster of one worker.
 
     Attributes:
-        local_rank: this worker's number among the workers of its machine; also its GPU, if each worker has one.
-        workers: all workers, by rank.
-        store: the workers' rendezvous store; None for a process on its own. It lives as long as worker 0, or torchrun's agent.
+        local_rank: this worker's number on its machine; also its GPU, if each worker has one.
+        workers: by rank.
+        store: the rendezvous store, which lives as long as worker 0 or torchrun's agent; None for a process on its own.
     """
 
     rank: int = 0
@@ -57,11 +57,11 @@ class Cluster:
 
     @property
     def should_checkpoint(self) -> bool:
-        """True for the worker that saves common values: the chief."""
+        """True for the chief, which saves common values."""
         return self.is_chief
 
     def check_same(self, what: str, facts: Mapping[str, object], *, timeout_seconds: float = 1800.0) -> None:
-        """Compares facts between all workers, such as a script's options, and raises the same error in all if they differ.
+        """Compares facts between all workers, such as a script's options; if they differ, all raise the same error.
 
         All workers call it equally often and in the same order.
 
@@ -70,15 +70,14 @@ class Cluster:
             facts: any values, by name; their texts and their order are compared.
 
         Raises:
-            CommunicationError: names the first worker that differs from the chief, and its first different fact; or the workers
-                that did not come to compare.
+            CommunicationError: names the first worker that differs from the chief, and the fact; or the workers that
+                did not come.
         """
         if self.num_workers > 1:
             self._comparison(what).check_same(what, facts, timeout_seconds=timeout_seconds)
 
     def all_say(self, text: str, *, timeout_seconds: float = 1800.0) -> list[str]:
-        """Exchanges a text with all workers, and returns all texts by rank. All workers call it equally often, in the same
-        order.
+        """Exchanges texts; returns all workers' texts by rank. All workers call it equally often, in the same order.
 
         Raises:
             CommunicationError: names the workers that sent no text in time.
@@ -91,7 +90,7 @@ class Cluster:
         return self._round(f"same/{next(self._num_comparisons)}", f"a comparison of {topic}")
 
     def begin(self, doing: str) -> Round:
-        """Begins a common task, such as "mirrorc.compile", and returns its round; all workers call it in the same order."""
+        """Begins a common task, such as "mirrorc.compile". All workers call it in the same order."""
         return self._round(f"round/{next(self._num_rounds)}", doing)
 
     def _round(self, name: str, doing: str) -> Round:
@@ -106,17 +105,17 @@ class Cluster:
 
 
 def find_place(process_group: Any = None, variables: Mapping[str, str] | None = None) -> Place:
-    """The place of this process in the first description there is: a process group, torchrun's variables, or ``TF_CONFIG``.
+    """The place of this process in the first description found: a process group, torchrun's variables, or ``TF_CONFIG``.
 
     Contacts no other process. Without a description, this is a process on its own.
 
     Args:
-        process_group: a group of `torch.distributed` with all workers; None for the default group, if that is initialised.
+        process_group: a group of `torch.distributed` with all workers; None for the default group, if it is initialised.
         variables: the environment; None for that of this process.
 
     Raises:
-        TypeError, ValueError: ``process_group`` is no group, or lacks this process; or a variable or a field is wrong, and is
-            named.
+        TypeError, ValueError: ``process_group`` is not a group, or lacks this process; or the named variable or field
+            is wrong.
     """
     if process_group is not None or _is_initialised():
         return _place_in(process_group)
@@ -127,16 +126,15 @@ def find_place(process_group: Any = None, variables: Mapping[str, str] | None = 
 def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Cluster:
     """Joins the workers described by `find_place`, and returns when all have come.
 
-    Call it in every worker. A second call returns the same cluster. It neither initialises nor changes `torch.distributed`.
+    Call it in every worker. A second call returns the same cluster. `torch.distributed` stays as it is.
 
     Args:
-        process_group: as for `find_place`.
-        timeout_seconds: the longest time to wait for the others.
+        timeout_seconds: the longest time to wait for other workers.
 
     Raises:
         TypeError, ValueError: as `find_place`; or the time is not positive.
-        CommunicationError: a worker does not come in time, a port is in use, or workers do not match: their numbers of workers
-            or their versions differ, or two have the same rank. All present workers raise it.
+        CommunicationError: a worker does not come in time, a port is in use, two workers have the same rank, or their
+            numbers of workers or versions differ. All present workers raise it.
     """
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
@@ -164,7 +162,7 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
 
 
 def _roll_call(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
-    """Calls the roll; ``number`` counts attempts to join, equally many on workers with a common store."""
+    """``number`` counts attempts to join, equally many on workers with a common store."""
     seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
     try:
         return in_bounded_time(lambda: _roll_call_in_start(opened, place, deadline, number), seconds)

@@ -1,4 +1,4 @@
-"""Detection of lost workers while others wait for them: each process announces its own end."""
+"""Detects lost workers while others wait for them in a round. Each process announces its own end."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ _LONGEST_TEXT = 600  # of an error in a message to the others
 
 
 def pace_of_rounds(num_workers: int) -> Pace:
-    """A pace that tolerates long compilations."""
+    """Heartbeat times for rounds, in which all workers do a task together. They tolerate long compilations."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(interval, silence=_SILENT_BEATS * interval, longest_gap=interval)
 
 
 class Presence:
-    """Sends heartbeats until this process ends, and then, if possible, the reason for its end.
-
-    Raises:
-        RuntimeError, TimeoutError: the store was lost, or does not answer.
-    """
+    """Sends heartbeats until this process ends, and then publishes why, if possible."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._rank, self._pid = rank, os.getpid()
@@ -39,13 +35,13 @@ class Presence:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Publishes the end of this process. Runs at exit, but does nothing in a forked child."""
+        """Runs at exit; does nothing in a forked child."""
         if os.getpid() == self._pid:
             self.detector.leave(f"{self._rank} its process has ended{cause_of_exit()}")
 
 
 class Lookout:
-    """Detects lost workers while this one waits for others in their store."""
+    """Detects lost workers while this worker waits for others in the common store."""
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, pace: Pace) -> None:
         self._others = [worker for worker in workers if worker.rank != rank]
@@ -56,11 +52,7 @@ class Lookout:
         self._ends: dict[int, str] = {}
 
     def gone(self) -> dict[int, str]:
-        """The reasons why workers were lost, as clauses, by rank. Reads the store at intervals, and is empty in between.
-
-        Raises:
-            RuntimeError: the store was lost.
-        """
+        """Why workers were lost, as clauses, by rank; empty between reads of the store, which come at intervals."""
         now = time.monotonic()
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return {}
@@ -80,13 +72,13 @@ class Lookout:
 
 
 def cause_of_exit() -> str:
-    """The uncaught error that ended the script, as the end of a clause; empty if there was none."""
+    """The uncaught error that ended the script, as the end of a clause; may be empty."""
     raised = getattr(sys, "last_value", None)
     return f", after {in_short(raised)}" if isinstance(raised, BaseException) else ""
 
 
 def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
-    """An error on one line. A long text is cut in its middle: DataLoader's tracebacks have the cause at the end."""
+    """An error on one line. Long texts are cut in the middle: DataLoader's tracebacks have the cause at the end."""
     text = f"{error}".strip()
     if longest is not None and len(text) > longest:
         text = f"{text[: longest // 2]} … {text[-(longest // 2) :]}"

@@ -1,4 +1,4 @@
-"""The roll call, a rendezvous in a store: all workers get the same verdict on the members."""
+"""The roll call, a rendezvous in a store with one verdict for all workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _versions() -> dict[str, str]:
 
 
 def local_system() -> str:
-    """A text for the boot and the pid namespace in which this process's pid is valid; empty if unknown."""
+    """The boot and the pid namespace in which this process's pid is valid; empty if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -47,7 +47,6 @@ class Worker:
     """A worker's description of itself.
 
     Attributes:
-        versions: of torch, mirrorc and Python; all workers must have the same.
         system: see `local_system`.
     """
 
@@ -74,7 +73,7 @@ def call_roll(
     The first worker to see that all have come, or that some do not match, writes the verdict. Later workers are refused.
 
     Raises:
-        CommunicationError: in all present workers: a worker is late or does not match, or the store was lost.
+        CommunicationError: a worker is late or does not match, or the store was lost. All present workers raise it.
     """
     try:
         return _call_roll(store, place, deadline, worker or Worker(place.rank, place.num_workers), while_waiting)
@@ -122,9 +121,7 @@ def _call_roll(
 
 
 def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
-    """The verdict to write; None while workers are missing. The host waits for ``num_readers`` readers: for none after a
-    timeout.
-    """
+    """None while workers are missing. The host waits for ``num_readers`` readers, which are none after a timeout."""
     missing, members = _missing(came, place), sorted(came)
     wrong = disagreement(list(came.values()))
     if wrong or not missing:

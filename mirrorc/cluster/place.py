@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place, known before any contact with the others.
+    """A worker's place, known before any contact with other workers.
 
     Attributes:
         source: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
         host, port: address of the workers' store; the host is empty if the process group has a store.
-        hosts_store: True if this worker opens the store.
-        local_rank: None if unknown.
-        num_restarts: counted by this machine's torchrun agent.
-        store_persists: True if the store may have keys of an earlier start.
+        hosts_store: whether this worker opens the store.
+        store_persists: whether the store may have keys of an earlier start.
     """
 
     rank: int = 0

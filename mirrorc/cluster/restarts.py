@@ -15,8 +15,8 @@ _NUM_STARTS, _NUM_KNOCKS = "starts", "knocks"
 class Start:
     """A numbered start of the workers, opened by the chief.
 
-    torchrun's agents restart failed workers but keep the store, and each agent counts only the restarts of its own workers. So
-    every other worker knocks, and joins the start whose chief answers.
+    torchrun's agents restart failed workers but keep the store, and each counts only its own workers' restarts. So
+    other workers knock, and join the start whose chief answers.
     """
 
     def __init__(self, store: Any) -> None:
@@ -24,7 +24,7 @@ class Start:
         self.number: int = store.add(_NUM_STARTS, 1)
 
     def answer(self) -> None:
-        """Answers knocks; the chief calls it repeatedly while it waits."""
+        """The chief calls it repeatedly while it waits."""
         knocks = self._store.add(_NUM_KNOCKS, 0)
         if knocks != self._num_heard:
             self._store.set(_heard(self.number), str(knocks))
@@ -32,7 +32,7 @@ class Start:
 
 
 def await_start(store: Any, place: Place, deadline: float) -> int:
-    """Waits for the present chief, and returns the number of its start.
+    """Waits for the present chief; returns the number of its start.
 
     Raises:
         CommunicationError: the chief did not answer in time.

@@ -1,4 +1,4 @@
-"""Common tasks of all workers: a failure of one ends the wait of the others."""
+"""Common tasks of all workers: a failure of one worker ends the wait of the other workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class Round:
 
     Args:
         name: prefix of the round's keys in the store; the same on all workers, and used by no other round.
-        doing: the task in messages, such as "mirrorc.compile".
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Round:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Ends the other workers' round with this error, unless another came first. Raises nothing, and takes a bounded time."""
+        """Ends the other workers' round with this error, unless another came first. Raises nothing; takes a bounded time."""
         text = (
             f"{self.workers[self.rank]} failed in {self._doing}, which all workers call together: {in_short(error, None)}. "
             f"Mend that, and call {self._doing} again on all workers"

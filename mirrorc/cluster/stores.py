@@ -1,4 +1,4 @@
-"""The store of the workers' rendezvous, opened in a bounded time that Ctrl-C can cut short."""
+"""Opens the rendezvous store in a bounded time that Ctrl-C can cut short."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SECONDS_BETWEEN_TRIES = 0.1
 
 
 def open_store(place: Place, deadline: float) -> Any:
-    """Opens the workers' store on its host; the other workers connect to it before ``deadline``, by ``time.monotonic()``.
+    """Opens the workers' store on its host, or connects to it before ``deadline``, by ``time.monotonic()``.
 
     Raises:
-        CommunicationError: the port is in use, nobody listens in time, or the listener is no store.
+        CommunicationError: the port is in use, nobody listens in time, or the listener is not a store.
     """
     if not place.hosts_store:
         _await_listener(place, deadline)
@@ -70,7 +70,7 @@ def _await_listener(place: Place, deadline: float) -> None:
 
 
 class OwnConnection:
-    """A second connection to a store, whose requests do not wait for answers to those of other threads.
+    """A second connection to a store, whose requests do not wait for those of other threads.
 
     Raises:
         RuntimeError, TimeoutError: the store is lost, or does not answer in time.
@@ -87,17 +87,17 @@ class OwnConnection:
 
     @property
     def is_lost(self) -> bool:
-        """True if the store's host has closed the connection. Later requests would make torch warn."""
+        """Whether the store's host has closed the connection. Later requests would make torch warn."""
         return is_any_closed(self._sockets)
 
 
 def _port(store: Any) -> int:
-    """The port of a TCP store, else 0."""
+    """0 if the store is not a TCP store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return int(getattr(store, "port", 0))
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error; torch's texts go on with addresses in its code."""
+    """The first line of an error. Torch appends addresses of its code."""
     return (str(error).splitlines() or [type(error).__name__])[0]

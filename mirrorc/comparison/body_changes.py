@@ -1,4 +1,4 @@
-"""Differences of devices, workers, arguments, bodies of regions, optimizers and remarks in words."""
+"""Differences of programs outside of buckets and schedules, in words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def worker_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Sentences on devices that no longer, or now, run the same program."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):
         return
     both = set(old.devices) & set(new.devices)
@@ -59,7 +58,7 @@ def argument_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Sentences on changed bodies of regions; at CAPTURED, on changed graphs of one device."""
+    """Changed bodies of regions; at CAPTURED, changed graphs of one device."""
     yield from _captured_changes(old, new)
     if bool(old.regions) != bool(new.regions) and old.stage == new.stage:
         yield f"bodies of regions are printed in the {'new' if new.regions else 'old'} text alone and were not compared"
@@ -75,7 +74,6 @@ def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def optimizer_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Sentences on optimizer groups that were compiled with other hyperparameters."""
     held = [dict(line.split(": ", 1) for line in program.optimizers) for program in (old, new)]
     for label in (label for label in held[1] if label in held[0]):
         was, now = (part[label].rpartition(" (at compilation")[0] for part in held)

@@ -18,7 +18,7 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @dataclass(frozen=True)
 class BucketPairs:
-    """The buckets of two programs by index; ``new_of`` maps old indices to those of their counterparts."""
+    """The buckets of two programs by index; ``new_of`` maps old indices to counterparts."""
 
     old: Mapping[int, PrintedBucket]
     new: Mapping[int, PrintedBucket]
@@ -39,7 +39,7 @@ class BucketPairs:
 
 
 def pair_buckets(old: PrintedProgram, new: PrintedProgram) -> BucketPairs:
-    """Pairs buckets that have one index and a gradient in common, then those with the most gradients in common."""
+    """Pairs buckets that share an index and a gradient, then those with the most gradients in common."""
     tables = [{bucket.index: bucket for bucket in program.buckets} for program in (old, new)]
     place = _places(old.buckets)
     common = Counter((place[name], j) for name, j in _places(new.buckets).items() if name in place)
@@ -53,7 +53,7 @@ def pair_buckets(old: PrintedProgram, new: PrintedProgram) -> BucketPairs:
 
 
 def bucket_changes(pairs: BucketPairs) -> Iterator[str]:
-    """Sentences on changed buckets, the most important first."""
+    """The most important changes come first."""
     yield from capped(_plan_changes(pairs), _SENTENCES, "{} more changes of which gradient is in which bucket")
     yield from capped(_order_changes(pairs), _SENTENCES, "{} more buckets have their gradients in another order")
     yield from _type_changes(pairs)
@@ -210,7 +210,7 @@ def _owner(old: PrintedBucket, new: PrintedBucket) -> str:
 
 
 def _ready(old: PrintedBucket, new: PrintedBucket) -> str:
-    """The changed region after which a bucket is ready; empty if unchanged, unknown, or if its gradients changed."""
+    """Empty if the region is unchanged or unknown, or if the bucket's gradients changed."""
     names = [{gradient.variable for gradient in bucket.gradients} for bucket in (old, new)]
     if not (old.ready_after and new.ready_after) or old.ready_after == new.ready_after or names[0] != names[1]:
         return ""

@@ -1,6 +1,6 @@
 """Compares two programs by their printed form: first in words, then line by line.
 
-Reports on passes and the user's source lines are ignored, so moving the model's code in its file makes no difference.
+Ignores reports on passes and the user's source lines, so moving the model's code in its file makes no difference.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def diff_texts(old: str, new: str) -> str:
 
     Args:
         old: a text from `Program.to_text`.
-        new: a text printed with the same options, as only printed parts are compared.
+        new: a text printed with the same options.
 
     Returns:
-        Sentences, each on a separate line, the most important first; then, after an empty line, the differing lines.
+        One sentence per line, the most important first; after an empty line, the differing lines.
 
     Raises:
-        TypeError: an argument is no string.
-        ValueError: an argument is no printed program.
+        TypeError: an argument is not a string.
+        ValueError: an argument is not a printed program.
     """
     if old == new:
         _read(new, "new")
@@ -63,7 +63,7 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
         regions: compare the bodies of regions, too. If False, the result mentions them only if nothing else differs.
 
     Raises:
-        TypeError: an argument is no program.
+        TypeError: an argument is not a program.
     """
     for name, program in (("old", old), ("new", new)):
         if not isinstance(program, Program):
@@ -85,7 +85,7 @@ def diff_files(old: Path, new: Path) -> str:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is no saved or printed program.
+        ValueError: a file is neither a saved nor a printed program.
     """
     loaded = [_load(path) for path in (old, new)]
     forms = [_form_of(program) for program in loaded if isinstance(program, str)]
@@ -106,7 +106,7 @@ def _load(path: Path) -> Program | str:
 def printed(
     program: Program, path: Path, *, regions: bool, slots: bool, sources: bool, fold: bool | None = None
 ) -> str:
-    """Prints the program of the file ``path``; raises ValueError if it is too malformed."""
+    """Raises ValueError, which names ``path``, if the program is too malformed to print."""
     try:
         return program.to_text(regions=regions, slots=slots, sources=sources, fold=fold)
     except Exception as error:  # the printer may fail in any way on a program that breaks the rules

@@ -22,7 +22,7 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Event:
-    """A line of a device's program. The key has the kind of its operation (`mirrorc.ir.operation.Kind`)."""
+    """A line of a device's program. The key has the `mirrorc.ir.operation.Kind` of its operation."""
 
     key: Key
     line: PrintedLine
@@ -41,7 +41,7 @@ class Schedule:
 
 
 def schedule_of(program: PrintedProgram, device: str, name_of: Callable[[str], str]) -> Schedule:
-    """The schedule of a device; ``name_of`` maps a printed bucket index to the bucket's name in the keys."""
+    """``name_of`` maps a printed bucket index to the bucket's name in the keys."""
     counts: Counter[tuple[str, str]] = Counter()
     events = []
     for line in program.lines_of(device):
@@ -69,7 +69,7 @@ _WHOLE = "optimizer's own step"
 
 
 def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[int, int]) -> Iterator[str]:
-    """Sentences on changed schedules, the most important first; ``new_of`` maps old buckets to their counterparts."""
+    """The most important changes come first. ``new_of`` maps old buckets to their counterparts."""
     numbers = {str(bucket.index) for bucket in new.buckets}
     names = {str(i): str(j) for i, j in new_of.items()}
     devices = [device for device in new.devices if device in old.function_of]
@@ -95,7 +95,7 @@ def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[i
 
 
 def where(changed: Sequence[str], devices: Sequence[str]) -> str:
-    """The end of a sentence, which names the ``changed`` devices; empty if there is only one device."""
+    """The end of a sentence that names the ``changed`` devices; empty if there is only one device."""
     if len(devices) == 1:
         return ""
     return ", on every device" if len(changed) == len(devices) else f", on {listed(changed)}"
@@ -135,8 +135,6 @@ def _wait_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _order_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
-    """Returns the topic that compares the order of events that both schedules have."""
-
     def changes(old: Schedule, new: Schedule) -> Iterator[str]:
         was, now = _reordered(old, new, kind)
         if was:
@@ -169,7 +167,7 @@ def _of_buckets(names: Sequence[str]) -> str:
 
 
 def _moves_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
-    """Returns the topic that reports events moved relative to regions and, where possible, to updates."""
+    """Reports events moved relative to regions and, where possible, to updates."""
 
     def changes(old: Schedule, new: Schedule) -> Iterator[str]:
         anchors = _common_anchors(old, new, *([] if kind == "update" else [("region", "update")]), ("region",))
@@ -201,7 +199,7 @@ def _moves_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterat
 
 
 def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The first of ``choices``, kinds of events, whose events both schedules have in the same order; None without one."""
+    """The first of ``choices``, kinds of events, that both schedules have in the same order."""
     for kinds in choices:
         keys = [[event.key for event in schedule.of(*kinds)] for schedule in (old, new)]
         if keys[0] == keys[1] and keys[0]:
@@ -225,7 +223,7 @@ def _anchor(key: Key) -> str:
 
 
 def _update_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Sentences on changed updates, except of buckets that are new or gone."""
+    """Excludes buckets that are new or gone."""
     lines = [{event.key: event.line for event in schedule.of("update")} for schedule in (old, new)]
     packed = [{event.subject for event in schedule.of(PACK)} for schedule in (old, new)]
     alone = packed[0] ^ packed[1] if packed[0] and packed[1] else set()

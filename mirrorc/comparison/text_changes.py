@@ -1,4 +1,4 @@
-"""The differing lines of two printed programs. Functions and regions are compared one by one, so equal ones cost little."""
+"""The differing lines of two printed programs. Functions and regions are compared separately, so equal ones cost little."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MEASURED = re.compile(r" · after .+?(?= · stage )| · \d+(?:\.\d+)? ms$")
 
 @dataclass
 class _Part:
-    """The lines of one part of a text (its top, a function or a region), and their numbers in the text."""
+    """A text's top, a function or a region: its lines, and their numbers in the text."""
 
     lines: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
 
 
 def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProgram]) -> list[str]:
-    """The lines of a unified diff of two texts, with line numbers; ``programs`` are the texts as read."""
+    """A unified diff of two texts, with line numbers; ``programs`` are the texts as read."""
     parts = [_parts(text, program) for text, program in zip((old, new), programs, strict=True)]
     names = list(dict.fromkeys([*parts[0], *parts[1]]))
     pairs = [(parts[0].get(name, _Part()), parts[1].get(name, _Part())) for name in names]
@@ -45,7 +45,7 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
 
 
 def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
-    """The parts of a text by name, without the pass, the time, the dump's report and source lines."""
+    """Parts of a text by name, without the pass, the time, the dump's report and source lines."""
     parts: dict[str, _Part] = {"": _Part()}
     part, above = parts[""], _Part()  # above: the lines between an empty one and a function, which belong to it
     is_above = False
@@ -66,18 +66,18 @@ def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
 
 
 def is_source(line: str) -> bool:
-    """Tests for a line that quotes the user's source of the lines below it."""
+    """Tests for a line that quotes the user's source."""
     return line.startswith("    # ") and not line.startswith("    # -- ")
 
 
 def _num_differing(old_part: _Part, new_part: _Part) -> int:
-    """The number of differing lines, in linear time; moved lines do not count."""
+    """Takes linear time; moved lines do not count."""
     counts = [Counter(part.lines) for part in (old_part, new_part)]
     return (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
 
 
 def _hunks(old_part: _Part, new_part: _Part) -> Iterator[str]:
-    """The hunks of a part's diff; of a very long part, only the first ones."""
+    """Yields only the first hunks of a very long part."""
     limit = min(len(old_part.lines), len(new_part.lines))
     start = next((i for i in range(limit) if old_part.lines[i] != new_part.lines[i]), limit)
     end = next((i for i in range(limit - start) if old_part.lines[-1 - i] != new_part.lines[-1 - i]), limit - start)

@@ -1,4 +1,4 @@
-"""Search for a program within a bound on activation memory."""
+"""Searches for a program within a bound on activation memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mirrorc.runtime.memory.report import MemoryReport
 _MOST_TRIES = 6
 """The most tries after the program that keeps everything."""
 _LEAST_STEP = 1 / 64
-"""The least reduction from one try to the next, as a part of the bound."""
+"""The least reduction from one try to the next, as a fraction of the bound."""
 _MOST_NAMED = 3  # values at the peak, in an error
 
 _Compiled = TypeVar("_Compiled")
@@ -28,16 +28,15 @@ _Compiled = TypeVar("_Compiled")
 class BoundedPrograms(Generic[_Compiled]):
     """Searches for a program of a call whose activations stay within a bound on each device.
 
-    `ChooseCheckpoints` predicts memory from the captured graph; `report_memory` counts it once the regions are compiled. The
-    first program keeps all activations. Each count calibrates the prediction for the next program.
+    `ChooseCheckpoints` predicts memory from the captured graph; `report_memory` counts it once the regions are
+    compiled. The first program keeps all activations. Each count calibrates the next prediction.
 
     Args:
-        bound: bytes as an int; or as a float, a fraction of the peak of the first program.
-        most_before: the largest such peak of earlier calls; it counts if it is larger, as in a short last batch.
-        lowered: runs passes on the captured program.
+        bound: bytes as an int; a fraction of ``most`` as a float.
+        most_before: ``most`` of earlier calls.
 
     Attributes:
-        most: the largest such peak, with that of this call; set by `find`.
+        most: the largest peak of a first program, in this call or earlier ones; set by `find`.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class BoundedPrograms(Generic[_Compiled]):
         self._lowered, self._compiled, self._memory = lowered, compiled, memory
 
     def find(self, pipeline: Sequence[Pass]) -> tuple[Program, _Compiled]:
-        """Finds the program and its compiled form.
+        """Returns a program and its compiled form.
 
         Raises:
             CaptureError: the model runs as plain PyTorch, so no graph has the values that forward keeps.

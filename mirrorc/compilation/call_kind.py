@@ -1,4 +1,4 @@
-"""The purpose of a step's call: it selects the passes and the state of the program."""
+"""The purpose of a step's call, which selects the passes and the program's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirrorc.runtime.state.step_state import StepState
 
 
 class Purpose(enum.Enum):
-    """The purpose of a call; its value is its name in messages."""
+    """The purpose of a call. Values are names in messages."""
 
     STEP = "step"  # to update with the gradients of its batch
     ACCUMULATION = "accumulation"  # to add the batch's gradients to the accumulated ones
@@ -44,7 +44,7 @@ class Purpose(enum.Enum):
         return for_accumulation(pipeline) if self is Purpose.ACCUMULATION else list(pipeline)
 
     def of(self, model: str) -> str:
-        """The name of a program in messages, such as ``an evaluation of Net for cpu:0``."""
+        """A program's name in messages, such as ``an evaluation of Net for cpu:0``."""
         article = "an" if self.value[0] in "ae" else "a"
         return model if self is Purpose.STEP else f"{article} {self.value} of {model}"
 

@@ -17,7 +17,6 @@ class CaptureWarnings:
         self._has_warned_of_ladder = False
 
     def warn_of_differences(self, differences: Sequence[str]) -> None:
-        """Warns that the step differs from a step on one device, as the loss is no mean over examples."""
         if differences and not self._has_warned_of_differences:
             self._has_warned_of_differences = True
             warnings.warn(
@@ -28,7 +27,7 @@ class CaptureWarnings:
             )
 
     def warn_of_ladder(self, text: str) -> None:
-        """Warns of a fallback to another front end; an empty text is no warning."""
+        """Warns of a fallback, unless ``text`` is empty."""
         if text and not self._has_warned_of_ladder:
             self._has_warned_of_ladder = True
             warnings.warn(text, stacklevel=users_stack_level())

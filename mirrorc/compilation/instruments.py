@@ -16,7 +16,7 @@ from mirrorc.verifier.verifier import Verify
 def instruments_for(
     passes: Sequence[Pass], dump: Path | None, print_after: Collection[str] | Literal["all"]
 ) -> list[Instrument]:
-    """The instruments of a pipeline; dumps and prints precede the verifier, to show a broken program."""
+    """Dumps and prints precede the verifier, to show a broken program."""
     sinks = dump_sinks(dump)
     instruments: list[Instrument] = [DumpFiles(sinks)] if sinks else []
     if print_after:

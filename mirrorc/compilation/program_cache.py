@@ -1,4 +1,4 @@
-"""LRU cache of the compiled programs of a step."""
+"""An LRU cache of the compiled programs of a step."""
 
 from __future__ import annotations
 
@@ -86,9 +86,8 @@ class Specialization:
     """A compiled program with the guards on the Python values that its capture read.
 
     Attributes:
-        guards: test that a new trace would read the same values, given the plain values in `training_call`.
-        plain: the call's plain values at capture.
-        shard_of_replica: the number of each replica's captured graph; None for a replica without examples.
+        guards: tested with the plain values in `training_call`.
+        shard_of_replica: the index of each replica's captured graph; None for a replica without examples.
         loss_dtype: None for an evaluation.
     """
 
@@ -102,7 +101,6 @@ class Specialization:
     sizes: SymbolicSizes | None = None
 
     def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
-        """For each replica, the numbers for the symbolic sizes of its shard."""
         sizes = self.sizes.of_shards(shards) if self.sizes is not None else []
         assert sizes is not None, "the program was found for these shards"
         return sizes
@@ -111,7 +109,7 @@ class Specialization:
         return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
-        """For each replica, the Python numbers of its program, as of the last check of the guards."""
+        """For each replica, as of the last check of the guards."""
         of_graphs = self.guards.numbers_by_graph()
         if not any(of_graphs):
             return []
@@ -147,7 +145,7 @@ class Specialization:
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
-        """Why guards fail for these plain values: the names of changed values, and other reasons in words."""
+        """Why guards fail for these plain values: names of changed values, and other reasons in words."""
         self.training_call.plain = self.plain
         if not self.guards.hold():
             return [], self.guards.broken()
@@ -160,11 +158,10 @@ class Specialization:
 
 
 class Specializations:
-    """An LRU cache of specializations; those of one key differ in their guards.
+    """An LRU cache of specializations. Those of one key differ in their guards.
 
     Args:
-        subject: the word for the compiled thing in messages.
-        has_numbers_as_sizes: each size has its own program, since the user has not requested symbols.
+        has_numbers_as_sizes: whether each size has its own program, because the user has not requested symbols.
     """
 
     def __init__(self, subject: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
@@ -177,7 +174,7 @@ class Specializations:
         self._read_plain: set[str] = set()  # names of plain values that failed guards
 
     def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
-        """The specialization for a key and these plain values, if any; marks it as used.
+        """The specialization for a key and plain values, or None; marks it as used.
 
         A program with symbolic sizes serves all fitting sizes; the cache remembers the keys that it serves.
         """
@@ -231,10 +228,8 @@ class Specializations:
         attributes: Mapping[str, tuple[type, Any]] | None = None,
         reasons: Sequence[str] = (),
     ) -> list[Executor]:
-        """Adds a program, or replaces ``instead``; returns the evicted programs, whose memory may be freed.
-
-        ``attributes`` are the plain attributes of the model, by path. ``reasons`` say why changing numbers are no
-        inputs.
+        """Adds a program, or replaces ``instead``; returns the evicted programs. ``reasons`` say why changing numbers
+        are not inputs.
         """
         called = key
         if new.sizes is not None:  # the cached key may belong to other sizes

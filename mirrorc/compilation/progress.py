@@ -1,4 +1,4 @@
-"""Progress of a long compilation: a line on a terminal, elsewhere a line of the log."""
+"""Shows the progress of a long compilation: a line on a terminal, elsewhere a line of the log."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Progress(Instrument):
-    """Progress of a compilation, written to standard error by a thread.
+    """Writes the progress of a compilation to standard error, in a thread.
 
-    An interrupt may arrive between any two Python calls. So setting `is_over` suffices: the thread polls it ten times a
-    second and removes its line.
+    Setting `is_over` suffices to end it, because an interrupt may arrive between any two Python calls. The thread polls
+    it ten times a second.
     """
 
     def __init__(self, subject: str, *, is_shown: bool) -> None:
@@ -45,7 +45,7 @@ class Progress(Instrument):
             self._thread.start()
 
     def enter(self, phase: str, num_all: int = 0) -> None:
-        """Starts a phase of ``num_all`` steps; 0 if they are not counted."""
+        """``num_all`` is the number of steps in the phase, 0 if unknown."""
         self._phase, self._num_done, self._num_all = phase, 0, num_all
 
     def advance(self) -> None:
@@ -87,7 +87,7 @@ class Progress(Instrument):
 
 
 def free_terminal() -> IO[str] | None:
-    """Standard error if it is a terminal without another live line, of rich or tqdm; else None."""
+    """Standard error if it is a terminal without a live line of rich or tqdm; else None."""
     stream: Any = sys.stderr
     if (
         isinstance(stream, FileProxy) or isinstance(sys.stdout, FileProxy) or _has_bars()

@@ -1,4 +1,7 @@
-"""Look-up of compiled programs by kind and purpose of call, with compilation on a miss."""
+"""Looks up compiled programs by kind and purpose of a call; compiles on a miss.
+
+A new shape is a new key (`Specializer._key`), unless a program with symbolic sizes fits (`Specializations.get`).
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,7 @@ class Specializer:
     """The compiled programs of a step, by kind of call.
 
     Args:
-        num_threads: of each device.
-        interrupts: holds back Ctrl-C while Dynamo's guards run: Dynamo takes an error in a guard for a failed guard.
+        interrupts: holds back Ctrl-C during Dynamo's guards, which count an error as a failure.
         team: None for a process on its own.
     """
 
@@ -74,14 +76,16 @@ class Specializer:
     ) -> tuple[Specialization, Shards]:
         """Returns the specialization for a call, and the shards to run it on; compiles on a miss.
 
-        If torch refuses a shard of one example, the batch is split among fewer replicas. ``is_stale``: whether the user has
-        changed the optimizer's state since the last step.
+        If torch refuses a shard of one example, the batch is split among fewer replicas.
+
+        Args:
+            is_stale: whether the user has changed the optimizer's state since the last step.
         """
         with self._autocast():
             return self._cached_or_compiled(call, shards, is_stale, purpose)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        """The context of captures; its modes are part of the cache key."""
+        """Captures run in this context; its modes are part of the cache key."""
         if self._options.autocast is None:
             return nullcontext()
         return torch.autocast(self._options.devices[0].torch_device.type, self._options.autocast)
@@ -171,7 +175,7 @@ class Specializer:
         return self._compiler.compile(call, shards, new_parts, purpose, on_sizes=_remark_on_numbers(why))
 
     def _why_numbers(self, shards: Shards) -> str:
-        """The reason why no model could have symbolic sizes in this call; empty if there is none."""
+        """Empty if models could have symbolic sizes in this call."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
         if self._numbers.inputs:
@@ -181,13 +185,13 @@ class Specializer:
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose
     ) -> Key:
-        """Makes inputs of Python numbers that have changed since a capture; returns the call's key without them."""
+        """Returns the call's key without the numbers that become inputs."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *cache.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
-        """Notes the numbers of rows that other workers gather in calls of this kind, since programs have them in their shapes."""
+        """Notes the rows that other workers gather, which are in shapes of programs."""
         with self._autocast():
             self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
         if len(self._rows_elsewhere) > _MOST_KINDS:

@@ -1,4 +1,4 @@
-"""Compilation of a step for one call: capture, passes, regions, executor."""
+"""Compiles a step for one call: capture, passes, regions, executor."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class StepCompiler:
 
     Args:
         state: shared by all programs of the step.
-        num_threads: of each device.
         numbers: the Python numbers that have changed between calls.
         team: None for a process on its own.
     """
@@ -97,9 +96,10 @@ class StepCompiler:
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
     ) -> Specialization:
-        """Compiles the program for a call. On failure, the model's tensors return to their former devices.
+        """Compiles a call's program. On failure, the model's tensors return to their former devices.
 
-        ``new_parts`` says in the progress line how this call differs from earlier ones. ``on_sizes`` is a remark on sizes.
+        Args:
+            new_parts: how this call differs from earlier calls, for the progress line.
 
         Raises:
             SizesGivenUp: the sizes ``symbolic`` cannot be symbols.
@@ -127,7 +127,7 @@ class StepCompiler:
             progress.end()
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Makes the model's tensors dense on replica 0's device; returns the changed tensors with their old data."""
+        """Returns the changed tensors with their old data."""
         moved = []
         for tensor in self._model.tensors.values():
             data = tensor.data.to(self._home)
@@ -177,7 +177,7 @@ class StepCompiler:
     def _captured(
         self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims, on_sizes: str
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
-        """Captures a call by the first front end that can, and adds the program's variables to the step's state."""
+        """Also adds the program's variables to the step's state."""
         progress.enter("capture")
         ladder = (
             self._options.ladder.first if symbolic else self._options.ladder
@@ -222,7 +222,7 @@ class StepCompiler:
     def _lowered_and_compiled(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]
     ) -> tuple[Program, list[dict[str, RegionFunction]]]:
-        """Runs the passes and compiles the regions; appends the finish time of each phase to ``times``."""
+        """Appends the finish time of each phase to ``times``."""
         bound = self._options.activation_memory
         prepared, pipeline = self._prepared(captured, purpose)
         if bound is None or not purpose.trains:

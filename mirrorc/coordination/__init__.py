@@ -1,1 +1,1 @@
-"""The agreement of the workers of a step in each call."""
+"""What the workers of a step agree on in each call."""

@@ -66,12 +66,7 @@ class Announcements:
         has_left: bool,
         batch: int,
     ) -> tuple[Header, dict[str, Details]]:
-        """The header of a training call, and the facts behind its digests.
-
-        Args:
-            executor: on a worker that has left its loop, the executor of its last call.
-            num_examples: for each replica; empty on a worker that has left its loop.
-        """
+        """The header of a training call, with its facts; arguments as in `TeamCoordinator.exchange_header`."""
         program, tensors = executor.program, self._state.store.tensors
         if tensors.keys() != self._variables.texts.keys():
             self._variables = Facts(shapes(tensors))
@@ -111,10 +106,8 @@ class Announcements:
         }
 
     def besides(self, name: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
-        """The header of a call that does not train, and the facts behind its digests.
-
-        Args:
-            has_changed: if it differs between workers, their agreement says that values are taken over.
+        """The header, with its facts, of a call that does not train. Values are taken over if workers differ in
+        ``has_changed``.
         """
         facts = Facts({"the call": name})
         header = Header(
@@ -133,7 +126,7 @@ class Announcements:
         return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """The header, with its facts, before a call of step ``number`` of a block. A worker that has left its loop calls none."""
+        """The header, with its facts, before a call of step ``number`` in a block of `mirrorc.join`."""
         num_examples = 0 if has_left else 1  # a call without any would be refused
         header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
         return header, {

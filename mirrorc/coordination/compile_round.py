@@ -1,4 +1,4 @@
-"""A call of `mirrorc.compile` on several workers."""
+"""One call of `mirrorc.compile` on several workers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ _DOING = "mirrorc.compile"
 
 
 class JointCompilation(AbstractContextManager["JointCompilation"]):
-    """A context around one call of `mirrorc.compile`; an error in it reaches the other workers.
-
-    Arguments that name the workers are checked on entering, all others within it.
+    """A context around one call of `mirrorc.compile`, whose errors reach the other workers.
 
     Args:
         distributed: the option; an invalid value is as "auto".

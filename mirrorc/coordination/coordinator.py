@@ -1,4 +1,4 @@
-"""Coordination of a step's training calls between workers."""
+"""The interface by which a training call meets other workers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Coordinator(Protocol):
 
     @property
     def team(self) -> Team | None:
-        """The team of workers; None for a process on its own."""
+        """None for a process on its own."""
         ...
 
     @property
     def link(self) -> LinkSpeed | None:
-        """The link's measured speed; None if it was not measured."""
+        """None if the link's speed was not measured."""
         ...
 
     @property
@@ -42,15 +42,15 @@ class Coordinator(Protocol):
         ...
 
     def call(self) -> AbstractContextManager[None]:
-        """A context around one training call: an exception on any worker ends the call on all."""
+        """An exception in the context, on any worker, ends the call on all workers."""
         ...
 
     def note_call(self, call: Call) -> None:
-        """Notes a call's structure for later calls without examples."""
+        """Keeps a call's structure for later calls without examples."""
         ...
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
-        """Waits for the headers of all workers, and may broadcast the parameters of the chief.
+        """Waits for the headers of all workers; may broadcast the parameters of one.
 
         Returns:
             The program to look up before the next try; None if the call goes on with this program.
@@ -60,22 +60,20 @@ class Coordinator(Protocol):
     def compare_replicas(self, program: Program) -> None: ...
 
     def examples(self, local: int) -> Examples:
-        """The numbers of examples over all workers; ``local`` is that of this process."""
+        """The numbers of examples over all workers."""
         ...
 
     def seed(self, local: int | None) -> int | None:
-        """The seed for this call; ``local`` was drawn in this process, None if the program draws no random numbers."""
+        """The seed for this call; ``local`` is None if the program draws no random numbers."""
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
-        """A context in which optimizers draw the same random numbers on all workers."""
+        """Makes optimizers draw the same random numbers on all workers."""
         ...
 
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
-    ) -> torch.Tensor | None:
-        """Returns the loss over the examples of all workers."""
-        ...
+    ) -> torch.Tensor | None: ...
 
     def joined_steps(
         self,
@@ -91,7 +89,7 @@ class Coordinator(Protocol):
     def note_failure(self, error: BaseException) -> None: ...
 
     def close(self) -> None:
-        """Ends the coordination; may be called again."""
+        """May be called again."""
         ...
 
 
@@ -152,7 +150,7 @@ class LocalCoordinator:
 
 
 def coordinator_of(options: StepOptions, model: ModelState, state: StepState) -> Coordinator:
-    """The coordinator of a step. With several workers, they first compare the arguments of `mirrorc.compile`."""
+    """Several workers first compare their arguments of `mirrorc.compile`."""
     if options.cluster is None:
         return LocalCoordinator(options.timeout_seconds)
     return TeamCoordinator(options, model, state)

@@ -29,9 +29,8 @@ class Facts:
     """Facts of one worker and their digest.
 
     Args:
-        row_counts: numbers of rows in the factors that the program sends; empty if it sends none.
-        gathered_rows: numbers of rows that all replicas gather.
-        meets: True if the program's replicas exchange values with those of other workers within the model.
+        row_counts: numbers of rows in the factors that the program sends.
+        meets: whether the model exchanges values with other workers.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ def written_buffers(program: Program) -> list[Variable]:
 
 
 def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
-    """Facts on model and options in which all workers must agree. Values of tensors may differ: the chief's are broadcast."""
+    """Facts on model and options that must agree. Values of tensors may differ: the chief's are broadcast."""
     frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
     variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
     names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -98,7 +97,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
 
 
 def _text_of_pass(stage: Any) -> str:
-    """The text of a pass, without addresses, which differ between workers. So functions in it are compared by name only."""
+    """Drops addresses, which differ between workers. So functions are compared by name only."""
     return _ADDRESS.sub("", repr(stage))
 
 

@@ -1,4 +1,4 @@
-"""Unsent gradients of an earlier run, distributed among the workers of this one."""
+"""Distributes unsent gradients (residuals) of an earlier run among the workers of this run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unsent_of_worker(
         states: results of `mirrorc.Step.unsent_state` on all workers of the earlier run, in any order.
 
     Returns:
-        This worker's unsent gradients, by variable; and the state of payloads by variable, the same on all workers.
+        This worker's unsent gradients, and the state of payloads, alike on all workers; both by variable.
 
     Raises:
         TypeError, ValueError: ``states`` lack some workers of one run, or belong to another model.

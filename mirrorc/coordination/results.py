@@ -1,4 +1,4 @@
-"""Results that are the same on all workers."""
+"""Makes results of a call the same on all workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 
 
 def total_loss(control: ControlCollectives, local: torch.Tensor | None) -> torch.Tensor:
-    """The weighted sum of all workers' losses, a float64 scalar on the host; ``local`` is None without examples."""
+    """A float64 scalar on the host; ``local`` is None without examples."""
     total = torch.zeros((), dtype=torch.float64)
     if local is not None:
         total.copy_(local.detach())
@@ -24,7 +24,7 @@ def total_loss(control: ControlCollectives, local: torch.Tensor | None) -> torch
 def show_buffers(
     control: ControlCollectives, program: Program, state: StepState, agreed: Agreement, num_present: int
 ) -> None:
-    """Gives the buffers that forward writes the same values on all workers: their mean, or those of the first with examples."""
+    """Gives written buffers the same values on all workers: their mean, or those of the first worker with examples."""
     kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
     for variable in written_buffers(program):
         kinds.setdefault((variable.aggregation, variable.dtype), []).append(variable)

@@ -1,4 +1,4 @@
-"""Broadcasts of one worker's values before a step, where workers would differ otherwise."""
+"""Broadcasts one worker's values before a step where workers would differ."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class TakenValues:
-    """Tracks the variables that all workers have taken over from one of them, and broadcasts values anew."""
+    """Tracks which variables are alike on all workers, and broadcasts values anew."""
 
     def __init__(self, options: StepOptions, state: StepState, team: Team) -> None:
         self._options, self._state, self._team = options, state, team
         self._ids: dict[str, int] | None = None  # of the variables, by name; None before the first call
 
     def lack_any(self) -> bool:
-        """True if there are new variables since the last broadcast, or if workers may have different values."""
+        """Whether variables are new since the last broadcast, or may differ between workers."""
         return self._ids is None or not self._ids_now().items() <= self._ids.items() or self._team.have_parted
 
     def _ids_now(self) -> dict[str, int]:
@@ -34,13 +34,13 @@ class TakenValues:
         self._ids = self._ids_now()
 
     def broadcast_from_source(self, agreed: Agreement, written: int) -> None:
-        """Broadcasts parameters, buffers, optimizer state and the scaler from the source of the agreement.
+        """Broadcasts parameters, buffers, optimizer state and the scaler from the agreement's source.
 
         Args:
             written: digest of the user's writes since the last step; 0 for none.
 
         Raises:
-            CommunicationError: the workers' shards of the optimizer's state may belong to different steps; all raise it.
+            CommunicationError: shards of the optimizer's state may be of different steps; all workers raise it.
         """
         if written not in (0, agreed.written) and self._ids is not None:
             source = f"worker {agreed.source}"
@@ -61,7 +61,6 @@ class TakenValues:
         self._team.come_together()
 
     def _make_state_whole_for(self, source: int) -> None:
-        """Gathers the optimizer's state if the source has only a shard of it."""
         if not self._options.program_workers.shards_optimizer:
             return
         control = self._team.control

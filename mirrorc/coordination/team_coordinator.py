@@ -1,4 +1,4 @@
-"""Training calls of a step on several workers."""
+"""Coordinates the training calls of a step on several workers."""
 
 from __future__ import annotations
 
@@ -44,11 +44,7 @@ _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 @dataclass(frozen=True)
 class Retry:
-    """The program to look up for the next meeting of a call.
-
-    Attributes:
-        rows_elsewhere: numbers of rows that the other workers gather; None if unknown.
-    """
+    """The program to look up for the next meeting of a call; ``rows_elsewhere`` is None if unknown."""
 
     accumulation: Accumulation
     rows_elsewhere: RowsElsewhere | None
@@ -57,14 +53,14 @@ class Retry:
 class TeamCoordinator:
     """Coordinates the training calls of one step on several workers, which all make the same calls.
 
-    Workers meet once each has its program, before anything changes; and again after a broadcast of values, or if programs did
-    not match.
+    Workers meet once each has its program, before anything changes. They meet again after a broadcast, or if programs
+    did not match.
 
-    Optimizers that are not element-wise run on every worker, since a chief with the only state might leave its loop first. They
-    get the same sums and random numbers; before each call, workers compare the parameters that they have updated.
+    Optimizers that are not element-wise run on every worker, because a chief with the only state might leave its loop
+    first. They get the same sums and random numbers. Before each call, workers compare the parameters that they update.
 
     Attributes:
-        call_without_examples: the last call, stripped of its examples; None before the first one.
+        call_without_examples: the last call, stripped of its examples; None before the first call.
         rows_elsewhere: numbers of rows that the other workers gather in this call; None if unknown or without gathers.
     """
 
@@ -102,7 +98,7 @@ class TeamCoordinator:
         exclusively: Callable[[Callable[[], Any]], Any],
         is_closed: Callable[[], bool],
     ) -> list[JoinedStep]:
-        """A list with this step; ``take_part`` runs one call without examples."""
+        """``take_part`` runs one call without examples."""
         taking_part = functools.partial(exclusively, functools.partial(take_part, self))
         return [JoinedStep(self, taking_part, exclusively, is_closed)]
 
@@ -139,7 +135,7 @@ class TeamCoordinator:
     # A call, from its beginning to its end
 
     def begin_call(self) -> None:
-        """Begins a call of the user's loop: in a block of several steps, workers first agree on the step.
+        """In a block of several steps, workers first agree on the step.
 
         Raises:
             ExecutionError: this thread is in the block of other steps.
@@ -151,7 +147,7 @@ class TeamCoordinator:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A context around one training call; at its end, guards parameters that a failure has left between two steps."""
+        """At its end, the context guards parameters that a failure has left between two steps."""
         torn_before, had_parted = self._state.torn, self.team.have_parted
         self._num_meetings = self._num_row_meetings = 0
         try:
@@ -172,7 +168,7 @@ class TeamCoordinator:
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """The buckets that a failed step has updated, as a clause; empty if parameters are those of one step."""
+        """A clause for errors; empty if all parameters are of one step."""
         torn = self._state.torn
         return torn.clause if torn is not None and not torn.is_restored else ""
 
@@ -181,12 +177,12 @@ class TeamCoordinator:
         self._batch = self._equal_batches.digest(call)
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
-        """Exchanges headers with all workers. Returns None if all programs match, and the call goes on.
+        """Returns None if all programs match and the call goes on.
 
-        May first broadcast the values of the chief, or of the worker whose user has written some, and returns a retry then.
+        May broadcast the values of the chief, or of the worker whose user has written some; then returns a retry.
 
         Args:
-            executor: on a worker that has left its loop, the executor of its last call.
+            executor: that of the last call, on a worker that has left its loop.
             num_examples: for each replica; empty on a worker that has left its loop.
             is_stale: whether the user has changed the optimizer's state since the last step.
         """
@@ -217,11 +213,7 @@ class TeamCoordinator:
         return Retry(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """Tests whether all programs were compiled for the numbers of rows that workers gather in this call.
-
-        Raises:
-            CommunicationError: the numbers still differ after the last meeting; all workers raise it.
-        """
+        """Whether all programs were compiled for the rows that workers gather in this call."""
         rows = self.team.gathered_rows
         if not rows[0]:
             return True
@@ -255,7 +247,7 @@ class TeamCoordinator:
         Leaves out buffers that the program writes: an evaluation may have written them on one worker.
 
         Raises:
-            CommunicationError: copies differ; all workers raise it, at each step until copies are written anew.
+            CommunicationError: copies differ; all workers raise it at each step until copies are written anew.
         """
         every = self._options.check_replicas_every
         if not every or self._num_steps % every:
@@ -282,10 +274,10 @@ class TeamCoordinator:
         return stream_of_chief(self.team) if runs_by_itself else nullcontext()
 
     def take_part(self, executor: Executor, last: Executor) -> None:
-        """Prepares a run without examples of ``executor``, in place of the program ``last`` of the last call.
+        """Prepares a run of ``executor`` without examples, in place of the last call's program.
 
         Raises:
-            ExecutionError: ``executor`` exchanges something else than ``last``, so the other workers would wait in vain.
+            ExecutionError: ``executor`` exchanges something else than ``last``: the other workers would wait in vain.
         """
         self.team.stop_on_failure(executor.interrupt)
         if self._announcements.facts_of(executor).texts != self._announcements.facts_of(last).texts:
@@ -296,7 +288,7 @@ class TeamCoordinator:
 
     @property
     def step_seconds(self) -> float:
-        """Twice the timeout, as the other workers may take as long again, and a slack."""
+        """Twice the timeout and a slack, because other workers may take as long again."""
         return 2 * self._options.timeout_seconds + _SLACK_SECONDS
 
     @property
@@ -315,7 +307,7 @@ class TeamCoordinator:
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Sums the losses of all workers, and gives buffers the same values on all; ``loss`` is None without examples."""
+        """Also gives buffers the same values on all workers; ``loss`` is None without examples."""
         assert dtype is not None, "a training step has a loss"
         self.team.end_updates()
         total = total_loss(self.team.control, loss)
@@ -330,7 +322,7 @@ class TeamCoordinator:
         """Gathers sharded optimizer state on all workers, in a call of its own.
 
         Raises:
-            ExecutionError: called inside of `mirrorc.step.Step.join`, where other workers may have left their loops.
+            ExecutionError: called within `mirrorc.step.Step.join`, where other workers may have left their loops.
         """
         if self._options.program_workers.shards_optimizer:
             refuse_within_others(self, "step.gather_optimizer_state() was called")

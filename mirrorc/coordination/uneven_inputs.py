@@ -18,7 +18,7 @@ _current_block: ContextVar[Block | None] = ContextVar("the block around the code
 
 
 class BlockCalls(Protocol):
-    """A step over several workers, as its block calls it."""
+    """A step over several workers, as its block uses it."""
 
     @property
     def cluster(self) -> Cluster: ...
@@ -27,36 +27,33 @@ class BlockCalls(Protocol):
     def optimizers(self) -> OptimizerGroups: ...
 
     @property
-    def is_in_block(self) -> bool:
-        """True inside of a block around the step."""
-        ...
+    def is_in_block(self) -> bool: ...
 
     def enter_block(self, before_call: Callable[[], object]) -> None:
         """``before_call`` runs before each call of the step until the block ends."""
         ...
 
     def leave_loop(self) -> None:
-        """Marks this worker's loop as ended; it then takes part in the calls of the others."""
+        """Marks this worker's loop as ended; it then takes part in calls of other workers."""
         ...
 
     def exit_block(self) -> None: ...
 
     def meet_turn(self, number: int) -> Agreement:
-        """Meets all workers before a call of the block's step ``number``, and returns their agreement."""
+        """Meets all workers before a call of the block's step ``number``; returns their agreement."""
         ...
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the next call of the other workers with this worker's error."""
+        """Ends the next call of the other workers with this error."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedStep:
-    """A step over several workers in a block.
+    """A step in a block.
 
     Attributes:
-        take_part: takes part in one call of the other workers; returns False if there was none.
-        exclusively: runs a function while no call of the step runs.
+        take_part: takes part in one call of the other workers; False if there was none.
     """
 
     calls: BlockCalls
@@ -66,10 +63,10 @@ class JoinedStep:
 
 
 class Block:
-    """One worker's loop over some steps, and then the calls of the workers whose loops still run.
+    """One worker's loop over some steps, followed by calls of workers whose loops still run.
 
-    With several steps, all workers meet before each call over the connections of the first step, as a worker that has left its
-    loop cannot know which step comes next.
+    With several steps, all workers meet before each call, over the connections of the first step: a worker that has
+    left its loop cannot know which step comes next.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:
@@ -100,7 +97,7 @@ class Block:
                 return
 
     def _take_turn(self, number: int) -> int | None:
-        """Meets all workers, and returns the number of the step that they call next; None if all have left their loops."""
+        """None if all workers have left their loops."""
         first = self._steps[0]
         agreed: Agreement = first.exclusively(lambda: first.calls.meet_turn(number))
         return None if agreed.is_over else agreed.turn
@@ -111,7 +108,7 @@ class Block:
 
 
 def refuse_within_others(calls: BlockCalls, action: str) -> None:
-    """Raises an error inside of a block of other steps, where some workers may have left; ``action`` is a clause for it."""
+    """Raises in a block of other steps, where some workers may have left. ``action`` is a clause of the error."""
     block = _current_block.get()
     if block is not None and calls not in block.calls:
         raise ExecutionError(
@@ -123,12 +120,12 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
 
 @contextmanager
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
-    """A context for a loop. At its end, a worker takes part in the other workers' calls until all loops have ended.
+    """A context for a loop. At its end, a worker takes part in calls of other workers until all loops have ended.
 
-    An exception in it ends the next call of the others. Without ``steps``, it does nothing.
+    An exception in it ends the next call of the other workers. Without ``steps``, it does nothing.
 
     Raises:
-        ExecutionError: it is entered inside of another such context.
+        ExecutionError: it is entered within another such context.
     """
     if not steps:
         yield
@@ -159,7 +156,7 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
 
 @contextmanager
 def _restored_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
-    """Restores hyperparameters at its end, as the same objects."""
+    """Restores the same objects."""
     groups = optimizers.hyperparameters
     before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     try:

@@ -15,7 +15,7 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 class UsedParameters:
-    """A parameter used by one replica has a zero gradient on the others; an unused one gets no update."""
+    """The parameters that some replica has used. Their gradients are zero on other replicas; unused parameters get no update."""
 
     def __init__(self) -> None:
         self._used = set[int]()
@@ -38,17 +38,17 @@ class UsedParameters:
 class OpaqueBackward(Protocol):
     @property
     def has_ended(self) -> bool:
-        """All gradients are there."""
+        pass
 
     @property
     def may_wait(self) -> bool:
         """False if the backward holds a resource that other replicas need."""
 
     def has(self, place: int) -> bool:
-        """The gradient of a parameter is available."""
+        """Tests whether a parameter's gradient is available."""
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
-        """Runs it, once; calls ``on_gradient`` in this thread after each gradient."""
+        """May be called once; calls ``on_gradient`` in this thread after each gradient."""
 
 
 class OpaqueRuns(Protocol):
@@ -62,7 +62,7 @@ class OpaqueRuns(Protocol):
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss, a token for backward, new values of written buffers, and outputs."""
+        """Returns the loss, a token for backward, new values of written buffers, and outputs."""
 
     def evaluation(
         self,
@@ -71,13 +71,13 @@ class OpaqueRuns(Protocol):
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Without a token; there may be no loss."""
+        """Returns the same without a token; there may be no loss."""
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
         """``tangent`` is the gradient of the loss."""
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """The gradient of a parameter, once; runs the backward if it has not begun."""
+        """Returns a parameter's gradient, once; runs backward if it has not begun."""
 
 
 _calls: weakref.WeakValueDictionary[int, OpaqueRuns] = weakref.WeakValueDictionary()
@@ -204,18 +204,18 @@ run_forward = torch.ops.mirrorc.run_forward.default
 """``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes)`` is
 `OpaqueRuns.forward`.
 
-The results: the loss, a scalar; a token, an int64 on the CPU; new values of the buffers at ``written``; contiguous
-outputs. ``output_sizes`` is in the form of `sizes_of`. Python's side effects in it must not last.
+Results: the loss, a scalar; a token, an int64 on the CPU; new values of the buffers at ``written``; contiguous outputs.
+``output_sizes`` has the form of `sizes_of`. Python side effects of the call must not last.
 """
 
 take_gradient = torch.ops.mirrorc.take_gradient.default
 """``take_gradient(call, token, tangent, parameter, place)`` is `OpaqueRuns.gradient` for the parameter at ``place``.
 
 ``tangent``, the gradient of the loss, is the same for all gradients of a token.
-Each gradient may be taken once, in any order, also while backward makes the others.
+Each gradient may be taken once, in any order, also while backward computes the others.
 """
 
 run_evaluation = torch.ops.mirrorc.run_evaluation.default
-"""`OpaqueRuns.evaluation`, like `run_forward` without a token; a loss without a dtype is absent."""
+"""`OpaqueRuns.evaluation`: `run_forward` without a token, and without a loss if ``loss_dtype`` is None."""
 
 OPAQUE = (run_forward, take_gradient, run_evaluation)

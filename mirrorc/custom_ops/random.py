@@ -21,12 +21,12 @@ _generator_locks: dict[torch.device, threading.Lock] = {}
 STATES_LOCK = threading.Lock()
 """Held while a device's thread reads or writes a generator's state.
 
-Torch waits for the generator's lock with the GIL, which garbage collection in a reading thread may release for good.
+Torch waits for the generator's lock while it holds the GIL. A reader may lose the GIL to garbage collection: a deadlock.
 """
 
 
 def mix(seed: int, stream: int) -> int:
-    """A 63-bit seed for a stream of ``seed`` (the finalizer of SplitMix64, Steele et al., 2014)."""
+    """A 63-bit seed for a stream of ``seed``, by the finalizer of SplitMix64 (Steele et al., 2014)."""
     z = (seed + (stream + 1) * 0x9E3779B97F4A7C15) & _MASK_64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64

@@ -1,4 +1,4 @@
-"""Operators on values of all replicas; plain PyTorch is one replica."""
+"""Operators on values of all replicas. Plain PyTorch counts as one replica."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _error: contextvars.ContextVar[Exception | None] = contextvars.ContextVar("error
 
 @contextlib.contextmanager
 def gathering(rows_of_all: RowsOfAll) -> Iterator[None]:
-    """Marks a trace as that of one replica among others."""
+    """Marks a trace as that of one replica among several."""
     token = _rows.set(rows_of_all)
     try:
         yield
@@ -29,7 +29,7 @@ def gathering(rows_of_all: RowsOfAll) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused_collectives(error: Exception) -> Iterator[None]:
-    """Has plain PyTorch code raise ``error`` if it asks other replicas."""
+    """Makes plain PyTorch raise ``error`` if it asks for values of other replicas."""
     token = _error.set(error)
     try:
         yield

@@ -1,1 +1,1 @@
-"""Records the work of passes: in a file per pass, in torch's trace, in the terminal."""
+"""Records the work of passes: in files, in torch's trace, in the terminal."""

@@ -1,4 +1,4 @@
-"""Instruments that write the program after every pass: to sinks, with diffs and an index, or to the terminal."""
+"""Instruments that write the program after every pass."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _cell(text: str) -> str:
 
 
 class PrintAfter(Instrument):
-    """Prints the program after some passes (None for all) on standard error, in color if that is a terminal."""
+    """Prints the program after some passes (None for all) on standard error, in color if it is a terminal."""
 
     def __init__(self, names: Collection[str] | None) -> None:
         self.names = names

@@ -1,4 +1,4 @@
-"""Chooses a folder for the dumps of each program of each process."""
+"""Chooses a dump folder for each program of each process."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ class DumpFolder:
         logger.info("what passes do to a program is written to %s", self.path)
 
     def file(self, name: str) -> Path:
-        """The path of a file; creates the folder if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         return self.path / name
 
 
 class _Directory:
-    """A directory of dumps. Its lock file stays open, and its folders locked, until this process ends."""
+    """The lock file stays open, and the folders locked, until this process ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +88,7 @@ class _Directory:
             self._unlock(_CHOOSING - 1)
 
     def _lock(self, number: int) -> bool:
-        """Locks a folder; returns False if another process has locked it."""
+        """False if another process has locked the folder."""
         if fcntl is not None:
             try:
                 fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _CHOOSING + 1 + number)

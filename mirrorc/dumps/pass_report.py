@@ -17,7 +17,7 @@ _MOST_DIFF_LINES = 4000  # the longest region that is diffed; a longer diff take
 
 @dataclass(frozen=True)
 class PassReport:
-    """Reports on a completed pass. If its program is too malformed to be printed or counted, the report has the error."""
+    """Reports on a completed pass. If its program is too malformed to print or count, the report has the error."""
 
     name: str
     after: Program
@@ -26,7 +26,7 @@ class PassReport:
 
     @cached_property
     def is_changed(self) -> bool:
-        """Tests that the printed program differs from the one before, or that one of them cannot be printed."""
+        """True if the printed program differs from the one before, or one of them cannot be printed."""
         if self.before is None or self.before.stage is not self.after.stage:
             return True
         if _has_only_other_remarks(self.before, self.after):
@@ -71,7 +71,7 @@ class PassReport:
         return heading, rest
 
     def diff(self) -> str:
-        """A unified diff to the program before, including changed bodies of regions."""
+        """A unified diff to the program before, including changed bodies of regions; empty if nothing changed."""
         if self.before is None or not self.is_changed:
             return ""
         try:
@@ -111,7 +111,7 @@ class PassReport:
 
 
 def _has_only_other_remarks(before: Program, after: Program) -> bool:
-    """Tests that two programs have identical fields except for remarks, which needs no printing."""
+    """Compares by identity, which needs no printing."""
     names = (field.name for field in fields(Program) if field.name != "remarks")
     return all(getattr(before, name) is getattr(after, name) for name in names)
 

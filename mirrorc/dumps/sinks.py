@@ -1,4 +1,4 @@
-"""Sinks for dumps: files in a folder, and artifacts of torch's structured trace."""
+"""Sinks for dumps: a folder, or torch's structured trace."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mirrorc.torch_internals import is_structured_trace_on, trace_artifact
 
 
 class Sink:
-    """A destination of dumps. If two files have the same name, the later one replaces the earlier one."""
+    """A destination of dumps. A file replaces an earlier one of the same name."""
 
     def write(self, name: str, text: str) -> None:
         raise NotImplementedError
 
     def save(self, name: str, program: Program) -> bool:
-        """Saves a program; returns False if the sink accepts only texts."""
+        """False if the sink accepts only texts."""
         return False
 
 
@@ -60,7 +60,7 @@ def dump_sinks(directory: Path | None) -> list[Sink]:
 
 
 def warn_of_lost_dump(error: OSError) -> None:
-    """Warns of a failed dump, which is no reason to end a training run."""
+    """A failed dump is no reason to end a training run."""
     warnings.warn(
         f"a dump of the program cannot be written ({error}): training goes on without it; make room for it or name another "
         "directory (dump=, MIRRORC_DUMP)",

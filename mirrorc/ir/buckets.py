@@ -22,7 +22,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class RowType:
-    """Workers differ only in the number of rows of a factor."""
+    """One row of a factor. Workers differ only in the number of rows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,9 +79,8 @@ class Bucket:
         slots: disjoint, at aligned offsets.
         num_elements: with padding.
         sent_factors: by slot; empty if workers send sums.
-        gathers_factors: devices gather factors.
-        part: the elements that this worker updates; None for all.
-        owner: the replica that alone updates it.
+        part: the elements that this worker updates; None if it updates all.
+        owner: the replica that alone updates it, now or after a later pass.
         packs: empty if the bucket is one pack. A gradient may lie in several.
     """
 
@@ -106,7 +105,7 @@ class Bucket:
         return len(self.packs) > 1
 
     def slots_in(self, pack: Pack) -> list[Slot]:
-        """Partial ones included. Elements between two slots count as those of the first."""
+        """The slots that a pack overlaps. The padding after a slot counts as its elements."""
         ends = [*(slot.offset for slot in self.slots[1:]), self.num_elements]
         return [
             slot for slot, end in zip(self.slots, ends, strict=True) if slot.offset < pack.stop and pack.start < end
@@ -129,7 +128,7 @@ class Bucket:
         return {slot.variable: slot for slot in self.slots}
 
     def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The half-open range that a replica sums up of its worker's gradients; may be empty."""
+        """The half-open range that a replica reduces within its worker; may be empty."""
         return self.placement.value.share(self.num_elements, replica, num_replicas, self.owner)
 
     def updated(self, replica: int, num_replicas: int) -> tuple[int, int]:
@@ -156,7 +155,7 @@ class Bucket:
 
     @property
     def updates_by_shares(self) -> bool:
-        """An optimizer that is not element-wise needs the whole sum."""
+        """False for an optimizer that needs the whole gradient, unless one replica owns the bucket."""
         return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
 
     @property

@@ -13,14 +13,14 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The call of `torch.utils.checkpoint` around an operator; ``keeps`` if its policy saves the result."""
+    """A call of `torch.utils.checkpoint`, noted on an operator inside it. ``keeps``: the policy saves the operator's result."""
 
     number: int
     keeps: bool = False
 
 
 def checkpoint_of(node: fx.Node) -> Checkpoint | None:
-    """The checkpoint around an operator. A part of a result has that of its operator."""
+    """A `getitem` has the checkpoint of the operator it takes from."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     checkpoint: Checkpoint | None = node.meta.get(CHECKPOINT)

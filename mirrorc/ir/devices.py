@@ -13,11 +13,10 @@ _REMEDY = "name devices like 'cpu:0', 'cuda:1', or 'cuda:0/1' for the second log
 
 
 def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
-    """The logical devices of some names, of a number of GPUs (CPUs if torch sees none), or of None: every GPU, else one
-    CPU.
+    """Makes logical devices of names, or of a number of GPUs (CPUs if torch sees none). None means every GPU, else one CPU.
 
     Raises:
-        ValueError: no device, an unknown or duplicate name, or fewer GPUs than asked for.
+        ValueError: no device, an unknown or duplicate name, fewer GPUs than asked for, or CPUs beside GPUs.
         TypeError: not a list of names, a number, or None.
     """
     if devices is None:
@@ -78,14 +77,12 @@ def have_shared_memory(devices: Iterable[Device]) -> bool:
 
 @dataclass(frozen=True)
 class Device:
-    """``cpu:0`` and ``cpu:1`` share one memory; ``cuda:0/1`` is the second logical device on GPU 0."""
-
     name: str
     torch_device: torch.device
 
     @property
     def memory(self) -> str:
-        """Logical CPUs share one, and so do logical devices on one GPU."""
+        """Equal for devices that share memory: logical CPUs, or logical devices on one GPU."""
         return "cpu" if self.torch_device.type == "cpu" else str(self.torch_device)
 
     @property

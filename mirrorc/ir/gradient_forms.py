@@ -1,4 +1,4 @@
-"""Forms of gradient: a gradient represented by smaller tensors, its factors, for each microbatch."""
+"""Forms of gradients that are computed from factors, smaller tensors of each microbatch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class FactoredGradient:
 
 
 class GradientForm(ABC):
-    """A form of gradient.
+    """Recognizes gradients of one form, and computes them from factors.
 
     Attributes:
-        writes_all: making a gradient writes all elements.
-        description: for remarks: "a product of two matrices".
+        writes_all: computing a gradient writes every element.
+        description: such as "a product of two matrices".
     """
 
     factor_names: ClassVar[tuple[str, ...]]
@@ -47,11 +47,11 @@ class GradientForm(ABC):
 
     @abstractmethod
     def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
-        """None if the operators that make the factors have other uses."""
+        """The gradient as factors of this form; None if it has another form, or if anything else uses the whole gradient."""
 
     @abstractmethod
     def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
-        """Makes the gradient of one microbatch with the captured operators, so that the verifier can compare."""
+        """Computes one microbatch's gradient with the captured operators, so that the verifier can compare."""
 
     @property
     def takes_parts(self) -> bool:
@@ -67,7 +67,7 @@ class GradientForm(ABC):
         return functools.reduce(functools.partial(apply, torch.ops.aten.add.Tensor), wholes)
 
     def to_rows(self, factors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """One microbatch's factors as rows [count, ...]; None if they are not sent to other workers."""
+        """One microbatch's factors as rows [count, ...]; None for a form that workers do not send."""
         return None
 
     def from_rows(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -78,7 +78,7 @@ class GradientForm(ABC):
 
     @abstractmethod
     def expression(self, *factors: str) -> str:
-        """The printed form, such as ``left @ right``."""
+        """Such as ``left @ right``."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
         return sum(map(num_elements_now, factors))
@@ -92,7 +92,7 @@ FORMS: dict[Any, GradientForm] = {}
 
 
 def register(form: GradientForm) -> None:
-    """Registers a form; ValueError for an operation that is no gradient as factors, or another form's."""
+    """Raises ValueError if the operation is not declared as factored, or has a form already."""
     name = form.operation.__name__
     if form.operation not in ops.FACTORED:
         raise ValueError(
@@ -137,7 +137,7 @@ def details_of(gradient: fx.Node) -> dict[str, Any]:
 
 
 def matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The matrix product behind a gradient, up to views of the same layout."""
+    """The `mm` that gives a gradient, maybe through views that restore its layout; None if it has other users."""
     node = gradient
     while node.target in SAME_MEMORY and len(node.users) == 1:
         source = node.args[0]
@@ -179,7 +179,7 @@ class ProductForm(GradientForm):
 
 
 class TableForm(GradientForm):
-    """``rows`` [..., n], added up at ``indices`` [...] of a table [m, n], but for ``padding_idx``."""
+    """An embedding's gradient: ``rows`` [..., n] added up at ``indices`` [...] of a table [m, n], except at ``padding_idx``."""
 
     factor_names = ("rows", "indices")
     writes_all = False

@@ -1,4 +1,4 @@
-"""Edits of graphs."""
+"""Copies, inserts and removes nodes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def copy_node(
     name: str | None = None,
     **more: Any,
 ) -> fx.Node:
-    """Copies a node with replaced operands and more keywords."""
     args: Any = node.args
     kwargs: Any = node.kwargs
     if node.all_input_nodes:

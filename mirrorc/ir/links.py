@@ -34,14 +34,13 @@ class Link:
 
     Attributes:
         device_type: of torch; None for any.
-        why_not: the reason why it cannot join such devices here, or empty.
+        why_not: why it cannot join these devices; empty if it can.
         preference: the highest is the default. None for a link used only by name.
-        reads_shared_memory: replicas read the others' buckets in place.
-        moves_by_itself: it moves a bucket while devices compute.
-        carries: ``send`` stands for ``recv``, too.
-        falls_back_to: for all other operations.
+        reads_shared_memory: replicas read each other's buckets in place.
+        moves_by_itself: transfers overlap with computation.
+        carries: ``send`` includes ``recv``.
+        falls_back_to: the link for all other operations.
         keeps_operands: operands stay allocated until the next step.
-        spans: the devices of one worker, or workers.
     """
 
     name: str
@@ -100,7 +99,7 @@ def carrier_of(link: str, operation: Any) -> str:
 
 
 def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[str, str]:
-    """The default link, and a remark on why faster ones cannot be used."""
+    """The default link, and a remark on preferred links that cannot join the devices."""
     known = [link for link in _links.values() if link.spans is spans]
     ranked = [(link.preference, link) for link in known if link.preference is not None]
     declined: list[tuple[str, str]] = []
@@ -119,7 +118,7 @@ def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
 
 
 def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> str:
-    """Empty if a worker can send factors to others. ``link``: between its devices."""
+    """Empty if a worker can send factors. ``link`` joins its own devices."""
     if not carries_between_workers(devices, ops.gather_factors):
         return "what joins workers there adds up whole buckets, and gathers no factors"
     if (
@@ -133,7 +132,7 @@ def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> s
 
 
 def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.DEVICES) -> None:
-    """Raises ValueError for an unknown link, or one that cannot join these devices."""
+    """Raises ValueError for a link that is unknown, or cannot join these devices."""
     if link is None:
         return
     objection = link_named(link).objection(devices, spans)

@@ -16,7 +16,6 @@ def of_replica(name: str, replica: int | None) -> str:
 
 
 def of_all_replicas(name: str, replica: int | None) -> str:
-    """The inverse of `of_replica`."""
     return name if replica is None else name.removesuffix(f"_r{replica}")
 
 
@@ -39,7 +38,7 @@ class _Keywords(dict[str, Any]):
 
 
 def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Fills a template of an operation with a node's keywords.
+    """Fills an operation's template with a node's keywords.
 
     ``{awaited}`` is the launch's awaited value, ``{part}`` chunk and round, ``{pack}`` the pack of a cut bucket.
     """

@@ -32,7 +32,7 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """The operation and its keywords, if a node takes one bucket's part of a result."""
+    """The operation and this bucket's keywords, for a `getitem` of an operation with one result per bucket; else None."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):
@@ -87,7 +87,7 @@ def bucket_of(node: fx.Node) -> int:
 
 
 def pack_of(node: fx.Node) -> int:
-    """The number of the bucket, unless buckets are cut."""
+    """The bucket's number if no bucket is cut."""
     number = node.kwargs.get("pack")
     return number if isinstance(number, int) else bucket_of(node)
 
@@ -171,7 +171,7 @@ def owners_of(graph: fx.Graph) -> dict[fx.Node, int | None]:
 
 
 def call_name(node: fx.Node) -> str:
-    """The region's name, or the operation and its bucket, such as ``wait b0``."""
+    """A region's name, or an operation and its bucket, such as ``wait b0``."""
     if is_region_call(node):
         return region_title(region_of(node))
     about = f"b{node.kwargs['bucket']}" if "bucket" in node.kwargs else str(node.kwargs.get("variable", ""))

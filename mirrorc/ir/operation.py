@@ -1,4 +1,4 @@
-r"""Declares operations of the IR: each is one record, and all tables of operations are derived from these.
+r"""Declares the operations of the IR, each as one record, from which all tables of operations are derived.
 
 Only the signature and the docstring of a declaring function are used::
 
@@ -78,9 +78,9 @@ class Operation:
     Attributes:
         since, until: the first and the last stage with it.
         gives: None for the type recorded on the node.
-        operands: their number; None for any; or a keyword with a list, for one operand per item.
-        keywords: those in every graph, but for ``replica``.
-        stem, called, awaited: templates for names, see `mirrorc.ir.names`.
+        operands: their number; None for any number; or the keyword whose list has an item per operand.
+        keywords: those always required, except ``replica``.
+        stem, called, awaited: see `mirrorc.ir.names`.
         value: see `mirrorc.printing.printed_values`.
     """
 
@@ -130,8 +130,8 @@ def operation(
     """Declares an operation by a function's name, signature and docstring.
 
     Args:
-        operands_for: a keyword with a list, for one operand per item.
-        hidden: keywords that are not printed.
+        operands_for: the keyword whose list has an item per operand.
+        hidden: not printed.
     """
 
     def declare(function: Callable[..., Any]) -> Symbol:
@@ -239,7 +239,7 @@ class Handlers(Generic[Handler]):
         _HANDLERS.append(self)
 
     def __call__(self, *targets: Symbol | Selection) -> Callable[[Handler], Handler]:
-        """A handler of a single operation precedes one of a selection."""
+        """An operation's own handler takes precedence over a selection's."""
 
         def register(handler: Handler) -> Handler:
             for item in targets:

@@ -1,6 +1,6 @@
 """The operations of mirrored and lowered graphs.
 
-In a mirrored graph every operation has the keyword ``replica``, except for collectives, which join the replicas.
+In a mirrored graph every operation except collectives has the keyword ``replica``.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
 
 @operation(Kind.SOURCE, since=Stage.OUTLINED, gives=of_reserved, stem="reserved_{number}", value="slot")
 def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | None = None) -> Any:
-    """Memory for a large result of a region, from step to step.
+    """Memory for a large result of a region, kept from step to step.
 
-    Values of a replica with the same ``number`` share the memory, one after the other.
+    Values of a replica with the same ``number`` use the memory one after the other.
     """
 
 
@@ -112,7 +112,7 @@ def loss_scale(*, replica: int) -> Any:
 
 @operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_microbatch)
 def microbatch(argument: Any, *, index: int, sizes: tuple[int, ...], replica: int | None = None) -> Any:
-    """The examples of one microbatch, as a view. ``sizes`` has the number of examples of each."""
+    """A view of the examples of one microbatch. ``sizes`` are the numbers of examples of all microbatches."""
 
 
 @operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_operand)
@@ -142,7 +142,7 @@ def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, 
     hidden=("region", "gradients"),
 )
 def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int | None = None) -> Any:
-    """Runs a region. ``gradients`` maps variables to the outputs that are their gradients."""
+    """Runs a region. ``gradients`` maps variables to the indices of their gradients among the outputs."""
 
 
 @operation(Kind.CHECK, since=Stage.CAPTURED, effects=(Effect.CHECKS,), gives=nothing, stem="check", hidden=("text",))
@@ -158,7 +158,7 @@ def check(condition: Any, *, text: str, replica: int | None = None) -> None:
     stem="gather_{output}",
 )
 def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> None:
-    """Hands a replica's part of an output besides the loss to the step's caller.
+    """Hands a replica's part of an output, not of the loss, to the step's caller.
 
     ``how``: "concatenated" along dim 0, "averaged" over examples, "summed", or each "apart".
     """
@@ -220,7 +220,7 @@ def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str,
 def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's factors over all replicas.
 
-    At the wait, each replica makes the sum, in order; for a row-wise optimizer, of the looked up rows alone.
+    At the wait, each replica computes the sum, in their order; for a row-wise optimizer, of the looked-up rows alone.
     """
 
 
@@ -247,7 +247,7 @@ def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = No
     called="b{bucket}{pack}_compressed",
 )
 def compress(local_sum: Any, *, dtype: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Rounds a replica's part of its worker's sum to a narrower ``dtype``, in a memory that a worker's replicas share."""
+    """Rounds a replica's part of its worker's sum to a narrower ``dtype``, in memory that the worker's replicas share."""
 
 
 @operation(
@@ -275,7 +275,7 @@ def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int
 def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all workers, each of which has summed it over its replicas.
 
-    It takes each replica's share of the worker's sum, or all of it, and gives the same elements in the same memory.
+    An operand is a replica's share of the worker's sum, or the whole sum. The result has the same elements and memory.
     """
 
 
@@ -326,8 +326,9 @@ def gather_largest(
 def exchange_payload(
     *sums: Any, payload: str, num_bytes: int, bucket: int, pack: int | None = None, op: str, link: str | None = None
 ) -> Any:
-    """Launches the exchange of a user's `mirrorc.compression.Payload`, by its text: ``num_bytes``, and the same bits on
-    all.
+    """Launches the exchange of a bucket as a user's `mirrorc.compression.Payload` encodes it, in ``num_bytes`` bytes.
+
+    All workers get the same bits.
     """
 
 
@@ -344,7 +345,7 @@ def exchange_payload(
 def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's factors over all workers.
 
-    At the wait, each replica makes its share of the sum over all replicas, in their order.
+    At the wait, each replica computes its share of the sum over all replicas, in their order.
     """
 
 
@@ -359,7 +360,7 @@ def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str,
     awaited="part",
 )
 def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all workers. Each worker gets a part, and each replica its share of that."""
+    """Launches the sum of a bucket over all workers. Each worker gets a part, and each of its replicas a share of the part."""
 
 
 @operation(
@@ -409,9 +410,7 @@ def send(
     replica: int,
     link: str,
 ) -> None:
-    """Offers a part of a bucket to replica ``destination``, without waiting for it; its tag is a
-    `mirrorc.ir.routes.Route`.
-    """
+    """Offers a part of a bucket to replica ``destination``, without waiting. The tag is a `mirrorc.ir.routes.Route`."""
 
 
 @operation(
@@ -469,7 +468,7 @@ def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) ->
 def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
     """Concatenates the values of all replicas with examples: `mirrorc.all_gather`.
 
-    They have ``rows`` rows, ``before`` of these on earlier workers.
+    The result has ``rows`` rows, ``before`` of them from earlier workers.
     """
 
 
@@ -495,7 +494,7 @@ def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, repl
 def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, replica: int) -> None:
     """Meets the replicas of other workers for a worker without examples.
 
-    ``meeting`` is the others' operation, and ``shape`` that of its result.
+    ``meeting`` names their operation, and ``shape`` is that of its result.
     """
 
 
@@ -513,14 +512,14 @@ def unpack(*packs: Any, bucket: int, replica: int) -> Any:
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)
 def is_finite(value: Any, *, replica: int) -> Any:
-    """Tests that all elements of a value are finite, for `commit` alone."""
+    """Tests that all elements of a value are finite. Only `commit` takes the result."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_norm)
 def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     """The ``norm_type``-norm of all elements of its operands together.
 
-    Of a `commit`, it takes one ``row``, the norms of all replicas.
+    Of a `commit`'s result it takes one ``row``: the norms of all replicas.
     """
 
 
@@ -549,12 +548,12 @@ def clip_factor(norm: Any, *, max_norm: float, replica: int) -> Any:
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
 def scale(gradient: Any, factor: Any, *, replica: int) -> Any:
-    """A reduced gradient times a factor, maybe in its memory; nothing may read the gradient afterwards."""
+    """A reduced gradient times a factor, maybe in the gradient's memory; nothing may read the gradient afterwards."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
 def clip_value(gradient: Any, *, max_value: float, replica: int) -> Any:
-    """A reduced gradient, clamped to ``-max_value`` to ``max_value``. It uses memory as `scale` does."""
+    """A reduced gradient, clamped to ``-max_value`` to ``max_value``, in memory as for `scale`."""
 
 
 @operation(Kind.GATHER, since=Stage.UPDATED, effects=(Effect.TELLS,), gives=of_report, stem="tell_{what}")
@@ -566,8 +565,8 @@ def tell(value: Any, *, what: str, replica: int) -> None:
 def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket: int, replica: int) -> None:
     """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element.
 
-    A factor scales the gradient, maybe in its memory. With ``part_elements``, products of factors are made and applied
-    in parts of at most so many elements; only a `clip_value` may take that gradient, too.
+    A factor scales the gradient, maybe in its memory. With ``part_elements``, the gradient is computed from factors and
+    applied in parts of at most so many elements. Only a `clip_value` may take that gradient, too.
     """
 
 

@@ -1,4 +1,4 @@
-"""A program, and the typed tables of its graphs."""
+"""A program, and its tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAPTURE = "capture"
 
 @dataclass(frozen=True)
 class Remark:
-    """A remark of a pass; ``is_kept``: it is printed with all later programs, too."""
+    """A remark of a pass. ``is_kept``: later programs print it, too."""
 
     text: str
     by: str = ""
@@ -51,12 +51,12 @@ class Stage(enum.IntEnum):
 
     @property
     def refines(self) -> Stage | None:
-        """Passes that take this stage also take a refined one."""
+        """The stage whose passes also take this one."""
         return Stage.UPDATED if self is Stage.SCHEDULED else None
 
 
 class Property(enum.Enum):
-    """A property established by a pass. Messages show the value."""
+    """Established by passes. Messages show the value."""
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
@@ -74,7 +74,7 @@ class Property(enum.Enum):
 
 
 class Accumulation(enum.StrEnum):
-    """Files and printed programs have the text."""
+    """Saved and printed programs have the value."""
 
     NONE = "none"  # it updates with its own gradients alone
     ADDS = "accumulating"  # it adds its gradients to those that are kept, and updates nothing
@@ -83,8 +83,8 @@ class Accumulation(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Region:
-    """A piece of forward or backward that all replicas share, such as ``fwd_0``, or ``bwd_2_shard1`` for the second
-    shard shape.
+    """A piece of forward or backward that all replicas share, such as ``fwd_0``. ``bwd_2_shard1`` is for the second shard
+    shape.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Region:
 
 
 class ArgumentKind(enum.StrEnum):
-    """Files and printed programs have the text."""
+    """Saved and printed programs have the value."""
 
     BATCH = "batch"  # a shard, or a tensor that is given whole
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
@@ -106,7 +106,7 @@ class ArgumentKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Argument:
-    """``leaf`` is the index among the call's tensors, the step's numbers or the replica's sizes."""
+    """``leaf`` is an index into the call's tensors, the step's numbers or the replica's sizes."""
 
     name: str
     kind: ArgumentKind
@@ -125,19 +125,20 @@ class Program:
 
     An evaluation has no gradients, buckets or loss weight. Its loss is gathered with its other outputs.
 
-    Up to OUTLINED, ``shard_graphs`` holds a single-device graph for each distinct shard shape, and ``shard_of_replica``
-    its index; None without examples. From REPLICATED to SCHEDULED, ``graph`` has the nodes of every device side by
-    side. In LOWERED, ``device_graphs`` holds one graph module per device.
+    Up to OUTLINED, ``shard_graphs`` holds a single-device graph for each distinct shard shape.
+    ``shard_of_replica`` has each replica's index into them, None without examples.
+    From REPLICATED to SCHEDULED, ``graph`` has the nodes of all devices side by side.
+    In LOWERED, ``device_graphs`` holds one graph module per device.
 
     Attributes:
         devices: replica i runs on devices[i].
         buckets: in the order in which they become ready.
         num_examples: of each replica; empty if unknown.
-        microbatches: for each replica, their sizes.
+        microbatches: the sizes of each replica's microbatches.
         loss_reduction: ``mean`` or ``sum`` over the batch.
         optimizer_groups: for readers alone.
         gathered: variables with gradients gathered as factors between devices.
-        workers: devices, graphs and ``num_examples`` are those of one of them.
+        workers: devices, graphs and ``num_examples`` are those of one worker.
     """
 
     stage: Stage
@@ -178,7 +179,7 @@ class Program:
 
     @property
     def reduced_replicas(self) -> range:
-        """All workers' once sums are exchanged, before that this worker's."""
+        """The replicas of all workers once sums are exchanged; before, those of this worker."""
         is_exchanged = self.workers.are_several and Property.EXCHANGED in self.properties
         return range(self.workers.num_all_replicas) if is_exchanged else self.local_replicas
 
@@ -188,7 +189,7 @@ class Program:
 
     @functools.cached_property
     def present(self) -> tuple[int, ...]:
-        """The replicas with examples; all, if the numbers are unknown."""
+        """The replicas with examples; all replicas if ``num_examples`` is unknown."""
         sizes = self.num_examples if len(self.num_examples) == self.num_replicas else (1,) * self.num_replicas
         return tuple(replica for replica, size in enumerate(sizes) if size)
 
@@ -197,7 +198,7 @@ class Program:
         return self.present[0] if self.present else 0
 
     def graphs_run_by(self, replica: int) -> tuple[int, ...]:
-        """One shard graph, or one for each microbatch; none without examples."""
+        """Indices of shard graphs: one, or one per microbatch; none without examples."""
         if self.shard_of_microbatch:
             return self.shard_of_microbatch[replica]
         shard = self.shard_of_replica[replica]
@@ -242,10 +243,10 @@ class Program:
         """The program as text; the grammar is in `mirrorc.printing.program_text`.
 
         Args:
-            regions: print the bodies of the regions, too.
-            slots: print every gradient of a bucket on a line of its own.
+            regions: print bodies of regions, too.
+            slots: print every gradient of a bucket on its own line.
             sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
-            fold: print repetitions once: layers, devices, shard sizes. True by default, unless ``slots`` is.
+            fold: print repeated layers, devices and shard sizes once. True by default, unless ``slots`` is.
         """
         from mirrorc.printing.program_text import program_to_text
 
@@ -255,7 +256,7 @@ class Program:
         """Writes the program, at any stage, to a file; compressed if its name ends in ``.gz``. Creates missing folders.
 
         Raises:
-            ValueError: a node calls or holds an object without an importable name. A file at ``path`` stays.
+            ValueError: a node calls or holds an object without an importable name. An earlier file stays.
             OSError: the file cannot be written.
         """
         from mirrorc.serialization import save_program
@@ -267,7 +268,7 @@ class Program:
         """Loads a program from a file of `save`. Runs nothing in the file, and needs none of its devices.
 
         Raises:
-            ValueError: the file is no program, damaged, of a later version, or calls unknown operators.
+            ValueError: the file is not a program, is damaged or of a later version, or calls unknown operators.
         """
         from mirrorc.serialization import load_program
 

@@ -1,4 +1,4 @@
-"""A Markdown page on the operations of the IR; `python -m mirrorc.ir` prints it."""
+"""Writes the operations of the IR as a Markdown page; see `python -m mirrorc.ir`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ may be left out. "Type" is that of the value that an operation gives, and what i
 
 
 def reference(of: Iterable[Operation] | None = None) -> str:
-    """The page; ``of`` is mirrorc's own operations by default."""
+    """``of`` is mirrorc's own operations by default."""
     records = (
         [record for record in operations() if record.symbol.__module__ == ops.__name__] if of is None else list(of)
     )

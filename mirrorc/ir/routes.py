@@ -18,8 +18,8 @@ class Route(NamedTuple):
     """The tag of a send, unique in a program.
 
     Attributes:
-        chunk: distinguishes the parts of a bucket.
-        round: distinguishes the sends of one chunk between the same replicas.
+        chunk: a part of the bucket.
+        round: distinguishes sends of one chunk between the same replicas.
         pack: set if buckets are cut.
     """
 
@@ -37,7 +37,7 @@ class Route(NamedTuple):
 
 
 def replica_of_graph(program: Program, graph: fx.Graph) -> int:
-    """-1 for a graph of no single device."""
+    """-1 for a graph of several devices."""
     return next((i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph), -1)
 
 

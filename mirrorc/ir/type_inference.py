@@ -19,7 +19,7 @@ from mirrorc.torch_internals import knowledge_of, quiet_fake_tensors, size_of_ke
 
 
 def set_type(program: Program, node: fx.Node) -> None:
-    """Records the inferred (fake) value on a node, or raises TypeError."""
+    """Records the inferred (fake) value, or raises TypeError."""
     if is_compute(node):
         node.meta["val"] = _run_fake(node)
     elif is_region_call(node):
@@ -33,7 +33,7 @@ def set_type(program: Program, node: fx.Node) -> None:
 
 
 def reinfer_type(node: fx.Node) -> None:
-    """Infers a type after a change of layout; a view that it does not permit becomes a reshape."""
+    """Infers a type after a change of layout; a view that the layout does not permit becomes a reshape."""
     try:
         node.meta["val"] = _run_fake(node)
     except TypeError:
@@ -81,7 +81,7 @@ def has_inferred_type(program: Program, node: fx.Node) -> bool:
 
 
 def infer_type(program: Program, node: fx.Node) -> ValueType:
-    """Infers a node's type, or raises TypeError with the reason."""
+    """Raises TypeError with the reason."""
     record = operation_of(node.target)
     if record is not None and record.gives is not None and record.kind is not Kind.REGION:
         return record.gives(program, node)

@@ -102,7 +102,7 @@ def of_operand(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_sum_over_replicas(program: Program, node: fx.Node) -> ValueType:
-    """A contiguous tensor of its operand's shape, of numbers."""
+    """A contiguous tensor of its operand's shape. The operand must not be boolean."""
     shape, dtype, device = _met_with(node)
     if dtype == torch.bool:
         raise TypeError("it is given truth values, and adds up numbers")
@@ -133,7 +133,7 @@ def _contiguous(shape: tuple[int, ...], dtype: Any, device: Any) -> ValueType:
 
 
 def of_microbatch(program: Program, node: fx.Node) -> ValueType:
-    """That of its operand, with the microbatch's examples. ``sizes`` must add up to the operand's dim 0."""
+    """Its operand's type, with the microbatch's examples. ``sizes`` must add up to the operand's dim 0."""
     kind, sizes, index = noted_type(node.args[0]), node.kwargs["sizes"], node.kwargs["index"]
     is_list = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size > 0 for size in sizes)
     if not is_list or not isinstance(index, int) or not 0 <= index < len(sizes):  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ def pending_operand(program: Program, node: fx.Node) -> ValueType:
 
 
 def pending_sent(program: Program, node: fx.Node) -> ValueType:
-    """That of the value sent to it, pending."""
+    """The type of the sent value, pending."""
     sent = send_to(program, node)
     if sent is None or not sent.args:
         raise TypeError(f"nothing is sent to it: it needs a send of {route_of(program, node)} to receive")
@@ -217,7 +217,7 @@ def of_buckets(program: Program, node: fx.Node) -> ValueType:
 
 
 def awaited(program: Program, node: fx.Node) -> ValueType:
-    """That of the pending value; after a launch that scatters, of this replica's share."""
+    """The type of the pending value; after a launch that scatters, of this replica's share."""
     launch = node.args[0] if node.args else None
     pending = noted_type(launch)
     if not isinstance(launch, fx.Node) or not isinstance(pending, tuple) or pending[0] != "pending":
@@ -267,7 +267,7 @@ def of_exchange(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_largest(program: Program, node: fx.Node) -> ValueType:
-    """As of an exchange. ``count`` must be a number of elements of the bucket, or pack."""
+    """As of `exchange`. ``count`` must be a number of elements of the bucket, or pack."""
     (bucket, pack), count, gives = _pack(program, node), node.kwargs.get("count"), of_exchange(program, node)
     if not isinstance(count, int) or not 0 < count <= pack.num_elements:
         raise TypeError(f"its keyword count is {count!r}, but it sends 1 to {pack.num_elements} elements")
@@ -277,7 +277,7 @@ def of_largest(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_payload(program: Program, node: fx.Node) -> ValueType:
-    """As of an exchange. ``num_bytes`` must be fewer than those of the bucket, or pack."""
+    """As of `exchange`. ``num_bytes`` must be fewer than the bucket, or pack, has."""
     (bucket, pack), gives = _pack(program, node), of_exchange(program, node)
     text, num_bytes = node.kwargs.get("payload"), node.kwargs.get("num_bytes")
     if not isinstance(text, str) or not text:
@@ -344,7 +344,7 @@ def of_update(program: Program, node: fx.Node) -> None:
 
 
 def of_rows(program: Program, node: fx.Node) -> ValueType:
-    """The type of the bucket, with rows alone. Both operands must have the bucket's type."""
+    """The type of the bucket, of which the value has only rows. Both operands must have this type."""
     wanted = of_bucket(program, node)
     for source in node.args:
         if not is_same_type(noted_type(source), wanted):
@@ -353,12 +353,12 @@ def of_rows(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_stored_rows(program: Program, node: fx.Node) -> None:
-    """No value. Both operands must have the bucket's type, with rows alone."""
+    """No value. Both operands must have the bucket's type."""
     of_rows(program, node)
 
 
 def of_packed(program: Program, node: fx.Node) -> ValueType:
-    """That of its operand: of the bucket, or pack."""
+    """The type of its operand, which must be that of the bucket, or pack."""
     kind, wanted = noted_type(node.args[0] if node.args else None), of_pack(program, node)
     if not is_same_type(kind, wanted):
         raise TypeError(f"it is given {say_type(kind)}, but takes the whole bucket, {say_type(wanted)}")
@@ -374,7 +374,7 @@ def of_finiteness(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_commit(program: Program, node: fx.Node) -> ValueType:
-    """A row for each number among the operands, with those of all replicas. Truth values first."""
+    """A row for each number among the operands, with the numbers of all replicas. Truth values come first."""
     kinds = [noted_type(source) for source in node.args]
     truths = [kind for kind in kinds if _is_scalar(kind) and kind[3] == torch.bool]
     numbers = kinds[len(truths) :]
@@ -401,7 +401,7 @@ def _is_scalar(kind: ValueType) -> bool:
 
 
 def of_norm(program: Program, node: fx.Node) -> ValueType:
-    """A float32 number; float64 for operands of 64 bits."""
+    """A float32 number; float64 if an operand is float64 or complex128."""
     kinds = [noted_type(source) for source in node.args]
     wrong = [
         kind
@@ -453,7 +453,7 @@ def nothing(program: Program, node: fx.Node) -> None:
 
 
 def of_product(program: Program, node: fx.Node) -> ValueType:
-    """The type of the slot, and of each pair's product."""
+    """The type of the slot, which each pair's product must have."""
     slot = of_slot(program, node)
     for factors in _pairs(node, "multiplies", slot):
         shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]

@@ -39,7 +39,7 @@ def has_symbols_in(kind: ValueType) -> bool:
 
 
 def is_same_type(kind: ValueType, other: ValueType) -> bool:
-    """Ignores strides of dimensions of size 1, and numbers of devices."""
+    """Ignores strides of dimensions of size 1, and device indices."""
     return bool(kind == other) or bool(_canonical(kind) == _canonical(other))
 
 
@@ -55,7 +55,7 @@ def _canonical(kind: ValueType) -> ValueType:
 
 
 def say_type(kind: ValueType) -> str:
-    """Has strides if the tensor is not contiguous."""
+    """Names the strides of a tensor that is not contiguous."""
     if not isinstance(kind, tuple):
         return str(kind)
     if kind[0] == "pending":

@@ -13,7 +13,7 @@ SHARE_ELEMENTS = 64
 
 
 def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
-    """A half-open range. Shares are disjoint, in order, and cover it all."""
+    """Shares are disjoint half-open ranges, in order, and cover all elements."""
     units = -(-num_elements // SHARE_ELEMENTS)
     start, stop = (min(num_elements, units * i // num_shares * SHARE_ELEMENTS) for i in (index, index + 1))
     return start, stop
@@ -47,10 +47,10 @@ class PlacementFacts:
     Attributes:
         word, description: for messages.
         in_table: for the table of buckets; empty for the default.
-        owner: the replica in whose memory a replica's parameters are.
-        updates_by_shares: a replica updates its share alone.
-        is_written_last: parameters are written only after the last read of every other device.
-        has_owner: the bucket's owner makes all updates; the others copy its result.
+        owner: maps a replica to the one whose memory holds its parameters.
+        updates_by_shares: a replica updates only its share.
+        is_written_last: parameters are written after the last read of every other device.
+        has_owner: the bucket's owner makes all updates; other replicas copy the result.
     """
 
     word: str
@@ -84,7 +84,7 @@ def _all_to_owner(num_elements: int, replica: int, num_replicas: int, owner: int
 
 
 class Placement(enum.Enum):
-    """Saved programs have the member's name."""
+    """Where a bucket's parameters and updates are. Saved programs have the member's name."""
 
     MIRRORED = PlacementFacts(
         word="mirrored",
@@ -122,11 +122,11 @@ class UpdateRule:
 
     Attributes:
         label: such as ``AdamW group 0``.
-        group: counted through all optimizers.
-        state_class: equal for states with the same entries and equal scalars.
+        group: counted over all optimizers.
+        state_class: equal for optimizer states with the same entries and equal scalars.
         elementwise: the update may run on a whole bucket at once.
         takes_rows: the optimizer gets a table's gradient as a sparse tensor.
-        writes_rows: it then writes the looked up rows alone.
+        writes_rows: it then writes only the looked-up rows.
         may_be_unused: a step leaves out the parameter if no replica has used it.
     """
 
@@ -150,7 +150,7 @@ class Variable:
     Attributes:
         strides: its dense layout.
         synchronization: per-replica for buffers that the forward writes.
-        aggregation: of a per-replica variable, to one value.
+        aggregation: how a per-replica variable becomes one value.
         update: None if nothing updates it.
         is_on_host: a number in the host's memory, although the devices are GPUs.
     """

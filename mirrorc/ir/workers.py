@@ -10,13 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class World:
-    """A description of workers, for compiling the program of one of them without running any.
+    """Describes workers, to compile the program of one without running any.
 
     Attributes:
         devices_per_worker: a number for all, or one for each worker.
-
-    Raises:
-        TypeError, ValueError: names the wrong value, and the remedy.
     """
 
     num_workers: int
@@ -59,13 +56,13 @@ def _count(name: str, number: Any) -> int:
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a program, and the one that runs it. Replicas are numbered over all, by rank.
+    """The workers of a program; ``rank`` is the one that runs it. Replicas are numbered over all workers, by rank.
 
     Attributes:
         devices_per_worker: empty if a process trains on its own.
         sent_as_factors: variables with gradients sent as factors.
         shards_optimizer: each worker updates a part of each bucket.
-        gradient_order: that of the chief's backward.
+        gradient_order: as in the chief's backward.
     """
 
     devices_per_worker: tuple[int, ...] = ()

@@ -1,1 +1,1 @@
-"""Compares a step on several devices with one on the whole batch."""
+"""Compares steps on several devices and on one."""

@@ -1,4 +1,4 @@
-"""`check_loss`: compares loss and gradients of a whole batch with those of its shards."""
+"""`check_loss` compares loss and gradients of a whole batch with those of its shards."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ _SMALLEST_SCALE = 1e-2  # of the largest gradient of all: one that is zero but f
 
 @dataclass(frozen=True, repr=False)
 class LossCheck:
-    """The result of `check_loss`; prints the differences, and known reasons.
+    """The result of `check_loss`. Printed, it shows the differences and known reasons.
 
     Attributes:
         same: whether loss and gradients agree.
         loss: of the whole batch.
-        sharded_loss: the loss of a step: the weighted sum over the shards.
+        sharded_loss: of a step: the weighted sum over the shards.
         num_examples: of each shard.
-        differences: for each trainable variable, the largest difference of its gradients, relative to their largest entry;
-            the largest first.
-        tolerance: the largest relative difference due to rounding.
-        reasons: sentences on the coupling of examples; empty without any.
+        differences: the largest difference of each variable's gradients, relative to their largest entry; in descending
+            order.
+        reasons: sentences on the coupling of examples; empty if ``same``.
     """
 
     same: bool
@@ -89,10 +88,10 @@ def check_loss(
 ) -> LossCheck:
     """Checks on one batch whether a step on several devices makes the update that one device makes on the whole batch.
 
-    It computes loss and gradients of the whole batch, and of its shards one after the other on the model's own device.
-    Model, gradients and random streams are left as they are, and so is the Python state of model and loss: attributes,
-    containers, closures, random generators. Changes of globals, classes, iterators, Python generators and queues of the
-    standard library stay. Random numbers are the same for each example, so dropout makes no difference.
+    It computes loss and gradients of the whole batch, and of its shards one after the other, on the model's own device.
+    Model, gradients, random streams and the Python state of model and loss stay as they are, except for globals,
+    classes, iterators, Python generators and queues. Random numbers are the same for each example, so dropout makes no
+    difference.
 
     Example:
         >>> mirrorc.check_loss(model, x, y, loss_fn=F.cross_entropy, num_replicas=2)  # doctest: +SKIP
@@ -113,7 +112,7 @@ def check_loss(
 
     Raises:
         TypeError, ValueError: a wrong argument, or a model without a loss.
-        MirrorcError: they are not the same, if ``raises``; with the text of the result.
+        MirrorcError: they differ and ``raises`` is True, or the model asks for values of other replicas.
     """
     check_model(model)
     _check_options(loss_reduction, num_replicas)

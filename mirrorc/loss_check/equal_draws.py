@@ -1,4 +1,4 @@
-"""Equal random numbers for each example."""
+"""Gives each example equal random numbers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ _DRAWS = (
     "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_",
     "uniform", "uniform_",
 )  # fmt: skip
-"""Operators of ATen with nothing but random numbers as results."""
+"""ATen operators whose results are only random numbers."""
 
 
 class EqualDraws:
-    """Replaces random numbers by the first example's of the first run, for every example of all runs.
-
-    Attributes:
-        unequal: operators whose draws could not be replaced.
-    """
+    """Gives every example in all runs the random numbers of the first example in the first run."""
 
     def __init__(self) -> None:
         self.unequal: set[str] = set()
@@ -67,7 +63,7 @@ class EqualDraws:
 
 
 def _draws_now(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention draws nothing without dropout."""
+    """Attention without dropout draws nothing."""
     arguments = schema_of(operator).arguments
     values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     dropout = next((argument for argument in arguments if argument.name == "dropout_p"), None)

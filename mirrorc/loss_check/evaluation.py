@@ -1,4 +1,4 @@
-"""Loss and gradients of a batch, without side effects."""
+"""Computes loss and gradients of a batch without side effects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mirrorc.user.restore import restored
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Loss and gradients, in 64 bits; ``scale`` is the size of the summands of the loss."""
+    """Loss and gradients in 64 bits; ``scale`` is the size of the summands of the loss."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -31,7 +31,7 @@ class Evaluated:
 
 
 class Evaluation:
-    """Evaluates batches of one structure with equal random numbers for each example."""
+    """Evaluates batches of one structure, with equal random numbers for each example."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
         self._call = TrainingCall(model, loss_fn, call.structure, call.plain)
@@ -41,7 +41,7 @@ class Evaluation:
         self._draws = EqualDraws()
 
     def run(self, leaves: Sequence[torch.Tensor], *, by_running_statistics: bool = False) -> Evaluated:
-        """Loss and gradients, on request with BatchNorm's running statistics."""
+        """If ``by_running_statistics``, BatchNorm does not use the batch's statistics."""
         copies = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
         observed = ObservedCalls(by_running_statistics)
         with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Calls that couple the examples of a batch."""
+"""Observes calls that couple the examples of a batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mirrorc.capture.diagnostics.weighted_means import WeightedMean, weighted_me
 
 
 class ObservedCalls:
-    """The relevant calls in one evaluation of a loss.
+    """The calls in one evaluation of a loss that couple examples.
 
     Attributes:
-        weighted: the means over targets, each with the numbers of ignored and of all targets.
-        unequal_draws: operators whose random numbers differ from run to run.
+        weighted: the means over targets, with the numbers of ignored and of all targets.
+        unequal_draws: operators whose random numbers differ between runs.
     """
 
     def __init__(self, by_running_statistics: bool = False) -> None:
@@ -59,7 +59,7 @@ _BATCH_NORMS = {F.batch_norm: inspect.signature(F.batch_norm)}
 
 
 def _use_running_statistics(arguments: dict[str, Any]) -> None:
-    """Without running statistics, a BatchNorm gets constant ones."""
+    """A BatchNorm without running statistics gets constant ones."""
     x = arguments["input"]
     arguments["training"] = False
     if arguments["running_mean"] is None:

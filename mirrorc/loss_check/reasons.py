@@ -1,4 +1,4 @@
-"""Explains the coupling of examples, in clear cases."""
+"""Explains how examples are coupled, in clear cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def reasons_for(
     is_normalization: bool,
     is_repeatable: bool,
 ) -> tuple[str, ...]:
-    """``fitting_reduction`` is the other value of ``loss_reduction``, if it makes batch and shards the same."""
+    """``fitting_reduction`` is the other ``loss_reduction`` if batch and shards agree under it, else None."""
     if fitting_reduction is not None:
         return (
             f"with loss_reduction={fitting_reduction!r} they are the same: the loss is a {fitting_reduction} over its examples",

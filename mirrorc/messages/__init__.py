@@ -1,1 +1,1 @@
-"""The words of errors and remarks: lists, counts, the user's source line."""
+"""Wording of errors and remarks: lists, counts, the user's source line."""

@@ -1,4 +1,4 @@
-"""The user's source line of a node, of an exception, or of the running code."""
+"""Finds the user's source line for a node, an exception, or the running code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """A node's module in the user's model, as in ``model.named_modules()``; empty if unknown."""
+    """A node's module by its name in ``model.named_modules()``; empty if unknown."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(modules[-1][0]) if modules else ""
     return path.removeprefix("L['self']").removeprefix(".").removeprefix("model").removeprefix(".")
@@ -39,7 +39,7 @@ _FRAME = re.compile(r'File "(.*?)", line (.*)')
 
 
 def last_users_line(stack_trace: str) -> str:
-    """The innermost line of the user in a printed stack trace; may be empty."""
+    """The user's innermost line in a printed stack trace; may be empty."""
     frame = last_users_frame(stack_trace)
     return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip() if frame is not None else ""
 
@@ -56,7 +56,7 @@ def last_users_frame(stack_trace: str) -> traceback.FrameSummary | None:
 
 
 def raising_line(error: BaseException) -> str:
-    """The user's innermost line at an exception; may be empty."""
+    """The user's innermost line in an exception's traceback; may be empty."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users_file(frame.filename):
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip()

@@ -14,7 +14,7 @@ def listed(items: Iterable[object], most: int = 3) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """``1 gradient``, ``12 gradients``; ``plural`` where that is not the noun with an s."""
+    """``1 gradient``, ``12 gradients``; ``plural`` if it is not the noun with an s."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
@@ -24,7 +24,7 @@ def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
 
 
 def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
-    """The first sentences, then ``rest`` with the number of all others, such as ``... and {} more remarks``."""
+    """The first ``most`` sentences, then ``rest`` with the number left out, such as ``... and {} more remarks``."""
     left_out = 0
     for i, sentence in enumerate(sentences):
         if i < most:
@@ -36,12 +36,12 @@ def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
 
 
 def printable(text: str) -> str:
-    """Control and invisible characters become ``\\x1b``; line breaks stay."""
+    r"""Writes control and invisible characters as ``\x1b``; line breaks stay."""
     return text if text.isprintable() else "\n".join(map(as_single_line, text.split("\n")))
 
 
 def as_single_line(text: str) -> str:
-    """`printable`, with line breaks as ``\\n``."""
+    r"""`printable`, with line breaks as ``\n``."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

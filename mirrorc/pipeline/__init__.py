@@ -1,1 +1,1 @@
-"""The interface of passes, the runner that applies them, and pipelines as text."""
+"""The interface of passes, their runner, and pipelines as text."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Disables the collector during a block; it would search traces and graphs, which live long, again and again."""
+    """Disables the collector in a block: it would search long-lived traces and graphs again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

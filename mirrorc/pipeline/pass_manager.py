@@ -20,7 +20,7 @@ def run_passes(program: Program, passes: Sequence[Pass], instruments: Sequence[I
     """Applies passes in order.
 
     Raises:
-        PassError: a pass does not accept its program's stage or properties, returns another stage than it promises, or fails.
+        PassError: a pass refuses its input's stage or properties, returns another stage than it promises, or fails.
     """
     with collector_paused():
         return _run_all(program, passes, instruments)
@@ -51,7 +51,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
 
 
 def _notify(listeners: Sequence[Callable[..., None]], *news: object) -> None:
-    """Calls the listeners, and logs their errors, which must not hide the first one."""
+    """Logs the listeners' errors, which must not hide the first one."""
     for listener in listeners:
         try:
             listener(*news)

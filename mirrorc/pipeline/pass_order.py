@@ -10,11 +10,7 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Property], passes: Sequence[Pass]) -> None:
-    """Refuses a program of this stage and properties if the pass does not accept it.
-
-    Raises:
-        PassError: the program is refused.
-    """
+    """Raises `PassError` if the pass does not accept a program of this stage and properties."""
     if compiler_pass.input_stage <= stage <= traits_of(compiler_pass).latest_input_stage:
         _check_properties(compiler_pass, properties, passes)
         return
@@ -33,12 +29,9 @@ def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Proper
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Refuses a pipeline in which a pass would not accept its input, or whose last stage is not LOWERED.
+    """Raises `PassError` if a pass would not accept its input, or the last stage is not LOWERED.
 
     A required property that no pass declares is checked only when the pipeline runs.
-
-    Raises:
-        PassError: the pipeline is refused.
     """
     stage, declared = Stage.CAPTURED, set[Property]()
     for compiler_pass in passes:
@@ -50,7 +43,7 @@ def check_order(passes: Sequence[Pass]) -> None:
 
 
 def check_end(stage: Stage) -> None:
-    """Raises `PassError` if the last stage of a pipeline is not LOWERED."""
+    """Raises `PassError` unless the last stage is LOWERED."""
     if stage is not Stage.LOWERED:
         raise PassError(
             f"the pipeline ends with a {stage.name} program, which cannot run: it must end at LOWERED, as 'lower-devices' gives "

@@ -16,7 +16,7 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
 
 
 def in_exact_order(passes: Sequence[Pass]) -> tuple[list[Pass], str]:
-    """The passes that do not change bits, and a remark that names the others; empty if there are no others."""
+    """The passes that do not change bits, and a remark that names all other passes; empty if there are none."""
     left_out = [compiler_pass.name for compiler_pass in passes if traits_of(compiler_pass).changes_bits]
     exact = [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).changes_bits]
     return exact, f"exact_order=True leaves out {', '.join(left_out)}" if left_out else ""
@@ -39,7 +39,7 @@ def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) 
 
 @dataclass(frozen=True)
 class Placed:
-    """A pass to insert beside the pass named ``anchor``; see `before` and `after`."""
+    """A pass to insert beside the pass named ``anchor``."""
 
     compiler_pass: Pass
     anchor: str
@@ -57,10 +57,10 @@ def after(anchor: str, compiler_pass: Pass) -> Placed:
 
 
 def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass]:
-    """Inserts passes into a pipeline, in order; an inserted pass may be the anchor of a later one.
+    """Inserts passes in order; an inserted pass may be the anchor of a later one.
 
     Raises:
-        TypeError: an addition is not `Placed`, or places no pass.
+        TypeError: an addition is not `Placed`, or does not place a pass.
         ValueError: no pass has the name of an anchor.
     """
     result = list(passes)

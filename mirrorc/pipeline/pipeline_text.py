@@ -99,7 +99,7 @@ def _not_plain(option: str, value: Any) -> ValueError:
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """Tests that two values, and their types, are equal; nan equals nan."""
+    """Compares types, too; nan equals nan."""
     if value is other or type(value) is not type(other):
         return value is other
     if isinstance(value, (tuple, list)):
@@ -112,7 +112,6 @@ def _are_equal(value: Any, other: Any) -> bool:
 
 
 def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
-    """Refuses a pass if its class, called with these options, creates a different one."""
     kind = type(compiler_pass)
     values = {name: _parse_value(ast.parse(text, mode="eval").body) for name, text in options.items()}
     try:
@@ -173,7 +172,7 @@ def _options(name: str, text: str) -> dict[str, Any]:
 
 
 def _parse_value(node: ast.expr) -> Any:
-    """A literal of Python that may also contain inf, nan, torch's dtypes and plans of `mirrorc.packing`."""
+    """A Python literal that may also contain inf, nan, torch's dtypes and plans of `mirrorc.packing`."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=values, keywords=named) if name in PLANS:
             options = {str(option.arg): _parse_value(option.value) for option in named}
@@ -250,7 +249,7 @@ def _imported_class(name: str) -> Callable[..., Pass]:
 
 
 def import_module(name: str) -> ModuleType:
-    """Imports a module; raises ModuleNotFoundError if there is none, and ImportError for any error in its code."""
+    """Raises ModuleNotFoundError if there is no such module, and ImportError for any error in its code."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:

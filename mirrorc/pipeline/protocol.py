@@ -1,4 +1,4 @@
-"""The interfaces of passes and of their observers, instruments."""
+"""The interfaces of passes and of instruments, which observe them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Pass(Protocol):
     def output_stage(self) -> Stage: ...
 
     def run(self, program: Program) -> Program:
-        """Returns the program after this pass; must not change its argument."""
+        """Must not change its argument."""
         ...
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The attributes that a pass may have besides those of `Pass`.
+    """The optional attributes of a pass.
 
     Attributes:
         latest_input_stage: the last accepted stage; by default the input stage, or a stage that refines it.
-        requires: properties that its input program must have.
-        establishes: properties of its output program, and of all later programs.
-        precedes: properties that its input program must not have yet.
-        changes_dataflow: the pass intentionally changes the computation; the verifier then compares no expressions.
-        changes_bits: how the pass may change the bits of a step's results, as a clause: ``"terms are added in another
-            order"``. ``exact_order=True`` leaves the pass out. If it finds nothing to do, it must return the same graphs.
-        trains_only: evaluations leave the pass out, which concerns only gradients, buckets or updates.
-        updates_only: accumulating programs leave the pass out, which concerns only updates.
+        requires: properties that its input must have.
+        establishes: properties of its output, and of all later programs.
+        precedes: properties that its input must not have yet.
+        changes_dataflow: it intentionally changes the computation; the verifier then compares no expressions.
+        changes_bits: how it may change the bits of a step's results, as a clause: ``"terms are added in another order"``.
+            ``exact_order=True`` leaves the pass out. If it finds nothing to do, it must return the same graphs.
+        trains_only: evaluations leave it out, as it concerns only gradients, buckets or updates.
+        updates_only: accumulating programs leave it out, as it concerns only updates.
     """
 
     latest_input_stage: Stage
@@ -55,7 +55,7 @@ class Traits:
 
 
 def traits_of(compiler_pass: Pass) -> Traits:
-    """The optional attributes of a pass, with defaults for missing ones."""
+    """A pass's optional attributes, with defaults for missing ones."""
     first, last = compiler_pass.input_stage, compiler_pass.output_stage
     refining = [stage for stage in Stage if stage.refines is first and last > first]
     declared = {
@@ -71,13 +71,13 @@ class Instrument:
         """Called before the first pass; an exception stops the compilation."""
 
     def refused(self, program: Program, error: Exception) -> None:
-        """Called when an instrument's `start` has raised an error, before the error is raised to the caller."""
+        """Called when an instrument's `start` has raised an error, before the caller gets it."""
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """Called after each pass; an exception stops the compilation."""
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Called when a pass, or an instrument's `after_pass`, has raised an error, before the error is raised to the caller."""
+        """Called when a pass, or an instrument's `after_pass`, has raised an error, before the caller gets it."""
 
     def finish(self, program: Program) -> None:
         """Called after the last pass."""

@@ -1,4 +1,4 @@
-"""Saves a failing pass for another run: its input program, the remaining passes, and versions."""
+"""Saves a failing pass for another run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Reproducer(Instrument):
         error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.json.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
-        """The failing and the later passes as text, or the failing one alone, or None and the reason why it has no text."""
+        """The failing and later passes as text; else the failing one alone; else None and the reason."""
         places = [i for i, candidate in enumerate(self.passes) if candidate is compiler_pass]
         place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
         try:

@@ -1,4 +1,4 @@
-"""Prints the table of buckets with their gradients, update rules, ready times and shares."""
+"""Prints the bucket table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MORE = "#       "  # the beginning of a line that continues the one before
 
 
 def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
-    """The lines of the bucket table, then one line of hyperparameters for each optimizer group."""
+    """The bucket table, then one line of hyperparameters per optimizer group."""
     ready = _ready_after(program)
     lines: list[str] = []
     for bucket in program.buckets:
@@ -61,7 +61,7 @@ def _row(program: Program, bucket: Bucket, ready_after: str) -> str:
 
 @dataclass
 class _Members:
-    """Gradients ``names``, the same in consecutive layers of a bucket: under ``path``, from number ``first`` to ``last``."""
+    """The same gradients ``names`` in consecutive layers of a bucket: ``path``, numbers ``first`` to ``last``."""
 
     path: str
     first: int
@@ -152,7 +152,7 @@ def _ready_after(program: Program) -> dict[int, str]:
 
 
 def _last_gradient(pack: fx.Node, names: Sequence[str]) -> str:
-    """``d(NAME) in REGION`` of a pack's last gradient; empty if there is none, as in a malformed pack."""
+    """``d(NAME) in REGION``; empty for a malformed pack without gradients."""
     last: tuple[fx.Node, str] | None = None
     for gradient, name in itertools.zip_longest(pack.all_input_nodes, names, fillvalue=""):
         if not isinstance(gradient, fx.Node):

@@ -42,7 +42,6 @@ def _operation_styles() -> Iterator[tuple[str, str]]:
 
 
 def print_colored(text: str, stream: TextIO) -> None:
-    """Writes a printed program, colored if the stream is a terminal."""
     if not stream.isatty():
         stream.write(text if text.endswith("\n") else text + "\n")
         return

@@ -1,4 +1,4 @@
-"""Prints the functions of a program's devices; one that resembles an earlier one is printed by its differing lines."""
+"""Prints device functions. One that resembles an earlier one is printed as its differing lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_CALLS = ("    # -- ", "    return ")
 
 
 def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A graph's arguments as ``NAME: TYPE, ...``; ``names`` maps arguments to other printed names."""
+    """``NAME: TYPE, ...``; ``names`` maps arguments to other printed names."""
     placeholders = [(str(node.target), node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
     return ", ".join(f"{names.get(name, name)}: {type_of(value)}" for name, value in placeholders)
 
@@ -38,7 +38,7 @@ def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) 
 def function_lines(
     program: Program, lines_of: Callable[[fx.Graph], list[Line]], *, sources: bool, fold: bool
 ) -> list[str]:
-    """The printed functions of a program of any stage, each after an empty line; ``lines_of`` calls `graph_lines`."""
+    """Each function follows an empty line. ``lines_of`` calls `graph_lines`."""
     lines: list[str] = []
     absent = [replica for replica, index in enumerate(program.shard_of_replica) if index is None]
     for shard, graph in enumerate(program.shard_graphs):
@@ -148,7 +148,7 @@ def operation_of(text: str) -> str:
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """The indices of all lines of operations that differ from ``base``; None if the whole function must be printed."""
+    """Indices of all lines of operations that differ from ``base``; None if the whole function must be printed."""
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:
         return None

@@ -37,7 +37,7 @@ _COMMENT_COLUMN = 92
 
 @dataclass(frozen=True)
 class Line:
-    """A printed line of a graph, with the user's ``source`` line, its ``device`` or ``all``, and explanations ``above``."""
+    """A printed line of a graph. ``device`` may be ``all``; explanations ``above`` are lines of their own."""
 
     text: str
     node: fx.Node
@@ -48,7 +48,7 @@ class Line:
 
 
 def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
-    """The printed lines of a graph: calls for a program's own graph at OUTLINED or later, else operators."""
+    """Calls for a program's own graph at OUTLINED or later, else operators."""
     is_call_graph = program.stage >= Stage.OUTLINED and any(graph is other for other in program.graphs())
     return _calls(program, graph) if is_call_graph else statements(graph)
 
@@ -67,7 +67,7 @@ def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
 
 
 def rendered_line(line: Line, width: int = 0) -> str:
-    """A line as text; ``width`` is that of the device column."""
+    """``width`` is that of the device column."""
     text = f"{line.device:<{width}} | {line.text}" if line.device else line.text
     return f"{text:<{_COMMENT_COLUMN - 4}}  # {line.comment}" if line.comment else text
 

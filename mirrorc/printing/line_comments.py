@@ -1,4 +1,4 @@
-"""Writes the comments beside and above the lines of a graph."""
+"""The comments beside and above the lines of a graph."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns
 
 
 class LineComments:
-    """Writes comments at the ends of lines, the same for all devices with equal programs."""
+    """Comments at the ends of lines, the same for all devices with equal programs."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -83,7 +83,7 @@ class LineComments:
 
 
 def _gives_loss(program: Program, call: fx.Node) -> bool:
-    """Tests that a call computes the loss: in training the last forward call, in an evaluation one whose loss is gathered."""
+    """In training the last forward call gives the loss; in an evaluation, the call whose loss is gathered."""
     if program.trains:
         replica = replica_of(call)
         forward = (n for n in region_calls(call.graph) if replica_of(n) == replica and _is_forward(program, n))
@@ -98,9 +98,9 @@ def _is_forward(program: Program, call: fx.Node) -> bool:
 
 
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
-    """The comment on the elements that a `wait` returns on one device; empty for a whole bucket.
+    """The elements that a `wait` returns on one device; empty for a whole bucket.
 
-    ``others`` means that the line stands for further devices, whose shares are in the bucket table.
+    ``others``: the line stands for further devices, whose shares are in the bucket table.
     """
     launch = node.args[0] if node.target is ops.wait and node.args else None
     bucket = _bucket(program, node) if isinstance(launch, fx.Node) else None
@@ -117,7 +117,7 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
 
 
 def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """The lines above nodes that explain slots, factored gradients, and where writes of parameters begin."""
+    """Lines above nodes that explain slots, factored gradients, and where writes of parameters begin."""
     return {**_of_slots(program, graph), **_of_factors(program, graph), **_of_writing(program, graph)}
 
 
@@ -189,7 +189,6 @@ def _bucket(program: Program, node: fx.Node) -> Bucket | None:
 
 
 def _common_beginning(program: Program) -> str:
-    """The module that all parameters' names begin with, such as ``transformer.``; empty if there is none."""
     first = {name.partition(".")[0] for name, variable in program.variables.items() if variable.role is Role.PARAMETER}
     return f"{next(iter(first))}." if len(first) == 1 else ""
 
@@ -218,7 +217,7 @@ def _factored(program: Program, node: fx.Node) -> str:
 
 
 def _sum(form: GradientForm, types: Sequence[str]) -> str:
-    """A gradient as a sum over its factors, with equal terms counted: ``4 x (f32[8, 2] @ f32[2, 8])``."""
+    """A sum over factors, with equal terms counted: ``4 x (f32[8, 2] @ f32[2, 8])``."""
     parts = [form.expression(*part) for part in form.parts(types)]
     if len(parts) == 1:
         return parts[0]
@@ -227,7 +226,6 @@ def _sum(form: GradientForm, types: Sequence[str]) -> str:
 
 
 def _packed(program: Program, node: fx.Node) -> str:
-    """The numbers of a pack's gradients in place, copied and factored; one number alone if all are of one kind."""
     if not node.args:
         return "zeros: this device has no examples"
     counts = {"in place": 0, "copied": 0, "factored": 0}
@@ -294,7 +292,7 @@ def _optimizer_of(bucket: Bucket) -> str:
 
 
 def _gathered(node: fx.Node) -> str:
-    """The type of a gathered output, which the line of its call may not print."""
+    """The line of the call may not print the output's type."""
     return f"{type_of(node.all_input_nodes[0].meta.get('val'))}, this device's part" if node.all_input_nodes else ""
 
 

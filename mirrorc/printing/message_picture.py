@@ -1,4 +1,4 @@
-"""Draws the messages of buckets in a mirrored graph: a column for each device, an arrow for each message."""
+"""Draws the messages of buckets in a mirrored graph: a column per device, an arrow per message."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ def _arrows(program: Program, sent: list[Message], times: Mapping[Route, tuple[i
 
 
 def _elements(start: int, stop: int, length: int) -> str:
-    """A range of elements: ``all``, or in percent."""
     return "all" if (start, stop) == (0, length) else f"{_number(100 * start / length)}-{_number(100 * stop / length)}%"
 
 

@@ -1,4 +1,4 @@
-"""The parts of a printed program, as `mirrorc.printing.reader` reads them."""
+"""The parts of a printed program, as read by `mirrorc.printing.reader`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PrintedBucket:
         number: its line's number in the text.
         owner: the device that updates it, now or after a later pass; or empty.
         ready_after: the region of its last gradient; empty before buckets are packed.
-        shares: the elements that each device updates, as printed; or empty.
-        packs: the elements of each pack, as printed; or empty.
+        shares: the printed elements that each device updates.
+        packs: the printed elements of each pack.
     """
 
     number: int
@@ -61,9 +61,9 @@ class PrintedLine:
     """A line of a function or region: ``device | outcome = operation(inside)  # comment``.
 
     Attributes:
-        number: its number in the text.
+        number: in the text.
         text: ``outcome = operation(inside)``, without padding.
-        device: a device or ``all``; empty without a device column. A line of several devices is read as one for each.
+        device: a device or ``all``; empty without a device column. The reader repeats a line of several devices for each.
     """
 
     number: int
@@ -84,7 +84,7 @@ class PrintedLine:
 
     @functools.cached_property
     def details(self) -> Mapping[str, str]:
-        """The keyword arguments, such as ``bucket``, ``op`` and ``link``."""
+        """Keyword arguments, such as ``bucket``, ``op`` and ``link``."""
         matches = [_DETAIL.fullmatch(part) for part in split_list(self.inside)]
         return {match[1]: match[2] for match in matches if match}
 
@@ -94,9 +94,9 @@ class PrintedFunction:
     """The program of one or several devices.
 
     Attributes:
-        number: its first line's number in the text.
+        number: of its first line in the text.
         name: such as ``all_devices`` or ``cpu_0``.
-        above: the lines above it, on devices and examples.
+        above: lines on devices and examples.
     """
 
     number: int
@@ -111,7 +111,7 @@ class PrintedFunction:
 
 @dataclass(frozen=True)
 class PrintedRegion:
-    """A region's body; ``number`` is that of its first line in the text."""
+    """``number`` is that of its first line in the text."""
 
     number: int
     name: str
@@ -126,9 +126,9 @@ class PrintedProgram:
 
     Attributes:
         accumulation: "accumulating", "after accumulation", or empty.
-        worker: the worker and its replicas, from the heading; empty without other workers.
-        report: a dump's report on the pass, below the heading.
-        regions: the bodies of regions by name; empty if they are not printed.
+        worker: the worker and its replicas; empty without other workers.
+        report: a dump's report on the pass.
+        regions: printed bodies of regions, by name.
     """
 
     stage: str
@@ -155,7 +155,7 @@ class PrintedProgram:
         return {device: function for function in self.functions for device in function.devices}
 
     def lines_of(self, device: str) -> tuple[PrintedLine, ...]:
-        """The lines that a device runs, including collectives of all devices."""
+        """Includes collectives of all devices."""
         return tuple(line for line in self.function_of[device].lines if line.device in ("", "all", device))
 
 
@@ -167,7 +167,7 @@ def as_value(text: str) -> PrintedValue:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """Splits ``a, (b, c), 'd, e'`` at its commas, except for commas in brackets and in quotes."""
+    """Splits ``a, (b, c), 'd, e'`` at its commas outside of brackets and quotes."""
     return tuple(part.strip() for part in _parts(text)) if text.strip() else ()
 
 

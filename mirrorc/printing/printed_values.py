@@ -1,4 +1,4 @@
-"""Prints the names of values and their types."""
+"""The printed names and types of values."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ _NEVER_LISTED = ("saved", "factor", "activation", "activation gradient")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The printed name of a dtype, such as ``f32``, ``bf16``, ``i64``."""
+    """Such as ``f32``, ``bf16``, ``i64``."""
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def size_text(num_bytes: int) -> str:
-    """A number of bytes as text, such as ``40.1 KiB``, ``4.0 MiB``."""
+    """Such as ``40.1 KiB``, ``4.0 MiB``."""
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
 def type_of(value: Any) -> str:
-    """The type of a value, such as ``f32[2, 3]``, ``pending f32[8]``, ``(f32[2], i64[])``; empty for None."""
+    """Such as ``f32[2, 3]``, ``pending f32[8]``, ``(f32[2], i64[])``; empty for None."""
     if isinstance(value, ops.Pending):
         return f"pending {type_of(value.value)}"
     if isinstance(value, torch.Tensor):
@@ -131,11 +131,11 @@ class PrintedValues:
         return _WRITTEN.get(kind, "{}").format(name)
 
     def single_name(self, node: fx.Node) -> str:
-        """The name of a value without its replica, even if other lines only count values of its kind."""
+        """A value's name without its replica, even where other lines only count values of its kind."""
         return of_all_replicas(self.name(node), replica_of(node))
 
     def factors(self, gradient: fx.Node) -> str:
-        """The names of a gradient's factors, such as ``left, right``, and the number of microbatches, if several."""
+        """Names of a gradient's factors, such as ``left, right``, and the number of microbatches, if several."""
         form = FORMS.get(gradient.target)
         factors = [factor for factor in gradient.args if isinstance(factor, fx.Node)]
         if form is None:

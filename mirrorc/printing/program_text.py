@@ -30,26 +30,26 @@ The printed form::
     CALLS     = "accumulating" | "after accumulation"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-An ``evaluation`` is forward alone, and its functions return nothing: loss and outputs are gathered. Only files of ``dump=`` have
-a ``change``, and end with it if the pass changed nothing. A program of several workers prints one worker; replicas are numbered
+An ``evaluation`` is forward alone, and gathers loss and outputs in place of returning them. Only files of ``dump=`` have a
+``change``, and end with it if the pass changed nothing. A program of several workers prints one worker. Replicas are numbered
 over all workers, except ``root``, ``source`` and ``destination``.
 
 ``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column of devices up to SCHEDULED, and in LOWERED a function
-for each device. ``source`` is the user's line of the operators, or their module. Line breaks of a ``remark`` become ``\\n``.
+for each device. ``source`` is the operators' line of user code, or their module. Line breaks of a ``remark`` become ``\\n``.
 
-Unless ``fold=False`` or ``slots=True``, repeated parts are printed once, without any loss of information:
+Unless ``fold=False`` or ``slots=True``, repeated parts are printed once, and no information is lost:
 
 - Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29 … h.2``
   stands for 27 stretches; ``… b4 … b30, every 2nd`` for 14 stretches of two buckets each (`mirrorc.printing.folding`).
 - Microbatches with equal regions: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines above)``.
 - Adjacent lines of several devices in ``all_devices``: the column says ``each``, or lists the devices.
 - Functions that differ only in shapes: ``as cpu_0, but for these lines``. The lines replace those of the same operation, in
-  order, and ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shape of a shard.
+  order. ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shard shape.
 
-Comments: beside a region, its first and last module; beside ``pack``, the numbers of gradients written in place, copied, and left
-as factors; beside a factored gradient, its factors and the place of its product; beside ``wait``, this device's elements.
+Comments name a region's first and last module; how many gradients a ``pack`` has in place, copied and as factors; a factored
+gradient's factors and where it is computed; and this device's elements in a ``wait``.
 
-Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient; ``b0``, a packed bucket;
+Values have the same names in every run: ``loss``; ``d(fc1.weight)``, a gradient; ``b0``, a packed bucket;
 ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this device's share of it); ``b0_incoming`` and
 ``b0_parameters``, parameters in flight and received; ``updated(b0)``, updated by this device; ``new(bn.running_mean)``; variables
 by their names. Inside regions a value has the name of its module and operator (`rewrites.value_names`), with ``d_`` before it in
@@ -111,7 +111,7 @@ def _whose(ranks: list[int]) -> str:
 
 
 class ProgramPrinter:
-    """Prints a program in several forms; computes the lines of each graph once."""
+    """Computes the lines of each graph once for several forms."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -128,12 +128,12 @@ class ProgramPrinter:
         after: str = "",
         milliseconds: float | None = None,
     ) -> str:
-        """Prints the program; for other arguments see `Program.to_text`.
+        """For other arguments see `Program.to_text`.
 
         Args:
-            remarks: print the remarks that the program stores.
+            remarks: print stored remarks.
             after: the pass named in the heading.
-            milliseconds: the pass's time, in the heading.
+            milliseconds: of the pass, for the heading.
         """
         program, is_folded = self._program, not slots if fold is None else fold
         lines = [
@@ -164,7 +164,7 @@ def program_to_text(
     after: str = "",
     milliseconds: float | None = None,
 ) -> str:
-    """Prints a program; for the arguments see `ProgramPrinter.text`."""
+    """For the arguments see `ProgramPrinter.text`."""
     printer = ProgramPrinter(program)
     return printer.text(
         regions=regions, slots=slots, sources=sources, fold=fold, after=after, milliseconds=milliseconds
@@ -182,7 +182,7 @@ def _region_lines(region: Region, sources: bool, names: Mapping[str, str]) -> li
 
 
 def _argument_names(program: Program, region: Region) -> dict[str, str]:
-    """Maps a region's arguments that fx has renamed to the step's names, such as ``input_1`` to ``input``."""
+    """Maps arguments that fx has renamed to the step's names, such as ``input_1`` to ``input``."""
     calls = (n for graph in program.graphs() for n in region_calls(graph) if region_of(n) == region.name)
     call = next(calls, None)
     if call is None:

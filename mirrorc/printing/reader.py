@@ -1,4 +1,4 @@
-"""Reads the printed form of a program, whose grammar is in `mirrorc.printing.program_text`."""
+"""Reads the printed form of a program; its grammar is in `mirrorc.printing.program_text`."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ _ANEW = "print it anew with program.to_text()"
 
 
 class TextCursor:
-    """Reads the lines of a text, unfolded, one after the other."""
+    """Reads unfolded lines one by one."""
 
     def __init__(self, text: str) -> None:
         self._lines = unfolded(text.removesuffix("\n").split("\n"))
@@ -152,7 +152,7 @@ class TextCursor:
         return "" if self.is_at_end else self._lines[self._taken][1]
 
     def take(self) -> str:
-        """Reads the next line; raises ``ValueError`` at the end."""
+        """Raises ``ValueError`` at the end."""
         if self.is_at_end:
             raise ValueError(
                 f"the printed program is cut off: line {self.number}, {self._lines[-1][1][:_SHOWN]!r}, is its last, where a "
@@ -162,14 +162,12 @@ class TextCursor:
         return self._lines[self._taken - 1][1]
 
     def fail(self, expected: str) -> NoReturn:
-        """Raises ``ValueError`` for the line read last, with its number and the expected form."""
         raise ValueError(
             f"this is no printed program: line {self.number} is {self._lines[self._taken - 1][1][:_SHOWN]!r}, where this was "
             f"expected: {expected}; the whole form is in the docstring of mirrorc.printing.program_text, {_ANEW}"
         )
 
     def expect(self, holds: bool, expected: str) -> None:
-        """Refuses the line read last unless ``holds``."""
         if not holds:
             self.fail(expected)
 
@@ -207,7 +205,7 @@ def read_program_text(text: str) -> PrintedProgram:
     """Reads a printed program of any stage, in any form.
 
     Raises:
-        TypeError: ``text`` is no string.
+        TypeError: ``text`` is not a string.
         ValueError: the text is not a printed program.
     """
     if not isinstance(text, str):

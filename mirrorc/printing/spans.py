@@ -1,4 +1,4 @@
-"""Prints and reads lists with spans for consecutive items: ``cpu:0 … cpu:3, cpu:6``."""
+"""Lists with spans for consecutive items: ``cpu:0 … cpu:3, cpu:6``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEAST_SPAN = 3  # shorter ones are listed
 
 
 def spans(items: Iterable[object]) -> str:
-    """Lists items, with a span for consecutive ones: ``cpu:0 … cpu:3, cpu:6`` for names, ``0 … 3, 6`` for numbers."""
+    """``cpu:0 … cpu:3, cpu:6`` for names, ``0 … 3, 6`` for numbers."""
     parts: list[str] = []
     for run in _runs([str(item) for item in items]):
         parts += [f"{run[0]} … {run[-1]}"] if len(run) >= _LEAST_SPAN else run
@@ -32,7 +32,7 @@ def read_spans(text: str) -> tuple[str, ...]:
 
 
 def range_text(start: int, stop: int) -> str:
-    """Prints a range without its ``stop``: ``0 … 9``, ``4`` for a single number, ``none`` if it is empty."""
+    """A range without its ``stop``: ``0 … 9``, ``4`` for a single number, ``none`` if it is empty."""
     return "none" if start == stop else f"{start}" if stop == start + 1 else f"{start} … {stop - 1}"
 
 

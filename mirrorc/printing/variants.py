@@ -1,4 +1,4 @@
-"""Groups devices whose programs differ only in shapes, and prints the lines above a program."""
+"""Groups devices whose programs differ only in shapes, and prints the lines above their function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def device_names(program: Program, replicas: Iterable[int]) -> list[str]:
 
 
 def groups(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Groups the replicas with equal keys, in the order of each group's first; ``keys`` has one for each replica."""
+    """Groups replicas with equal keys, in the order of each group's first replica; ``keys`` has one per replica."""
     replicas_of: dict[Hashable, list[int]] = {}
     for replica, key in enumerate(keys):
         replicas_of.setdefault(key, []).append(replica)
@@ -26,7 +26,7 @@ def groups(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def variants_of_mirrored(program: Program) -> list[list[int]]:
-    """The replicas of the mirrored graph, grouped by types of arguments and numbers of examples."""
+    """Groups the mirrored graph's replicas by types of arguments and numbers of examples."""
     types: list[list[tuple[str, str]]] = [[] for _ in program.devices]
     for node in calls_to(program.mirrored_graph, ops.argument):
         replica = replica_of(node)
@@ -38,7 +38,7 @@ def variants_of_mirrored(program: Program) -> list[list[int]]:
 
 
 def num_examples(program: Program, replica: int) -> int | None:
-    """The number of a replica's examples in the batch; None if unknown."""
+    """None if unknown."""
     return program.num_examples[replica] if len(program.num_examples) == program.num_replicas else None
 
 
@@ -110,7 +110,7 @@ _WIDTH = 158
 
 
 def wrapped(title: str, parts: Sequence[str]) -> list[str]:
-    """``#   TITLE part, part, ...`` on lines of bounded width; continuation lines are indented further."""
+    """``#   TITLE part, part, ...``, wrapped with deeper indentation."""
     lines, line = [], f"#   {title}"
     for i, part in enumerate(parts):
         piece = part + (", " if i + 1 < len(parts) else "")

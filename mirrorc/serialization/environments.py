@@ -1,4 +1,4 @@
-"""Converts symbolic sizes, and the symbols of their shape environments, to data for JSON and back."""
+"""Converts symbolic sizes, and their shape environments' symbols, to JSON data and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mirrorc.torch_internals import SavedSizes, SizeSymbol, symbols_of_environme
 
 
 class EnvironmentWriter:
-    """Numbers the shape environments of one program's values, and converts sizes to data."""
+    """Numbers the shape environments of one program, and converts sizes to data."""
 
     def __init__(self) -> None:
         self._symbols: list[tuple[SizeSymbol, ...]] = []
@@ -18,7 +18,7 @@ class EnvironmentWriter:
         self._places: dict[int, int | None] = {}  # id of an environment -> its number, or None without symbols
 
     def of(self, environment: Any) -> tuple[int | None, SavedSizes | None]:
-        """The number of an environment and the writer of its sizes; (None, None) if it is None or has no symbols."""
+        """The environment's number and the writer of its sizes; (None, None) if it has no symbols."""
         if id(environment) not in self._places:
             symbols = symbols_of_environment(environment)
             self._places[id(environment)] = len(self._symbols) if symbols else None
@@ -38,7 +38,6 @@ class EnvironmentWriter:
             raise DataError(f"its value is a number of symbols: {error}") from error
 
     def table(self) -> list[list[Any]]:
-        """The symbols of each environment."""
         return [
             [encode_record(symbol, SizeSymbol, "a symbol") for symbol in environment_symbols]
             for environment_symbols in self._symbols
@@ -46,7 +45,7 @@ class EnvironmentWriter:
 
 
 def decode_symbols(data: list[Any], where: str) -> SavedSizes:
-    """Reads an entry of `EnvironmentWriter.table`; raises `DataError` for other data."""
+    """Inverts an entry of `EnvironmentWriter.table`; raises `DataError` for other data."""
     try:
         return SavedSizes(tuple(decode_record(symbol, SizeSymbol, where) for symbol in data))
     except ValueError as error:
@@ -54,7 +53,7 @@ def decode_symbols(data: list[Any], where: str) -> SavedSizes:
 
 
 def decode_size(text: Any, saved: SavedSizes) -> Any:
-    """Parses a size's text with the symbols of ``saved``; raises `DataError` for other texts."""
+    """Raises `DataError` if ``text`` is not a size with the symbols of ``saved``."""
     try:
         return saved.size(expect(text, str, "a size"))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Converts graphs to data for JSON, and back.
+"""Converts graphs to JSON data and back.
 
 All graphs of a program share six tables, in which each item occurs once::
 
@@ -9,15 +9,14 @@ All graphs of a program share six tables, in which each item occurs once::
     lines       of the user's source, as ``file.py:14  code``; empty for a stack trace that has none
     modules     of the user's model, as [path, class]
 
-A graph is the list of its nodes, in order; nodes refer to earlier ones by their index::
+A graph is the ordered list of its nodes, which refer to earlier ones by index::
 
     node = [NAME, call, [argument ...], {KEY: argument ...}, {"val": value, "line": INDEX, "module": INDEX, "checkpoint": {...}}]
     call = INDEX                                  of the operator
          | ["placeholder", TARGET] | ["call_module", REGION] | ["output", "output"]
 
-`mirrorc.serialization.plain_data` has the form of arguments. Values have the same form, in which [INDEX] is a tensor,
-["size", TEXT, INDEX] a size of an environment, and ["pending", value] a value in flight. Missing entries of a node's ``meta`` are
-left out.
+`mirrorc.serialization.plain_data` has the form of arguments. In values of this form, [INDEX] is a tensor,
+["size", TEXT, INDEX] a size of an environment, and ["pending", value] a value in flight. Missing ``meta`` entries are left out.
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ _NO_LINE = "(none of the user's lines)"
 
 
 class GraphWriter:
-    """Converts the graphs of one program to data."""
-
     def __init__(self) -> None:
         self._tables: dict[str, dict[Any, int]] = {name: {} for name in _TABLES}
         self._tensor_types: list[int] = []

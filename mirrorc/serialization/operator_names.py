@@ -1,4 +1,4 @@
-"""Names of operators, by which another process can look them up."""
+"""Names of operators, for look-up in another process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are regist
 
 
 class UnknownOperatorError(DataError):
-    """No operator of this name is registered in this process."""
+    """This process has no registered operator of this name."""
 
 
 def operator_name(target: Any) -> str:
-    """An operator's name: ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default``; raises `DataError` if it has none."""
+    """Such as ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default``; raises `DataError` if there is none."""
     if target is operator.getitem:
         return "operator.getitem"
     if target in OPAQUE:

@@ -1,4 +1,4 @@
-"""Converts arguments of nodes to data for JSON and back; refuses other values.
+"""Converts arguments of nodes to JSON data and back; refuses other values.
 
 The form of an argument::
 
@@ -21,25 +21,25 @@ from torch import fx
 
 
 class DataError(Exception):
-    """A value cannot be saved or read; the caller adds the file's name and a remedy."""
+    """A value cannot be saved or read. The caller adds the file's name and a remedy."""
 
 
 def expect(data: Any, kind: type, title: str) -> Any:
-    """Returns the data if its type is exactly ``kind``; else raises `DataError`."""
+    """Raises `DataError` unless the data's type is exactly ``kind``."""
     if type(data) is not kind:
         raise DataError(f"{title} is {data!r:.60}, not of type {kind.__name__}")
     return data
 
 
 def expect_identifier(data: Any, title: str) -> str:
-    """Returns an identifier, and raises `DataError` for other data: torch.fx writes some strings of a graph into code."""
+    """Raises `DataError` for other data: torch.fx writes some strings of a graph into code."""
     if type(data) is not str or not data.isidentifier() or keyword.iskeyword(data):
         raise DataError(f"{title} is {data!r:.60}, not an identifier")
     return data
 
 
 def entry(table: Mapping[str, Any] | list[Any], key: Any, title: str) -> Any:
-    """The entry of a dict or a list; raises `DataError` if there is none."""
+    """Raises `DataError` if the dict or list has no such entry."""
     keys = range(len(table)) if isinstance(table, list) else table
     if type(key) not in (int, str) or key not in keys:
         raise DataError(f"there is no {title} {key!r:.60}")
@@ -50,13 +50,13 @@ _Leaf = Callable[[Any], Any]
 
 
 def encode_argument(value: Any, refer: _Leaf) -> Any:
-    """Converts an argument to data; ``refer`` converts nodes and tensors, or raises `DataError`."""
+    """``refer`` converts nodes and tensors, or raises `DataError`."""
     encode = _ENCODERS.get(type(value))
     return encode(value, refer) if encode is not None else refer(value)
 
 
 def decode_argument(data: Any, resolve: _Leaf) -> Any:
-    """Inverts `encode_argument`; ``resolve`` reverses ``refer``. Raises `DataError` for other data."""
+    """Inverts `encode_argument`; ``resolve`` inverts ``refer``. Raises `DataError` for other data."""
     if type(data) is not list:
         return _decode_plain(data)
     decode = _DECODERS.get(data[0]) if data and type(data[0]) is str else None

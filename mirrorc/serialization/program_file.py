@@ -43,7 +43,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def save_program(program: Program, path: str | os.PathLike[str]) -> None:
-    """Writes a program to a file, whole or not at all; see `Program.save`."""
+    """Writes a whole file or none; see `Program.save`."""
     path = Path(path)
     try:
         data = _encode_program(program)
@@ -69,7 +69,7 @@ def _write_whole(path: Path, encoded: bytes) -> None:
 
 
 def load_program(path: str | os.PathLike[str]) -> Program:
-    """Reads a program from a file; see `Program.load`."""
+    """See `Program.load`."""
     path = Path(path)
     data = _read(path)
     try:
@@ -84,14 +84,13 @@ def load_program(path: str | os.PathLike[str]) -> Program:
 
 
 def _other_torch(written_with: str) -> str:
-    """The remedy if another version of torch wrote the file; else empty."""
     if written_with == str(torch.__version__):
         return ""
     return f", or use the same torch: the file was written with torch {_version(written_with)}, this is torch {torch.__version__}"
 
 
 def _version(version: Any) -> str:
-    """A version from a file as text, quoted if it does not look like a version."""
+    """Quoted if it does not look like a version."""
     return version if type(version) is str and re.fullmatch(r"[\w.+-]{1,40}", version) else f"{version!r:.40}"
 
 
@@ -125,7 +124,7 @@ _MOST_EXPANSION = 100  # programs are compressed to a tenth or so; gzip can make
 
 
 def _decompressed(encoded: bytes) -> bytes:
-    """Decompresses gzip data up to a bound, against decompression bombs."""
+    """Bounded, against decompression bombs."""
     most = _ALWAYS_READ + _MOST_EXPANSION * len(encoded)
     with gzip.GzipFile(fileobj=io.BytesIO(encoded)) as file:
         content = file.read(most + 1)
@@ -216,7 +215,6 @@ def _decode_region(data: Any, name: str, reader: GraphReader) -> Region:
 
 
 def _decode_module(data: Any, where: str, reader: GraphReader, regions: Mapping[str, Region]) -> fx.GraphModule:
-    """Builds a graph module whose submodules are the regions that the graph calls."""
     check_keys(data, dict.fromkeys(("class_name", "nodes")), where)
     class_name = expect_identifier(data["class_name"], f"the class name of {where}")
     graph = reader.decode(data["nodes"], where, regions)

@@ -1,4 +1,4 @@
-"""Converts dataclasses to data for JSON and back, by the declared types of their fields."""
+"""Converts dataclasses to JSON data and back, by the declared types of their fields."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def decode_record(data: Any, kind: Any, title: str) -> Any:
 
 
 def check_keys(data: Any, wanted: Mapping[str, Any], title: str) -> None:
-    """Raises `DataError` unless the data is a dict with exactly these keys."""
+    """Raises `DataError` unless the data is a dict with exactly the keys of ``wanted``."""
     expect(data, dict, title)
     for key in wanted:
         if key not in data:

@@ -1,4 +1,4 @@
-"""Converts fake tensors, the values of nodes, to records and back."""
+"""Converts fake tensors to records and back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class TensorType:
     """The saved properties of a fake tensor.
 
     Attributes:
-        offset: the storage offset, in elements.
+        offset: of the storage, in elements.
         is_conjugated, is_negated: ``tensor.is_conj()`` and ``tensor.is_neg()``, which are lazy.
         symbols: the index of its environment's symbols; None without symbols.
-        sizes: the symbolic shape, strides and offset as texts; empty without symbols. The numbers above are those at capture.
+        sizes: the symbolic shape, strides and offset as texts, whose values at capture are above; empty without symbols.
     """
 
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class TensorType:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, symbols: int | None = None, saved: SavedSizes | None = None) -> TensorType:
-        """The type of a fake tensor; ``symbols`` and ``saved`` are the index and writer of its environment."""
+        """``symbols`` and ``saved`` are the index and writer of the tensor's environment."""
         if tensor.layout is not torch.strided:
             raise DataError(f"its value has the layout {tensor.layout}, and only strided tensors can be saved")
         extents = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
@@ -51,7 +51,7 @@ class TensorType:
         return cls(tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg(), symbols, texts)
 
     def make(self, fake_mode: FakeTensorMode, saved: SavedSizes | None = None) -> torch.Tensor:
-        """A fake tensor with memory of its own; without symbols, bypasses the mode's dispatcher, which is slow."""
+        """A fake tensor with memory of its own; without symbols, bypasses the mode's slow dispatcher."""
         if self.sizes:
             return self._made_of_symbols(saved)
         if self.offset:

@@ -34,9 +34,9 @@ class _Directive:
 def check(program: Program | Step | str, directives: str) -> None:
     """Checks that a program's text contains certain pieces, in order.
 
-    The directives are those of `torch.testing.FileCheck`. Each one is on a separate line, may be indented and may have ``#``
-    before it; other lines that begin with ``#`` are comments. The sought text extends to the end of the line. Several
-    blanks are compared as one, because the columns of a printed program are padded::
+    The directives are those of `torch.testing.FileCheck`, each on a line, maybe indented or after ``#``. Other lines that begin
+    with ``#`` are comments. The sought text extends to the end of the line. Several blanks are compared as one, because the
+    columns of a printed program are padded::
 
         CHECK: b0_pending: pending f32[64] = reduce_scatter(bucket=0
         # later in the same line:
@@ -52,14 +52,13 @@ def check(program: Program | Step | str, directives: str) -> None:
         CHECK-DAG: return loss
 
     Args:
-        program: a text; a program, whose text is ``program.to_text(slots=True, sources=False)``; or a step, whose ``program`` is
-            checked.
+        program: a text; a program, printed by ``program.to_text(slots=True, sources=False)``; or a step with such a program.
         directives: see above.
 
     Raises:
-        AssertionError: a directive fails; shows the directive, and the text from the line at which the search began.
+        AssertionError: a directive fails; shows it, and the text from the line at which the search began.
         ValueError: there is no directive, or a line is neither a directive nor a comment.
-        TypeError: ``program`` is no program, step or text, or the directives are no string.
+        TypeError: ``program`` is not a program, step or text, or the directives are not a string.
     """
     __tracebackhide__ = True
     text = _text_of(program)
@@ -161,7 +160,7 @@ def _reason(culprit: _Directive) -> str:
 
 
 def _culprit(directives: Sequence[_Directive], plain: Sequence[str]) -> tuple[_Directive, Sequence[_Directive]]:
-    """The first failing directive, and the earlier ones that determine the beginning of its search."""
+    """The first failing directive, and the earlier ones that determine where its search begins."""
     begin = 0
     for end, directive in enumerate(directives, 1):
         following = directives[end].kind if end < len(directives) else ""

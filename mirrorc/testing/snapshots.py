@@ -34,7 +34,7 @@ class ProgramSnapshot:
         regions: compare the bodies of regions, too.
 
     Raises:
-        TypeError: ``snapshot`` is the fixture of another plugin, or ``name`` is no string.
+        TypeError: ``snapshot`` is the fixture of another plugin, or ``name`` is not a string.
     """
 
     def __init__(self, snapshot: SnapshotAssertion, name: str | None = None, regions: bool = False) -> None:
@@ -52,7 +52,7 @@ class ProgramSnapshot:
         self._regions = regions
 
     def __call__(self, *, name: str | None = None, regions: bool = False) -> ProgramSnapshot:
-        """Another snapshot of this test: with a name, or with the bodies of the regions."""
+        """Another snapshot of this test: with a name, or with the bodies of regions."""
         return ProgramSnapshot(self._assertion, name, regions)
 
     def __eq__(self, program: object) -> bool:

@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""The private torch APIs of mirrorc under names of ours; a test calls each and fails when one moves."""
+"""Gives torch's private APIs names of mirrorc. A test fails when torch moves one."""
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

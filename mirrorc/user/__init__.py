@@ -1,1 +1,1 @@
-"""The user's own objects: optimizers, aliased tensors, training-loop habits, restoring a model."""
+"""The user's own objects: optimizers, tensors, training loops, models."""

@@ -24,18 +24,17 @@ class PendingGradients(Protocol):
     def has_any(self) -> bool: ...
 
     def first_of(self, ids: Collection[int]) -> str | None:
-        """The name of the first parameter, among those with these ids, that has a gradient; None if none has."""
+        """The name of the first parameter with one of these ids that has a gradient, or None."""
         ...
 
     def drop(self, ids: Collection[int]) -> None: ...
 
 
 class GradientHabits:
-    """Warns of habits of a training loop that have no effect beside a compiled step, once of each.
+    """Warns once of each habit of a training loop that has no effect beside a compiled step.
 
     Attributes:
         has_trained: whether the step has run; there are no warnings before.
-        pending: the gradients of `Step.accumulate` since the last update.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups, pending: PendingGradients) -> None:
@@ -67,7 +66,7 @@ class GradientHabits:
         return next((name for name in names if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
-        """Called before a step. Warns that it drops gradients of the user's backward, unless an optimizer's step uses them."""
+        """Before a step, warns that it drops gradients of the user's backward, unless an optimizer's own step uses them."""
         groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._with_gradients and not are_used:
@@ -79,7 +78,7 @@ class GradientHabits:
             )
 
     def note_step(self) -> None:
-        """Called after a step; clears the gradients that `look_for_gradients` has found."""
+        """After a step, clears the gradients that `look_for_gradients` has found."""
         for parameter in self._with_gradients:
             parameter.grad = None
         self._with_gradients = []

@@ -1,4 +1,4 @@
-"""The user's optimizers: their groups by number, and the update rule of each parameter."""
+"""The user's optimizers: their numbered groups, and the update rule of each parameter."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_f
 class OptimizerGroups:
     """The user's optimizers, with all groups numbered together.
 
-    The groups of the first optimizer come first. A group added later gets the next number, so a number always means the same
-    group.
+    The groups of the first optimizer come first. A group added later gets the next number, so numbers do not change.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -40,7 +39,7 @@ class OptimizerGroups:
         return len(self._numbered)
 
     def fused(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of the groups whose float32 parameters torch's fused kernels update on devices of this type."""
+        """The numbers of groups whose float32 parameters torch's fused kernels update on such devices."""
         held = [(number, *self[number]) for number in range(len(self))]
         return tuple(
             n
@@ -53,7 +52,7 @@ class OptimizerGroups:
         return are_same and len(self) == len(other) and self._numbered == other._numbered
 
     def parameters(self) -> set[int]:
-        """The ids of all optimizers' parameters."""
+        """The ids of the parameters."""
         return {id(parameter) for group in self.hyperparameters for parameter in group["params"]}
 
     def __getitem__(self, number: int) -> tuple[torch.optim.Optimizer, int]:
@@ -70,7 +69,7 @@ class OptimizerGroups:
     def are_elementwise(self) -> tuple[bool, ...]:
         """For each optimizer, whether it may run on whole buckets.
 
-        If one of several has hooks or a replaced step, none may: these may read the parameters of all.
+        If one of several has hooks or a replaced step, none may: these may read all optimizers' parameters.
         """
         if len(self.optimizers) > 1 and any(has_step_hooks(o) or not has_torchs_step(o) for o in self.optimizers):
             return (False,) * len(self.optimizers)
@@ -79,7 +78,7 @@ class OptimizerGroups:
     def write_rows(self) -> tuple[bool, ...]:
         """For each group, whether a step writes only those rows of a table that its sparse gradient has.
 
-        If an optimizer has hooks or a replaced step, no group does: these may write the tables of all.
+        If an optimizer has hooks or a replaced step, no group does: these may write all tables.
         """
         are_torchs = all(has_torchs_step(o) and not has_step_hooks(o) for o in self.optimizers)
         return tuple(are_torchs and writes_rows(*self[number]) for number in range(len(self)))
@@ -89,7 +88,7 @@ class OptimizerGroups:
         return (*each, self.are_elementwise())
 
     def check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Refuses parameters of another model, and parameters that two optimizers have."""
+        """Refuses parameters of another model, and parameters in two optimizers."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         held_by: dict[int, int] = {}
         for which, optimizer in enumerate(self.optimizers):
@@ -111,12 +110,12 @@ class OptimizerGroups:
 
 
 def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) -> OptimizerGroups:
-    """The checked optimizer or optimizers of the option ``optimizer``.
+    """Checks the option ``optimizer``.
 
     Raises:
-        TypeError: a value is no optimizer, or its step needs a closure.
-        ValueError: there is no optimizer, one is given twice or shards parameters itself, or a parameter is none of the
-            model's or in two optimizers.
+        TypeError: a value is not an optimizer, or its step needs a closure.
+        ValueError: there is no optimizer, one is given twice or shards parameters itself, or a parameter is not the
+            model's or is in two optimizers.
     """
     if option is None:
         raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")
@@ -170,9 +169,7 @@ def update_rules(
     """The update rule of each parameter in ``updated``, by name.
 
     Args:
-        updated: the parameters with gradients.
-        sparse: the parameters with sparse gradients.
-        may_be_unused: parameters may have no gradient in a step.
+        may_be_unused: whether parameters may have no gradient in a step.
 
     Raises:
         ValueError: an optimizer of torch cannot use a parameter's sparse, or dense, gradient.
@@ -222,7 +219,7 @@ def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
 
 
 def _text_of(value: Any) -> str:
-    """A value as text: the same in every run, and different for different numbers or tensors."""
+    """A text that is the same in every run, and differs for different numbers or tensors."""
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else _text_of_tensor(value)
     if type(value) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Facts about the user's optimizers: element-wise updates, required state, kernels."""
+"""Facts about optimizer classes: element-wise updates, required state, kernels."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests that an optimizer may run on whole buckets.
+    """Tests whether an optimizer may run on whole buckets.
 
     Its class is in `ELEMENTWISE`, its step is torch's and without hooks, and it is neither differentiable nor capturable.
     """
@@ -93,7 +93,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
-    """Tests that a step with a sparse gradient writes only the gradient's rows of a table.
+    """Tests whether a step with a sparse gradient writes only the gradient's rows of a table.
 
     SGD with momentum writes further rows; a hook or a replaced step may write anything.
     """
@@ -142,10 +142,10 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
 
 
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
-    """Tests that torch's fused kernels update a group's parameters of a dtype on devices of a type.
+    """Tests whether torch's fused kernels update a group's parameters of a dtype on devices of a type.
 
-    With ``fused=None``, and not ``foreach``, they do for dtypes that all fused kernels support: 32 and 64 bits on CPUs (SGD
-    lacks 16 in 2.13), also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.
+    With ``fused=None``, and not ``foreach``, they do for dtypes that all fused kernels support: 32 and 64 bits on CPUs,
+    also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):
@@ -156,7 +156,7 @@ def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype:
 
 
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | torch.dtype | None], ...]:
-    """A key that is equal for states which can share one flat tensor per entry."""
+    """Equal for states that can share one flat tensor per entry."""
     entries = flat_entries(state)
     kinds = {
         key: float(value) if key in SCALAR_STATE else getattr(value, "dtype", None) for key, value in entries.items()

@@ -19,7 +19,7 @@ from torch import nn
 from mirrorc.user.slots import slots_of
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
-"""Types of collections whose contents are restored where they are attributes of modules."""
+"""Collections whose contents are restored where they are attributes of modules."""
 
 _BASES = (OrderedDict, dict, list, set, deque)  # a subclass before its base
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collections"}
@@ -30,12 +30,12 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collect
 def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
     """Undoes the changes of a block to a module and its submodules, also if the block fails.
 
-    Restored are the attributes and tables of modules, and contents of collections among these; memory, shape,
+    Restored are attributes and tables of modules, and contents of collections among these; memory, shape,
     ``requires_grad`` and ``grad`` of parameters and buffers; and values of buffers.
 
     Args:
-        deep: restore all objects that the modules refer to, also indirectly, except for globals, classes, iterators, Python
-            generators and most objects of libraries.
+        deep: whether to restore all objects that the modules refer to, also indirectly, except for globals, classes,
+            iterators, Python generators and most objects of libraries.
     """
     objects = _HeldObjects(root).actions if deep else _attributes(root)
     with put_back_after([*objects, *_variables(root)]):
@@ -56,9 +56,9 @@ def _variables(root: nn.Module) -> list[Callable[[], object]]:
 
 @contextlib.contextmanager
 def put_back_after(actions: Iterable[Callable[[], object]]) -> Iterator[None]:
-    """Runs all actions after a block, also if the block or some of the actions fail.
+    """Runs all actions after a block, also if the block or some actions fail.
 
-    If the block fails, its error gets a note of the first failed action; if not, that action's error is raised.
+    The first failed action raises its error, or adds a note to the block's error.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def _first_failure(actions: Iterable[Callable[[], object]]) -> Exception | None:
 
 
 class _SavedMemory:
-    """The memory, shape, strides and dtype of a tensor; also undoes a resize."""
+    """Also undoes a resize."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._original = tensor, tensor.data
@@ -102,7 +102,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _SavedValue:
-    """The value and memory of a tensor, each restored only if it has changed."""
+    """Restores value and memory, each only if it has changed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._memory, self._value = tensor, _SavedMemory(tensor), tensor.detach().clone()
@@ -118,14 +118,14 @@ class _SavedValue:
 
 
 def can_keep_value(tensor: torch.Tensor) -> bool:
-    """Tests that a tensor's value can be copied, compared and written."""
+    """Tests whether a tensor's value can be copied, compared and written."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_inference())
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, to compare: nan equals itself, and 0.0 differs from -0.0."""
+    """As bytes, nan equals itself, and 0.0 differs from -0.0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -135,7 +135,7 @@ def content_of(container: Any) -> Any:
 
 
 def is_same(container: Any, content: Any) -> bool:
-    """Tests that a container holds the objects of ``content``, by identity."""
+    """Compares a container's objects by identity."""
     if isinstance(container, dict):
         return is_same(list(container), list(content)) and is_same(list(container.values()), list(content.values()))
     return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
@@ -167,8 +167,6 @@ class _SavedTensor:
 
 
 class _HeldObjects:
-    """Finds all objects that a root refers to, also indirectly; ``actions`` restore them."""
-
     def __init__(self, root: object) -> None:
         self.actions: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # kept alive, so that no other object gets their id
@@ -180,7 +178,6 @@ class _HeldObjects:
                 waiting.extend(self._held_by(value))
 
     def _held_by(self, value: Any) -> list[Any]:
-        """The objects that an object refers to; also adds the actions that restore it."""
         kind = type(value)
         if issubclass(kind, torch.Tensor):
             if can_keep_value(value):

@@ -13,7 +13,7 @@ class CallersModes:
         self._warned: set[str] = set()
 
     def look(self, *, trains: bool) -> None:
-        """Warns of the modes of the calling thread; ``trains`` tells that the step saves values for backward."""
+        """``trains`` says whether the step saves values for backward."""
         for kind in dispatch_modes():
             self._warn(
                 kind,

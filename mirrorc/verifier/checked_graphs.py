@@ -23,7 +23,7 @@ class VerifiedGraphs:
         self._last: list[Any] = []  # the contents of the last program
 
     def refresh(self) -> None:
-        """Notes which graphs have changed since they were verified. Passes must return new graphs instead."""
+        """Notes which verified graphs have changed since. Passes must return new graphs instead."""
         self._changed = {
             key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
         }
@@ -35,7 +35,7 @@ class VerifiedGraphs:
         return self._is_known(graph) and id(graph) not in self._changed
 
     def is_last(self, program: Program) -> bool:
-        """Tests that a program is the last verified one, except for remarks."""
+        """Tests that a program equals the last verified one, except for remarks."""
         return _contents(program) == self._last and all(map(self.has, all_graphs(program)))
 
     def add(self, program: Program) -> None:
@@ -49,7 +49,7 @@ class VerifiedGraphs:
 
 
 def _parts(graph: fx.Graph) -> list[Any]:
-    """The objects of a graph, to compare by identity: arguments are immutable, so a changed one is another object."""
+    """Compared by identity: arguments are immutable, so a changed one is another object."""
     return [part for node in graph.nodes for part in (node, node.target, node.args, node.kwargs, node.meta.get("val"))]
 
 

@@ -29,8 +29,8 @@ def verify(
     Args:
         after: the pass that returned the program, for the message.
         before: the pass's input, which must have the same computation; None if there is no pass.
-        checked: what is already verified and skipped; this program replaces it. None skips nothing.
-        keeps_dataflow: if False, the rules about dataflow are skipped.
+        checked: verified graphs to skip; receives this program's. None skips nothing.
+        keeps_dataflow: if False, rules about dataflow are skipped.
 
     Raises:
         VerifyError: a rule is broken.

@@ -9,13 +9,13 @@ from mirrorc.passes.all_reduce import ALGORITHMS
 from mirrorc.passes.all_reduce.sketch import sketched
 from mirrorc.printing.message_picture import message_picture
 
-NUM_ELEMENTS = 960  # which 2, 3, 4, 5, 6 and 8 devices divide
+NUM_ELEMENTS = 960  # divisible by 2, 3, 4, 5, 6 and 8 devices
 
 
 def pictures() -> dict[str, str]:
     drawn = [(name, 4) for name, algorithm in ALGORITHMS.items() if algorithm().sends]
     drawn.append(("halving-doubling", 6))
-    num_buckets = {"round-robin": 2}  # which is otherwise that of reduce-to-one
+    num_buckets = {"round-robin": 2}  # with one bucket it would be the picture of reduce-to-one
     return {
         f"{name}-{number}.svg": message_picture(
             sketched(ALGORITHMS[name](), number, NUM_ELEMENTS, num_buckets=num_buckets.get(name, 1))

@@ -22,7 +22,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class AllReduceAlgorithm:
-    """Turns each sum over the replicas into messages and additions, laid out by a subclass::
+    """Replaces each sum over replicas by messages and additions that a subclass defines::
 
         s  = all_reduce(p, q, bucket=0, link=copy)       send(q, bucket=0, destination=0, chunk=0, round=0, replica=1)
         ...                                              r  = recv(bucket=0, source=1, chunk=0, round=0, replica=0)
@@ -35,12 +35,11 @@ class AllReduceAlgorithm:
                                                          v1 = wait(r1, bucket=0, replica=1)
                                                          update(v1, bucket=0, replica=1)
 
-    `add_up` adds up, until some replica holds each element's sum, and `spread` brings them to all replicas. If
-    devices share one copy of the parameters, each needs only its share of the sum, and `spread` is left out. Gathered
-    factors stay as they are.
+    `add_up` leaves each element's sum on some replica, and `spread` sends the sums to all. If devices share parameters,
+    each gets only its share, without `spread`. All-gathers stay.
 
     Needs: collectives with links.
-    Guarantees: each replica gets the sum, or its share of it, with the same bits as the others; the verifier proves it.
+    Guarantees: each replica gets the sum or its share, all with the same bits.
     """
 
     name: str = field(default="", init=False)
@@ -56,30 +55,30 @@ class AllReduceAlgorithm:
 
     @property
     def sends(self) -> bool:
-        """True if whole gradients are sent."""
+        """True if messages carry whole gradients."""
         return True
 
     def objection(self, num_replicas: int) -> str:
-        """The reason not to use the algorithm for ``num_replicas``; empty if there is none."""
+        """The reason not to use the algorithm; empty if there is none."""
         return ""
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:
-        """The algorithm for the bucket of ``launch``, and the reason for it."""
+        """The algorithm for the bucket of ``launch``, and a reason or ""."""
         return self, ""
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """Adds up; returns sums held by replicas, which together have each element at least once."""
+        """Returns sums on replicas that together have each element at least once."""
         raise NotImplementedError
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """Sends the whole sum to all replicas; returns each replica's value, in order. By default, holders send to all."""
+        """Returns each replica's whole sum, in order. By default, holders send to all."""
         return [
             traffic.collected(replica, self.seen_by(replica, traffic, sums), 0, traffic.num_elements)
             for replica in range(traffic.num_replicas)
         ]
 
     def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """The sums from which a replica gets its elements, the preferred holder's first."""
+        """The sums that a replica may receive, the preferred one first."""
         return sums
 
     def run(self, program: Program) -> Program:
@@ -120,7 +119,7 @@ def _sums(program: Program) -> list[fx.Node]:
 
 
 def _rounds_begun(program: Program) -> dict[tuple[int, object], int]:
-    """By bucket and pack, the first round that no message uses yet; parameters may have been sent before."""
+    """The first unused round by bucket and pack: spread-copies may have sent parameters in earlier ones."""
     rounds: dict[tuple[int, object], int] = {}
     for send in sends_in(program.mirrored_graph):
         route = route_of(program, send)

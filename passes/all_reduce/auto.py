@@ -21,13 +21,12 @@ from mirrorc.printing.printed_values import size_text
 class Auto(AllReduceAlgorithm):
     """Chooses an algorithm for each bucket, with a reason.
 
-    Native sums are best if the link sums by itself (NCCL), if devices share one memory, for two devices, and if each
-    device needs only its share. Otherwise small buckets take a tree, with few messages, and large ones halving-doubling
-    or a ring, with few bytes.
+    It takes native sums with NCCL, in shared memory, for two devices, and where not every device needs the whole sum.
+    Otherwise it takes a tree for small buckets (few messages), and halving-doubling or a ring for large ones (few bytes).
 
     Attributes:
-        small_bytes: the largest size of a small bucket, where messages take longer to begin than to move.
-        exact_order: add up in the order of replicas, like native sums.
+        small_bytes: the size up to which latency exceeds transfer time.
+        exact_order: use native sums, which add in the order of replicas.
     """
 
     small_bytes: int = 2**16
@@ -48,7 +47,7 @@ class Auto(AllReduceAlgorithm):
 
     @property
     def sends(self) -> bool:
-        """False: the chosen algorithms decide for each bucket."""
+        """False: the algorithm of each bucket decides."""
         return False
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:

@@ -11,13 +11,13 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class HalvingDoubling(AllReduceAlgorithm):
-    """Devices at distance N/2, N/4, ..., 1 exchange halves of their sums and add; then devices at distance
+    """Devices at distance N/2, N/4, ..., 1 exchange and add halves of their sums; then devices at distance
     1, 2, ..., N/2 exchange the sums.
 
-    A device sends 2 (N - 1) / N of the bucket, as in a ring, in 2 log2(N) messages. If N is no power of two, each
-    surplus device first sends its bucket to one of the others, and receives the sum from it afterwards.
+    A device sends 2 (N - 1) / N of the bucket, as in a ring, in 2 log2(N) messages. If N is not a power of two, each
+    surplus device first sends its bucket to another device, which returns the sum.
 
-    Source: Thakur, Rabenseifner and Gropp (2005), with whole buckets for the surplus devices.
+    Source: Thakur, Rabenseifner and Gropp (2005).
     """
 
     name: str = field(default="halving-doubling", init=False)

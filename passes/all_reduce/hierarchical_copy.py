@@ -12,14 +12,14 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class HierarchicalCopy(AllReduceAlgorithm):
-    """Each group of neighbouring devices adds up on its main device; main devices send each other the groups' sums, add
-    these, and send the whole sum to their groups.
+    """Sums each group of neighbouring devices on its main device. Main devices exchange these sums, add them, and send
+    the total to their groups.
 
-    Messages between groups, often over a slower connection, are as few as possible. The main device of a group rotates:
-    for bucket i, it is device i mod the group's size.
+    Only main devices send between groups, where connections are often slower. Main devices rotate: for bucket i, each
+    group takes its device i mod its size.
 
     Attributes:
-        groups: two at least; their sizes differ by one at most.
+        groups: at least 2; their sizes differ by at most 1.
 
     Source: the hierarchical copies of TensorFlow and tensorpack, with two groups of four GPUs.
     """

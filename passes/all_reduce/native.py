@@ -9,7 +9,7 @@ from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
 
 @dataclass(frozen=True)
 class Native(AllReduceAlgorithm):
-    """Leaves each sum to its link: logical CPUs add up in shared memory, GPUs use NCCL, others copy."""
+    """Leaves sums to links: logical CPUs add in shared memory, GPUs use NCCL, other devices copy."""
 
     name: str = field(default="native", init=False)
 

@@ -1,4 +1,4 @@
-"""All-reduce on one device, which sends the sum to all."""
+"""All-reduce on one device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class ReduceToOne(AllReduceAlgorithm):
-    """Sends all buckets to one device, which adds them up and sends the sum to all others.
+    """Sends all replicas' buckets to one device, which adds them and returns the sum.
 
-    Two messages follow each other, whatever the number of devices, but the one device receives and sends N - 1 buckets.
+    The longest chain has two messages for any N, but one device receives and sends N - 1 buckets.
 
     Attributes:
-        order: the numbers of all devices in the order of addition; None for 0, 1, 2 and so on, with the bits of native
-            sums.
-        dtype: a floating-point dtype to add in, where it is wider than the bucket's; None for the bucket's.
+        order: all devices in the order of addition; None for 0, 1, 2, ..., with the bits of native sums.
+        dtype: a floating-point dtype to add in, if wider than the bucket's.
 
     Source: TensorFlow's ``ReductionToOneDevice``.
     """
@@ -56,7 +55,6 @@ class ReduceToOne(AllReduceAlgorithm):
 def reduced_on(
     traffic: Traffic, device: int, order: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
 ) -> Held:
-    """The sum of all replicas' buckets on one device."""
     replicas = order if order is not None else range(traffic.num_replicas)
     gradients = [traffic.own(replica) for replica in replicas]
     held = [gradient if gradient.replica == device else traffic.send(gradient, device) for gradient in gradients]

@@ -1,4 +1,4 @@
-"""All-reduce on another device for each bucket."""
+"""All-reduce on devices in turn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class RoundRobin(AllReduceAlgorithm):
-    """Adds up bucket i on device i mod k, which sends the sum to all others: `ReduceToOne` with its load distributed.
+    """Adds up bucket i on device i mod k, which sends the sum to all others: `ReduceToOne` with balanced load.
 
     Attributes:
-        num_devices: the number of devices that take turns, from the first; None for all.
+        num_devices: k; None for all devices.
 
     Source: the naive mode of tensorpack's parameter placement.
     """

@@ -1,4 +1,4 @@
-"""Sketches a step of sums alone, to study an algorithm."""
+"""Programs of reductions alone, to study an algorithm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mirrorc.torch_internals import FakeTensorMode
 def sketched(
     algorithm: AllReduceAlgorithm, num_devices: int, num_elements: int, link: str = "copy", *, num_buckets: int = 1
 ) -> Program:
-    """A program of logical CPUs that pack weights as their gradients, and update with an algorithm's sums."""
+    """A program on logical CPUs that reduces weights as if they were gradients."""
     names, shape, rule = [f"weight_{i}" for i in range(num_buckets)], (num_elements,), UpdateRule("SGD group 0", 0)
     slots = [Slot(name, shape, (1,), 0, num_elements) for name in names]
     program = Program(

@@ -1,4 +1,4 @@
-"""The messages and additions in place of one all_reduce or reduce_scatter."""
+"""Messages and additions that replace one all_reduce or reduce_scatter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Program
 
 aten = torch.ops.aten
-_WORDS = ("bucket", "pack")  # that name what is summed
+_WORDS = ("bucket", "pack")  # keywords that name the summed values
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Held:
 
     Attributes:
         node: None if there are no elements.
-        start, stop: counted from the start of the bucket or pack.
-        is_packed: True if it depends on no message, and is ready when the bucket is packed.
+        start, stop: offsets in the bucket or pack.
+        is_packed: True if it depends on no message, so that it is ready when the bucket is packed.
     """
 
     node: fx.Node | None
@@ -37,13 +37,13 @@ class Held:
 
 
 class Traffic:
-    """Writes an algorithm down: each method inserts nodes into the graph, and returns their values.
+    """Inserts messages and computations.
 
-    Operations that need only a replica's packed bucket stand at the bucket's launch; all others stand at the replica's
-    wait for the sum, after more of backward. Values without elements are not sent.
+    Those on packed buckets come at the launch; all others come at the replica's wait, after more of backward. Empty
+    values are not sent.
 
     Attributes:
-        number: that of the pack, if buckets are sent in packs; else that of the bucket.
+        number: the pack's number if the bucket is cut, else the bucket's.
         by_shares: True if each replica needs only its share of the sum.
     """
 
@@ -61,11 +61,11 @@ class Traffic:
         self._round = first_round
 
     def next_round(self) -> None:
-        """Begins the next round. Rounds distinguish sends of equal chunk numbers between two replicas."""
+        """Begins a round. Rounds distinguish messages of equal chunk number between the same replicas."""
         self._round += 1
 
     def chunks(self, count: int) -> list[tuple[int, int]]:
-        """Bounds of ``count`` chunks of nearly equal lengths; the replicas' shares, if ``by_shares`` and as many."""
+        """Bounds of ``count`` nearly equal chunks; with ``by_shares`` and one chunk per replica, the shares."""
         length = self.num_elements
         if self.by_shares and count == self.num_replicas:
             return [self.share(replica) for replica in range(count)]
@@ -75,12 +75,11 @@ class Traffic:
         return self._bucket.share(replica, self.num_replicas) if self.by_shares else (0, self.num_elements)
 
     def own(self, replica: int, start: int = 0, stop: int | None = None) -> Held:
-        """A replica's packed gradients from ``start`` to ``stop``; by default, all."""
         whole = Held(self._packed[replica], replica, 0, self.num_elements, is_packed=True)
         return self.cut(whole, start, whole.stop if stop is None else stop)
 
     def cut(self, held: Held, start: int, stop: int) -> Held:
-        """The elements of a value from ``start`` to ``stop``, counted from the start of the bucket or pack."""
+        """The elements ``start`` to ``stop`` of a value; both are offsets in the bucket or pack."""
         if (start, stop) == (held.start, held.stop):
             return held
         if start == stop or held.node is None:
@@ -89,7 +88,7 @@ class Traffic:
         return replace(held, node=self._compute(held, aten.slice.Tensor, place), start=start, stop=stop)
 
     def send(self, held: Held, destination: int, chunk: int = 0) -> Held:
-        """Sends a value to another replica; ``chunk`` numbers the values between the two in this round."""
+        """Sends a value; ``chunk`` distinguishes messages between the same replicas in a round."""
         if held.node is None:
             return replace(held, replica=destination)
         tag = {**self._words, "chunk": chunk, "round": self._round, "link": self._link}
@@ -137,9 +136,9 @@ class Traffic:
         return replace(whole, node=self._compute(whole, aten.cat.default, ([held.node for held in some],)))
 
     def collected(self, replica: int, sums: Sequence[Held], start: int, stop: int) -> Held:
-        """The elements of the sum from ``start`` to ``stop`` on a replica, which gets those that it lacks.
+        """The elements ``start`` to ``stop`` of the sum, sent to a replica where it lacks them.
 
-        ``sums`` have each element at least once; its first holder sends it.
+        ``sums`` have each element at least once; the first holder sends it.
         """
         pieces, place = [Held(None, replica, start, start)], start
         while place < stop:
@@ -151,7 +150,6 @@ class Traffic:
         return self.joined(pieces)
 
     def finish(self, results: Sequence[Held]) -> None:
-        """Replaces each replica's wait for the sum by its result."""
         for replica, wait in self._waits.items():
             if wait.users:
                 wait.replace_all_uses_with(results[replica].node or self._nothing(replica))
@@ -159,7 +157,7 @@ class Traffic:
         self._launch.graph.erase_node(self._launch)
 
     def _nothing(self, replica: int) -> fx.Node:
-        """An empty value on a replica, as the norm of an empty share needs an operand."""
+        """An empty value: the norm of an empty share needs an operand."""
         gradient = self.own(replica)
         start, _ = self.share(replica)
         return self._compute(gradient, aten.slice.Tensor, (gradient.node, 0, start, start))

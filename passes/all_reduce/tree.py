@@ -13,7 +13,7 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 class Tree(AllReduceAlgorithm):
     """Adds up pairs of devices at distance 1, 2, 4, ..., on the lower one; then the root's sum returns the same way.
 
-    It suits small buckets, as it sends whole ones: 2 ceil(log2(N)) messages follow each other.
+    It suits small buckets: messages are whole buckets, and the longest chain has 2 ceil(log2(N)).
 
     Attributes:
         device: the root.

@@ -1,1 +1,1 @@
-"""Links, and one graph per device."""
+"""SCHEDULED to LOWERED: links, and one graph per device."""

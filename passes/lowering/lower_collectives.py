@@ -17,7 +17,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class LowerCollectives:
-    """Assigns to every collective the link that carries it::
+    """Assigns a link to every collective::
 
         all_reduce(pack, pack_1, bucket=0, op=sum)    ->    all_reduce(pack, pack_1, bucket=0, op=sum, link=shared-memory)
 
@@ -26,12 +26,12 @@ class LowerCollectives:
         v = wait(b, bucket=0, replica=1)                    v = wait(r, bucket=0, replica=1)
 
     A broadcast becomes sends and receipts. Operations that a link does not carry use its fallback. Exchanges between
-    workers use a link between workers.
+    workers use the best link between workers.
 
     Guarantees: every collective has a link that its devices can use.
 
     Attributes:
-        link: one of `mirrorc.ir.links.link_names`; None for the best one.
+        link: one of `mirrorc.ir.links.link_names`; None for the best.
     """
 
     link: str | None = None
@@ -75,7 +75,6 @@ class LowerCollectives:
 
 
 def _of_whole_buckets(program: Program) -> list[str]:
-    """Remarks on whole buckets of parameters that an optimizer on one device sends."""
     remarks = []
     for node in calls_to(program.mirrored_graph, ops.broadcast):
         bucket = program.buckets[bucket_of(node)]
@@ -91,7 +90,6 @@ def _of_whole_buckets(program: Program) -> list[str]:
 
 
 def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:
-    """Replaces a broadcast by sends and receipts; the root's wait is removed."""
     bucket, root = bucket_of(broadcast), broadcast.kwargs["root"]
     for wait in list(broadcast.users):
         replica = replica_of(wait)

@@ -18,7 +18,7 @@ from mirrorc.torch_internals import add_node, lazy_graph_module
 
 @dataclass(frozen=True)
 class LowerDevices:
-    """Gives every device a graph with the nodes of its replica and its part of every collective::
+    """Gives each device a graph: the nodes of its replica, and all collectives with its own operands::
 
         x      = argument(name=x, replica=0)                          x = placeholder
         fwd_0  = call_region(x, ..., region=fwd_0, replica=0)         fwd_0 = call_module fwd_0(x, ...)
@@ -26,9 +26,9 @@ class LowerDevices:
         wait   = wait(ar, bucket=0, replica=0)                        wait  = wait(ar, bucket=0)
         output {losses: (loss, loss_1)}                               output loss
 
-    The graph of a device without examples has no arguments, and returns None in place of a loss.
+    A device without examples has no arguments, and returns None as loss.
 
-    Guarantees: every device's graph has the collectives in the order of the mirrored graph; region modules are shared.
+    Guarantees: all graphs have the collectives in the order of the mirrored graph, and share region modules.
     """
 
     name: str = field(default="lower-devices", init=False)

@@ -22,12 +22,12 @@ from mirrorc.printing.printed_values import size_text
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of forward segments to try."""
 _MOST_KEPT = 64
-"""The most stored values of a segment, on average: larger segments gain nothing, and cost time."""
+"""The most saved values per segment, on average: larger segments gain nothing, and cost time."""
 _MOST_TRIMS = 48
-"""The most segments of a choice to trim afterwards."""
+"""The most segments to trim after the search."""
 
 Levels = tuple[int, ...]
-"""For each segment, the number of its choice, counted from 1; 0 to recompute nothing."""
+"""For each segment, the number of its choice, from 1; 0 to recompute nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class ChooseCheckpoints:
         ...                                      ...
         grad  = aten.mm(t, tanh)                 grad  = aten.mm(t, tanh)
 
-    `RecomputeCheckpoints` then lets backward recompute them. Forward is cut into segments where few values pass. In
-    each, a minimum cut separates kept values, at a price per byte, from recomputed ones. Prices and segments minimize
-    recomputation within the bound, as `memory.activation_peaks` predicts; else the nearest choice is taken.
+    Forward is cut into segments where few bytes cross. In each, a minimum cut chooses the saved values, at a price per
+    byte. A search over segments and prices finds the least recomputation whose predicted peak
+    (`memory.activation_peaks`) is within the bound, else the lowest peak.
 
     Guarantees: every value is the same expression, bit for bit. The model's own checkpoints stay.
 
     Attributes:
-        max_bytes: the bound of activations on each device; None to leave the program unchanged.
+        max_bytes: the bound on each device's activations; None changes nothing.
     """
 
     max_bytes: int | None = None
@@ -100,12 +100,12 @@ class _Search:
         return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
 
     def _rank(self, peak: Peak) -> tuple[bool, float, int]:
-        """A sort key: least time within the bound comes first, then least memory beyond it."""
+        """Sorts by time within the bound, then by memory beyond it."""
         exceeds = peak.num_bytes > self._max_bytes
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
     def _tries(self, segments: Sequence[Segment]) -> Iterator[tuple[Levels, Peak]]:
-        """Bisects the price per byte, until a choice keeps the bound."""
+        """Bisects the ladder for the first choice within the bound; samples the ladder if its end exceeds the bound."""
         ladder = _ladder(segments)
         low, high = 0, len(ladder) - 1  # the choice of low exceeds the bound
         peak = self._timeline.peak(self._checkpoints(segments, ladder[high]))
@@ -121,7 +121,6 @@ class _Search:
             low, high = (low, middle) if peak.num_bytes <= self._max_bytes else (middle, high)
 
     def _trimmed(self, segments: Sequence[Segment], levels: Levels, rank: tuple[bool, float, int]) -> Levels:
-        """Lowers levels where that improves the rank; tries the most expensive segments first."""
         order = sorted(range(len(segments)), key=lambda i: (-_seconds(segments[i], levels[i]), i))
         for i in [i for i in order if levels[i]][:_MOST_TRIMS]:
             for level in sorted({0, levels[i] - 1}):
@@ -159,7 +158,7 @@ class _Search:
 
 
 def _ladder(segments: Sequence[Segment]) -> list[Levels]:
-    """Levels from no recomputation to the most, each one step of a segment higher, the cheapest per byte first."""
+    """Levels from no recomputation to the most; each raises one segment by one choice, the cheapest per byte first."""
     steps: list[tuple[float, int, int]] = []
     for i, segment in enumerate(segments):
         before, seconds, price = 0, 0.0, 0.0

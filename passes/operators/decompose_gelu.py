@@ -15,18 +15,17 @@ from mirrorc.torch_internals import add_node, bare_name, traced_on_fake_tensors
 
 @dataclass(frozen=True)
 class DecomposeGelu:
-    """Writes GELU's tanh approximation as a product with a sigmoid, forward and backward::
+    """Writes GELU's tanh approximation, and its gradient, with a sigmoid::
 
         gelu = aten.gelu(x, approximate=tanh)    ->    gelu_mul     = aten.mul(x, x)
                                                        ...
                                                        gelu_sigmoid = aten.sigmoid(gelu_mul_3)
                                                        gelu_mul_4   = aten.mul(x, gelu_sigmoid)
 
-    ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``. On CPUs Inductor's tanh takes six times as long as exp, the core of
-    its sigmoid.
+    ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``. On CPUs Inductor's tanh takes six times as long as the exp in its
+    sigmoid.
 
-    Guarantees: values change by rounding only; the verifier knows the product
-        (`mirrorc.analysis.graph.decompositions`).
+    Guarantees: values change by rounding only; the verifier knows the formula (`mirrorc.analysis.graph.decompositions`).
     """
 
     wanted: bool = True

@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # oneDNN's
 
 @dataclass(frozen=True)
 class LayChannelsLast:
-    """Copies inputs and weights of two-dimensional convolutions into channels-last format, for forward and backward::
+    """Copies inputs and weights of 2-D convolutions into channels-last format, for forward and backward::
 
         conv = aten.convolution(x, w, ...)           x_channels_last = aten.clone(x, memory_format=channels_last)
         relu = aten.relu(conv)                       w_channels_last = aten.clone(w, memory_format=channels_last)
@@ -28,12 +28,12 @@ class LayChannelsLast:
                                                      relu = aten.relu(conv)
                                                      flat = aten.reshape(relu, [2, -1])
 
-    Results stay channels-last up to an operator that changes the shape. Operators from outside torch, and operations of
-    mirrorc, get their arguments in the former layout.
+    Results stay channels-last until an operator changes the shape. Custom operators and operations of mirrorc get
+    contiguous copies.
 
-    Guarantees: every value keeps its elements. If an operator addresses elements by their position in memory, the
-        program stays as it is, and a remark names the operator.
-    Source: torch's compiler. Here regions keep the strides of their arguments, so the format precedes the cut.
+    Guarantees: every value keeps its elements. If an operator depends on strides, the program is unchanged, and a
+        remark names the operator.
+    Source: torch's compiler. Regions fix the strides of their arguments, so here formats are chosen before the cut.
     """
 
     wanted: bool = True

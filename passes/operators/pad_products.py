@@ -1,4 +1,4 @@
-"""Pads products with odd numbers of columns."""
+"""Pads rows of products to multiples of 16 bytes."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from mirrorc.torch_internals import add_node
 
 aten = torch.ops.aten
 
-_ROW_BYTES = 16  # what a row must be a multiple of, for the kernels of GPUs' matrix units
+_ROW_BYTES = 16  # kernels for GPUs' matrix units need rows of a multiple of these
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class PadProducts:
-    """Pads the second matrix of a large product, as for 50,257 words in float32::
+    """Pads the second matrix of a large product, so that rows have a multiple of 16 bytes::
 
         logits = aten.mm(x, w)               w_padded = aten.constant_pad_nd(w, [0, 3])
         loss   = f(logits)            ->     logits_padded = aten.mm(x, w_padded)
                                              logits = aten.slice(logits_padded, 1, 0, 50257)
                                              loss   = f(logits)
 
-    The result, and elementwise results computed from it, have longer rows in memory. Gradients of weights are
-    computed in their buckets, without padding.
+    The product becomes a view with larger row strides, which elementwise results keep. Outputs of the graph, such as
+    gradients of weights, are not padded.
 
     Guarantees: as `LayChannelsLast`.
-    Source: torch's compiler on GPUs. Here values for backward need longer rows before the graph is cut.
+    Source: torch's compiler on GPUs.
 
     Attributes:
-        fewest_rows: the fewest rows of the first matrix; below, the copy of the second costs more than the gain.
-        fewest_elements: the fewest elements of the result.
+        fewest_rows: the fewest rows of the first matrix for which the second is copied.
+        fewest_elements: the fewest elements of a padded product.
     """
 
     fewest_rows: int = 1024
@@ -67,7 +67,7 @@ class PadProducts:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Tests for an output of the graph, also when rearranged, as transposed gradients of weights are."""
+    """Tests for an output of the graph, which may be rearranged: gradients of weights are transposed."""
     users = node.users
     return any(user.op == "output" or (user.target in REARRANGEMENTS and _is_result(user)) for user in users)
 
@@ -96,7 +96,6 @@ class _PaddedValues(RelaidValues):
         self.num_products += 1
 
     def _missing(self, x: torch.Tensor, weight: torch.Tensor) -> int:
-        """The number of columns to add; 0 to leave the product alone."""
         sizes = (*x.shape, *weight.shape)
         if x.dtype not in _DTYPES or weight.dtype is not x.dtype or not all(isinstance(size, int) for size in sizes):
             return 0

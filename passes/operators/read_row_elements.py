@@ -17,7 +17,7 @@ from mirrorc.torch_internals import sizes_key
 
 @dataclass(frozen=True)
 class ReadRowElements:
-    """Computes a sum over one-hot rows, or a read of one element per row, from that element::
+    """Replaces sums over one-hot rows, and gathers of computed elements, by operators on one element per row::
 
         rows = aten.scatter(zeros, 1, t, -1.0)
         mul  = aten.mul(rows, w)                     ->    mul   = aten.mul(rows, w)
@@ -27,10 +27,10 @@ class ReadRowElements:
         sub  = aten.sub(logits, lse)                       found = aten.gather(logits, 1, t)
         loss = aten.gather(sub, 1, t)                ->    loss  = aten.sub(found, lse)
 
-    Both occur in the loss of a classifier.
+    Both occur in losses of classifiers.
 
-    Guarantees: bits stay, except that a row with a non-finite factor sums to its one element, and not to NaN (zero times that
-        factor).
+    Guarantees: the same bits, except for sums over rows with a non-finite factor. These were NaN (0 times the factor),
+        and become the row's one element.
     """
 
     name: str = field(default="read-row-elements", init=False)
@@ -50,7 +50,7 @@ class ReadRowElements:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """Nodes as `RowValues`; new nodes come before ``replaced``."""
+    """`RowValues` for nodes; new nodes come before ``replaced``."""
 
     program: Program
     replaced: fx.Node

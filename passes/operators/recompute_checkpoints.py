@@ -18,7 +18,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class RecomputeCheckpoints:
-    """Copies operators of a `torch.utils.checkpoint` from forward to their first use in backward::
+    """Copies the operators of a `torch.utils.checkpoint` to their first use in backward::
 
         mm    = aten.mm(x, w)              # checkpoint      mm         = aten.mm(x, w)
         relu  = aten.relu(mm)              # checkpoint      relu       = aten.relu(mm)
@@ -27,10 +27,10 @@ class RecomputeCheckpoints:
                                                              relu_again = aten.relu(mm_again)
                                                              grad       = aten.mm(t, relu_again)
 
-    Forward then keeps the inputs of the checkpoint, the values that its policy keeps, values that leave it, and the
-    inputs of the first backward operator. Random operators are functions of a seed, so copies draw the same numbers.
+    Forward still saves a checkpoint's inputs and outputs, values that its policy saves, and the operands of the first
+    backward operator. Random operators are functions of a seed, so copies draw the same numbers.
 
-    Guarantees: every value is the same expression, bit for bit; no operator has a checkpoint any more.
+    Guarantees: every value is the same expression, bit for bit; no checkpoint remains.
     """
 
     name: str = field(default="recompute-checkpoints", init=False)

@@ -20,12 +20,12 @@ _MOST_OPERATORS = 16
 """The most operators to run again for one value."""
 
 _SMALL = 8
-"""A source this many times smaller than a value, such as one number per row, does not count as memory."""
+"""A source that is so many times smaller than a value, such as one number per row, counts as free to save."""
 
 
 @dataclass(frozen=True)
 class RecomputeElementwise:
-    """Recomputes in backward values that follow from others by a few elementwise operators::
+    """Recomputes values in backward by a few elementwise operators, instead of saving them::
 
         mm   = aten.mm(x, w)                               mm    = aten.mm(x, w)
         lse  = ...                                         lse   = ...
@@ -33,10 +33,10 @@ class RecomputeElementwise:
         exp  = aten.exp(sub)    # in backward              again = aten.sub(mm, lse)
                                                            exp   = aten.exp(again)
 
-    Forward would write ``sub`` for backward alone. A value is recomputed if that moves fewer bytes: saving costs a
-    write and a read; recomputing costs reads of its sources, and writes of those not in memory otherwise.
+    Here forward would write ``sub`` for backward alone. A value is recomputed if that moves fewer bytes than a write
+    and a read of it. Recomputation reads its sources, and writes those that would not be stored otherwise.
 
-    Guarantees: every value is the same expression, bit for bit. Forward saves no more memory, except for small values.
+    Guarantees: every value is the same expression, bit for bit. Forward saves no more bytes, except for small values.
     """
 
     wanted: bool = True
@@ -64,7 +64,7 @@ def _recompute(program: Program, graph: fx.Graph) -> list[str]:
 
 
 class _Recomputation:
-    """Decides which values of forward to recompute, in order: sources before their users."""
+    """Decides values of forward in order, sources before users."""
 
     def __init__(self, graph: fx.Graph, first_of_backward: fx.Node) -> None:
         nodes = list(graph.nodes)
@@ -91,7 +91,6 @@ class _Recomputation:
         return True
 
     def _uses_in_backward(self, value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Pairs of a node in backward and the value, or view of it, that it uses."""
         return ((user, shared) for shared in self._sharing[value] for user in shared.users if user in self._backward)
 
     def _is_stored_for_backward_alone(self, value: fx.Node) -> bool:
@@ -99,7 +98,7 @@ class _Recomputation:
         return not self._backward.isdisjoint(users) and all(map(is_fused, users))
 
     def _operators(self, value: fx.Node) -> list[fx.Node]:
-        """The operators to rerun for a value, in order: cheap ones and views, back to values in memory."""
+        """The cheap operators and views to rerun for a value, in order, back to small values and those in memory."""
         root, operators, waiting = owner_of(value), {value}, [value]
         while waiting:
             for source in waiting.pop().all_input_nodes:
@@ -113,7 +112,6 @@ class _Recomputation:
         return sorted(operators, key=self._place.__getitem__)
 
     def _is_in_memory(self, value: fx.Node) -> bool:
-        """True if backward has it in memory regardless of recomputation."""
         return self._is_input(value) or next(self._uses_in_backward(owner_of(value)), None) is not None
 
     @staticmethod
@@ -123,7 +121,6 @@ class _Recomputation:
 
     @staticmethod
     def _sources(operators: list[fx.Node]) -> list[fx.Node]:
-        """The values that these operators read from memory; in place of views, the owners of their memory."""
         read = (source for node in operators for source in node.all_input_nodes if source not in operators)
         return list(dict.fromkeys(map(owner_of, read)))
 

@@ -15,11 +15,11 @@ aten = torch.ops.aten
 
 
 class DependsOnStrides(Exception):
-    """An operator's result depends on the layout of its arguments; its text is the operator's name."""
+    """The result of a node depends on the layout of its arguments; the exception's text is the node's name."""
 
 
 class RelaidValues:
-    """Gives values of a graph a new layout, in one walk in order, so that each type is known before its uses."""
+    """Gives values of a graph new layouts, in graph order."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -29,11 +29,7 @@ class RelaidValues:
         self._restored: dict[fx.Node, fx.Node] = {}  # for changed values, their copies in the former layout
 
     def run(self) -> None:
-        """Changes layouts with `change`, and infers the types of all dependent values.
-
-        Raises:
-            DependsOnStrides: an operator depends on the layout of its arguments.
-        """
+        """Calls `change` on each node, and infers new types. Raises `DependsOnStrides`."""
         for node in list(self.graph.nodes):
             if reads_strides(node.target):
                 raise DependsOnStrides(node.name)

@@ -1,4 +1,4 @@
-"""Runs a shard in microbatches, one after the other."""
+"""Runs shards in microbatches."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AccumulateMicrobatches:
-    """Repeats the graph of a microbatch for all of a shard, so that activations of only one are in memory at a time.
+    """Runs the microbatches of a shard one after the other: only one's activations are in memory at a time.
 
-    The first microbatch writes its gradients into their slots. Later ones call variants of the regions that add
-    instead::
+    The first microbatch writes gradients into slots. Later ones call variants of the regions that add to these::
 
         fwd_0 = call_region(x, w, region=fwd_0)           x_0   = microbatch(x, index=0, sizes=(4, 4))
         loss  = fwd_0[0]                                  fwd_0 = call_region(x_0, w, region=fwd_0)
@@ -49,14 +48,12 @@ class AccumulateMicrobatches:
             mirrorc.mm_into(w_slot, dy, x)           ->       mirrorc.addmm_into(w_slot, dy, x)
             return [w_slot]                                   return [w_slot]
 
-    A microbatch's loss is weighted by its part of the shard's examples, unless the loss is a sum. It has a separate
-    random stream, and reads buffers as the previous microbatch wrote them. A factored gradient gets the factors of all
-    microbatches. The last microbatch's gradients are those of the shard, so that their reduction overlaps with its
-    backward.
+    A mean loss is weighted by a microbatch's fraction of the shard's examples. Each microbatch has its own random
+    stream, and reads buffers as the previous one wrote them. A factored gradient gets the factors of all microbatches.
+    Reductions overlap with the last microbatch's backward.
 
     Needs: outlined graphs of microbatches.
-    Guarantees: each result is the sum over the microbatches in their order; outputs are joined in the order of
-        examples.
+    Guarantees: loss and gradients are summed in the order of microbatches; outputs are joined in the order of examples.
     """
 
     name: str = field(default="accumulate-microbatches", init=False)
@@ -101,7 +98,7 @@ class _Regions:
         return {name: region for name, region in regions.items() if name in called}
 
     def adding_variant(self, name: str, places: tuple[int, ...]) -> str:
-        """The name of a variant of a region that adds to its arguments at ``places``."""
+        """The name of a region's variant that adds to its arguments at ``places``."""
         if (name, places) not in self.adding:
             stem, _, shard = name.partition("_shard")
             names = (
@@ -131,9 +128,7 @@ def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
 
 
 class _ShardGraph:
-    """Builds the graph of a shard; ``shards`` and ``sizes`` are the graph and the number of examples of each
-    microbatch.
-    """
+    """The graph of a shard; ``shards`` are its microbatches' graphs, ``sizes`` their numbers of examples."""
 
     def __init__(self, program: Program, regions: _Regions, shards: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         self._program, self._regions, self._sizes = program, regions, sizes
@@ -156,7 +151,6 @@ class _ShardGraph:
         return self._graph
 
     def _argument(self, node: fx.Node, argument: Argument) -> fx.Node:
-        """Inserts an argument of the shard, with the layout of the microbatches' arguments."""
         argument_node = copy_node(self._graph, node, {})
         value = node.meta.get("val")
         if argument.has_examples and isinstance(value, torch.Tensor):
@@ -168,7 +162,6 @@ class _ShardGraph:
         return argument_node
 
     def _copy(self, index: int, source: fx.Graph, arguments: Mapping[str, Argument]) -> dict[str, Any]:
-        """Copies a microbatch's nodes; returns its outputs, with the gradients accumulated so far."""
         values: dict[fx.Node, fx.Node] = {}
         before = self._outputs[-1] if self._outputs else None
         for node in source.nodes:
@@ -207,12 +200,12 @@ class _ShardGraph:
         return whole
 
     def _slot(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """A slot, or the gradient of earlier microbatches in it."""
+        """The slot, or the gradient that earlier microbatches wrote into it."""
         earlier: fx.Node | None = before["gradients"][node.kwargs["variable"]] if before is not None else None
         return earlier if earlier is not None and slot_of(earlier) is not None else self._shared_copy(node)
 
     def _read(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """A variable as the previous microbatch wrote it, or read; `Aggregation.SAME` variables are always read."""
+        """The variable as the previous microbatch wrote it, else a read; always a read for `Aggregation.SAME`."""
         name = str(node.kwargs["variable"])
         written = before["writes"].get(name) if before is not None else None
         is_same = written is not None and self._program.variables[name].aggregation is Aggregation.SAME
@@ -239,7 +232,7 @@ class _ShardGraph:
         return region_call
 
     def _factored(self, index: int, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> Any:
-        """The gradient with the factors of all microbatches; None before the last one."""
+        """None before the last microbatch, whose gradient has the factors of all."""
         factors = self._factors.setdefault(str(node.kwargs["variable"]), [])
         factors += [values[factor] for factor in node.args]  # type: ignore[index]
         if index + 1 < len(self._sizes):
@@ -249,7 +242,7 @@ class _ShardGraph:
         return gradient
 
     def _accumulated(self, name: str, gradient: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """A gradient plus those of earlier microbatches, unless its region has added them already."""
+        """Adds the gradient of earlier microbatches, unless the region has done so."""
         earlier = before["gradients"][name] if before is not None else None
         if earlier is None or earlier in _operands(gradient):
             return gradient
@@ -263,7 +256,6 @@ class _ShardGraph:
             values[node] = copy_node(self._graph, node, {node.all_input_nodes[0]: joined})
 
     def _joined(self, parts: Sequence[fx.Node], how: str) -> fx.Node:
-        """Joins the outputs of microbatches as those of replicas are joined."""
         if len(parts) == 1:
             return parts[0]
         if how == "concatenated":

@@ -29,30 +29,26 @@ from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, nu
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Moves the operator that computes a gradient out of its region, if its arguments, the factors, are smaller than the
-    gradient::
+    """Leaves a gradient as factors, the operands of its last operator, if these are smaller::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
         g     = bwd_0[0]                                  left  = bwd_0[0]
         output {gradients: {w: g}}                  ->    g     = product(left, x, bucket=0, variable=w)
                                                           output {gradients: {w: g}}
 
-    The gradient of a linear layer's weight is a matrix product over the examples; that of an embedding's table is zero
-    except for the rows that were looked up (`mirrorc.ir.gradient_forms`). With shared memory, each device computes
-    its share of the gradient from the factors of all replicas. The products cost the same, but each gradient is written
-    once instead of once per replica, and no sum in memory remains.
+    Such gradients are matrix products over examples, and rows of embeddings (`mirrorc.ir.gradient_forms`). With shared
+    memory, each device computes its share of a gradient from all replicas' factors. The products cost the same, but a
+    gradient is written once, not once per replica.
 
-    Some gradients become factors whatever their size: those that workers or devices exchange as factors, and those of
-    tables whose optimizer takes rows. On a single CPU, tables' gradients stay rows.
+    Gradients that are exchanged as factors, or whose optimizer takes rows, always become factors. On a single CPU only
+    embedding gradients do.
 
-    Guarantees: factors are never variables or views of variables, because an update may write a variable before the
-        gradient is computed.
+    Guarantees: factors are never variables or their views, because an update may write these before the gradient is
+        computed.
 
     Attributes:
-        min_elements: smaller gradients stay whole: they fit in the cache (no gain at 256 x 256, a seventh of the step
-            at 512 x 512).
-        parameters_are_shared, all_reduce: set by the pipeline, see `mirrorc.passes.resolve_sharing`. Outside of one,
-            None counts as True, and as no algorithm that sends whole gradients.
+        min_elements: smaller gradients stay whole (no gain at 256 x 256, a seventh of the step at 512 x 512).
+        parameters_are_shared, all_reduce: see `mirrorc.passes.resolve_sharing`. None counts as True, and as native sums.
 
     Source: sufficient factor broadcasting (Xie et al., 2016).
     """
@@ -121,7 +117,7 @@ class FactorGradients:
         due: Collection[str],
         why_not: str,
     ) -> tuple[dict[fx.Node, str], dict[str, str]]:
-        """The variables of gradients that may become factors, and the reasons for those that stay whole."""
+        """The variables whose gradients may become factors, by node, and reasons for whole ones, by variable."""
         cut = {slot.variable for bucket in program.buckets if bucket.is_cut for slot in bucket.slots}
         names, whole = {}, {}
         for graph in graphs:
@@ -138,7 +134,7 @@ class FactorGradients:
         return names, whole
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
-        """The reason why devices compute no shares from factors; empty if they do, or no bucket is reduced by shares."""
+        """The reason why devices compute no shares from factors; empty if they do, or have no shares."""
         if program.accumulation is not Accumulation.NONE:
             return (
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
@@ -210,10 +206,10 @@ class _Split:
     """A region that returns factors instead of some gradients.
 
     Attributes:
-        remaining, arguments: the former indices of remaining results, and of used arguments.
+        remaining, arguments: the former indices of the results and arguments that remain.
         results: the remaining results, then the factors.
-        factored: the gradients that become factors, by former result index.
-        outer_arguments: the calls' arguments for each former placeholder of the body.
+        factored: the factored gradients, by former result index.
+        outer_arguments: the arguments in all calls, by former placeholder.
     """
 
     remaining: list[int]

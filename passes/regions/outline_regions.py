@@ -39,24 +39,24 @@ from mirrorc.torch_internals import (
 class OutlineRegions:
     """Moves the operators of the captured graph into regions, cut where buckets become ready.
 
-    Region ``fwd_0`` has the operators before the first use of the loss's gradient, and all of an evaluation. ``bwd_k``
-    ends with the last gradient of bucket k, or of pack k of cut buckets. Equal bodies become one region with several
-    calls. A piece that differs for the second shape of a shard is named after its counterpart, ``bwd_k_shard1``::
+    ``fwd_0`` has the operators before the first use of the loss's gradient. ``bwd_k`` ends with the last gradient of
+    bucket k (or pack k). Equal bodies are one region with several calls. If the second shard shape has another body, its
+    region is ``bwd_k_shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
         loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
         mm    = aten.mm(expand, x)                  bwd_0 = call_region(fwd_0[1], x, region=bwd_0)
         output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
 
-    A large value, such as the gradient of logits over many words, does not pass a cut for the sake of a much smaller
-    product: ``bwd_k`` then ends with that product. Forward and backward are also cut where replicas meet.
+    If a large value, such as the gradient of logits, crosses a cut only for operators with much smaller results, these
+    operators move before the cut. A model's collectives also cut regions, and then nothing moves.
 
     Needs: a bucket plan.
     Guarantees: outside of regions are only arguments, reads, region calls and their outputs, checks and gathers of
-        these, and sums over replicas.
+        these, and the model's collectives.
 
     Attributes:
-        min_bytes: smaller values pass a cut, whatever reads them.
+        min_bytes: smaller values may cross any cut.
     """
 
     min_bytes: int = 2**20
@@ -103,7 +103,6 @@ class _RegionPool:
         self._first_shape: dict[int, str] = {}  # the region of each piece, for the first shape of a shard
 
     def add(self, shard: int, piece: int, phase: str, graph: fx.Graph) -> str:
-        """The name of the region with this body; ``piece`` is the index of the piece in its graph."""
         key = (phase, _body_key(graph))
         if key not in self._by_body:
             name = self._free_name({"forward": "fwd", "backward": "bwd"}[phase], shard, piece)
@@ -123,7 +122,6 @@ class _RegionPool:
 
 
 def _body_key(graph: fx.Graph) -> Any:
-    """A key that is equal for equal computations on arguments of equal types."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -238,7 +236,7 @@ def _call(
 
 
 def _sizes_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The arguments for the symbols in the sizes of these values, which a region needs, too."""
+    """The arguments for symbols in these values' sizes, which a region needs, too."""
     symbols = symbols_in([node.meta.get("val") for node in nodes])
     arguments = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
     return [node for node in arguments if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]

@@ -1,4 +1,4 @@
-"""Lets backward write gradients straight into their slots."""
+"""Lets regions write gradients into their slots."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from mirrorc.torch_internals import lazy_graph_module
 
 @dataclass(frozen=True)
 class PlaceGradients:
-    """Passes each region the slots of its gradients, and makes the region write each gradient into its slot.
+    """Passes each region the slots of its gradients, into which the region writes them.
 
-    A matrix product is computed into the slot. Any other gradient is copied there, and Inductor fuses the copy with the
-    operator before it::
+    A matrix product is computed into its slot. Other gradients are copied there, in a kernel that Inductor fuses with
+    the operator before::
 
         bwd_0 = call_region(x, dy, region=bwd_0)          slot  = slot(bucket=0, variable=w)
         g     = bwd_0[0]                            ->    bwd_0 = call_region(x, dy, slot, region=bwd_0)
@@ -44,8 +44,8 @@ class PlaceGradients:
             mm = aten.mm(dy, x)                     ->        mirrorc.mm_into(w_slot, dy, x)
             return [mm]                                       return [w_slot]
 
-    If a linear layer's weight is also an embedding's table, the second of its two regions adds the few rows of the
-    lookup, in place of a table of zeros; with microbatches it does not, because the sum over them has another order::
+    If a linear layer and an embedding share their weight, the embedding's region adds the looked-up rows to the slot,
+    without a dense table. With microbatches it does not, because the order of additions would change::
 
         g0    = bwd_0[1]                                  g0    = bwd_0[1]                # is the slot
         bwd_1 = call_region(dx, i, g0, region=bwd_1)  ->  bwd_1 = call_region(dx, i, g0, region=bwd_1)
@@ -57,7 +57,7 @@ class PlaceGradients:
             return [sum]
 
     Needs: a bucket plan and outlined regions.
-    Guarantees: a region's outputs keep their places and values. `pack` copies the remaining gradients.
+    Guarantees: regions' results keep their indices and values. `pack` copies all other gradients.
     Source: TensorFlow's ScopedAllocator.
     """
 
@@ -96,7 +96,7 @@ class PlaceGradients:
 
 
 def _ways_into_slots(program: Program, names: Mapping[fx.Node, str]) -> dict[str, str]:
-    """How each gradient gets into its slot: by `pack` if it does for any shard shape."""
+    """How each gradient gets into its slot; "pack" if `pack` copies it for any shard shape."""
     ways: dict[str, str] = {}
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
@@ -144,7 +144,7 @@ def _places(
     slots: Mapping[str, tuple[int, Slot]],
     left: list[str],
 ) -> dict[int, Slot]:
-    """The slots by result index, for results that are gradients, or products in them, in every call.
+    """The slots, by result index, of results that are gradients or ``products`` in every call.
 
     ``left`` gets the variables whose gradients have other uses.
     """
@@ -157,19 +157,18 @@ def _places(
 
 
 def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
-    """The variables, by result index, of a call's products to which another region adds rows."""
+    """The variables of a call's ``products``, by result index; other regions add rows to these."""
     return {part.args[1]: products[part] for part in node.users if part in products}  # type: ignore[misc]
 
 
 def _name_parts(node: fx.Node, products: Mapping[fx.Node, str]) -> None:
-    """Marks a call's products, to which another region adds rows, as gradients of their variables."""
     gradients: Any = node.kwargs["gradients"]
     parts = {variable: place for place, variable in _parts_of(node, products).items()}
     node.kwargs = {**node.kwargs, "gradients": {**gradients, **parts}}
 
 
 def _adding_rows(region: Region, places: Sequence[int]) -> Region:
-    """A region that adds rows to the argument with the rest of the gradient, for the results at ``places``."""
+    """Makes the results at ``places`` in-place additions of rows to an argument."""
     graph = copied(region.graph_module.graph)
     results: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for place in places:

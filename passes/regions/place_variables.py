@@ -13,34 +13,34 @@ from mirrorc.messages.wording import counted, listed
 from mirrorc.printing.printed_values import size_text
 
 LEAST_LOADED = "least-loaded"
-"""Each variable goes to the device with the fewest bytes so far, the largest first."""
+"""Each variable, the largest first, goes to the device with the fewest bytes so far."""
 
 CENTRAL = "central"
 """All variables go to the first device."""
 
 CACHED = "cached"
-"""Small variables go to the first device, and large ones as by `LEAST_LOADED`."""
+"""Small variables go to the first device; large ones follow `LEAST_LOADED`."""
 
 
 @dataclass(frozen=True)
 class PlaceVariables:
-    """Gives every updated variable an owner, and splits buckets so that each has one::
+    """Gives every updated variable an owner, and splits buckets by owner::
 
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]           bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]  cpu:1
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]   ->   bucket 1  f32  fc1.weight[512, 2048]             cpu:0
                                                                   bucket 2  f32  fc1.bias[512]                     cpu:1
 
-    Variables of optimizers that are not element-wise go to the first device, on which these run; all others by
-    ``owners``, or by the rule.
+    Variables whose optimizer is not element-wise go to the first device, where it steps. Others follow ``owners``, or
+    else the rule.
 
-    Needs: a bucket plan, before regions are cut.
-    Guarantees: each bucket has an owner, and a new number, in the order in which buckets become ready.
+    Needs: a bucket plan; regions not yet cut.
+    Guarantees: each bucket has one owner; buckets are numbered in the order in which they become ready.
     Source: TensorFlow's CentralStorageStrategy; tensorpack's LeastLoadedDeviceSetter and OverrideCachingDevice.
 
     Attributes:
         rule: "central", "least-loaded", "cached", or the name of a device.
         owners: pairs of a variable's name and a device's name.
-        small_elements: by "cached", variables of fewer elements are small.
+        small_elements: for "cached", the size below which a variable is small.
     """
 
     rule: str = LEAST_LOADED
@@ -69,7 +69,7 @@ class PlaceVariables:
         return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
 
     def _owners(self, program: Program) -> dict[str, int]:
-        """The owner of each variable in a bucket. Other names in ``owners`` are ignored: a call may leave out a layer."""
+        """``self.owners`` may name variables in no bucket: a call may leave out a layer."""
         replicas = {device.name: replica for replica, device in enumerate(program.devices)}
         named = dict(self.owners)
         for name, device in named.items():

@@ -35,12 +35,12 @@ _Kind = tuple[torch.dtype, UpdateRule, bool, str]
 """Dtype, update rule, whether factors are exchanged, and the table if its optimizer takes rows."""
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
-_LEAST_PART = 16  # a smaller part of a cap is not worth a message of its own
+_LEAST_PART = 16  # a bucket below a sixteenth of its cap is not worth a message
 
 
 @dataclass
 class _Grouping:
-    """The variables of each bucket; ``num_packs`` has the number of packs of cut buckets, by first variable."""
+    """The variables of each bucket; ``num_packs`` of cut buckets, by first variable."""
 
     closed: list[list[Variable]]
     remarks: list[str]
@@ -49,12 +49,11 @@ class _Grouping:
 
 @dataclass(frozen=True)
 class PlanBuckets:
-    """Groups gradients into buckets, in the order in which backward computes them.
+    """Groups gradients into buckets, in the order of backward.
 
-    A bucket has one dtype, one update rule and one form of exchange. A table whose optimizer takes rows has its own. A
-    gradient that would exceed the cap opens the next bucket, unless the bucket has less than a sixteenth of its cap: a
-    few biases are not worth a message. The first cap is smaller, to begin communication early. For a sharded optimizer,
-    buckets are padded to equal parts for all workers.
+    A bucket has one dtype, update rule and form of exchange. A table whose optimizer takes rows has a bucket alone. A
+    gradient that would exceed the cap opens a new bucket, unless the last is less than a sixteenth full. The first cap
+    is smaller, to begin communication early. For a sharded optimizer, buckets are padded to equal parts.
 
     The graph does not change::
 
@@ -63,12 +62,12 @@ class PlanBuckets:
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]        <- as planned, in the program's bucket table
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]
 
-    Needs: a captured graph whose output lists gradients in program order, or in the chief's order.
+    Needs: a captured graph whose output lists gradients in its own order, or in the chief's.
     Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
     Source: PyTorch DDP (Li et al., 2020).
 
-    Another plan may give a bucket to each gradient, or to each group of the user's. Or one bucket of each kind
-    is communicated in packs of equal length, numbered over all buckets as they become complete::
+    Other plans have a bucket per gradient or per user-defined group, or cut one bucket of each kind into equal packs.
+    Packs are numbered over all buckets, in the order of completion::
 
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10] fc1.weight[512, 2048] fc1.bias[512]
         packs, of elements 0 ... 1054207: 0 at 0 ... 527103, 1 at 527104 ... 1054207
@@ -204,7 +203,7 @@ def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collecti
 def _equal(
     plan: EqualPacks | EqualSplits, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]
 ) -> _Grouping:
-    """Groups gradients into buckets to be cut equally; where the plan declines, each gradient has its own bucket."""
+    """Buckets to be cut; where the plan declines, each gradient has a bucket."""
     number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
     alone = [[program.variables[gradient.name]] for gradient in gradients]
     if number == 0:
@@ -235,7 +234,6 @@ def _equal(
 def _equal_packs(
     buckets: Sequence[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """The bucket and elements of each pack, in the order of completion in backward."""
     packs: list[tuple[int, int, tuple[int, int]]] = []  # the time of completion, the bucket, its elements
     for bucket in buckets:
         for start, stop in equal_ranges(bucket.num_elements, num_packs.get(bucket.slots[0].variable, 1)):
@@ -245,7 +243,6 @@ def _equal_packs(
 
 
 def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[Bucket]:
-    """Gives buckets their packs, numbered in the order of ``ranges`` (bucket and elements)."""
     if len(ranges) == len(buckets):
         return buckets
     if program.workers.shards_optimizer:
@@ -307,7 +304,6 @@ def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFa
 
 
 def _excess_text(buckets: Sequence[Bucket], plan: ByBytes) -> str:
-    """A remark on buckets over their cap, which were too small for a message without their last gradient."""
     first, other = plan.caps
     larger = [b for b in buckets if len(b.slots) > 1 and _slot_bytes(b) > (other if b.index else first)]
     if not larger:

@@ -1,4 +1,4 @@
-"""Keeps memory of regions from step to step."""
+"""Keeps memory of large results from step to step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INTO = MappingProxyType(
 
 @dataclass(frozen=True)
 class ReserveMemory:
-    """Lets regions compute large products into memory that stays from step to step::
+    """Lets regions compute large products into memory that is kept from step to step::
 
         fwd_0 = call_region(x, w, region=fwd_0)           reserved_0 = reserved(number=0, shape=[1024, 16000], dtype=float32)
         a     = fwd_0[0]                           ->     fwd_0 = call_region(x, w, reserved_0, region=fwd_0)
@@ -40,16 +40,16 @@ class ReserveMemory:
             mm = aten.mm(x, w)                     ->         mirrorc.mm_into(reserved_mm, x, w)
             return [mm]                                       return [reserved_mm]
 
-    The C library returns freed blocks of this size to the system, which clears new ones at the first write: a twentieth
-    of the step for logits over 16,000 words. Results with disjoint lifetimes share memory.
+    The C library returns freed blocks of this size to the system, which clears them again at the first write. This
+    takes a twentieth of the step for logits over 16,000 words. Results with disjoint lifetimes share memory.
 
     Needs: regions in their final form.
-    Guarantees: reserved memory holds only products that regions alone read and never return as a view (the rule
-        reserved_values_do_not_overlap).
+    Guarantees: no reader of a product in reserved memory returns a view of it, so that the memory is free after the last
+        read (the rule reserved_values_do_not_overlap).
 
     Attributes:
-        wanted: True if the C library allocates the devices' memory; allocators of GPUs keep freed memory.
-        min_bytes: the smallest result to reserve memory for; glibc never returns blocks of less than 32 MiB.
+        wanted: True if the C library allocates the devices' memory; GPU allocators keep freed memory.
+        min_bytes: the smallest result to reserve memory for; glibc itself can keep blocks below 32 MiB.
     """
 
     wanted: bool = True
@@ -108,7 +108,6 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _reserving(region: Region, places: list[int]) -> Region:
-    """The region with an argument for the memory of each result at ``places``."""
     graph = copied(region.graph_module.graph)
     for place in places:
         product: Any = unaliased_product(graph, place)
@@ -123,7 +122,6 @@ def _reserving(region: Region, places: list[int]) -> Region:
 
 
 def _reserve(graph: fx.Graph, regions: Mapping[str, Region], places_of: Mapping[str, list[int]]) -> Iterator[fx.Node]:
-    """Inserts and yields reserved memory for calls; it is reused after its value's last read."""
     busy_until: list[fx.Node] = []  # for each number, the last reader of its present value
     for node in region_calls(graph):
         places = places_of.get(region_of(node), [])

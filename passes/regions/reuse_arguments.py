@@ -39,14 +39,14 @@ _ELEMENTWISE = frozenset(
         prims.convert_element_type.default,
     }
 )
-"""Operators that read one element of each operand for one of their result, and so may write in place."""
+"""Operators that may write in place: each element of the result depends on one element of each operand."""
 
 _INTO_SLOTS = frozenset({out_products.mm_into, out_products.addmm_into, out_products.add_rows_into})
 
 
 @dataclass(frozen=True)
 class ReuseArguments:
-    """Writes an elementwise result into the memory of the dying argument that it was computed from::
+    """Writes an elementwise result over the argument that it is computed from, if nothing reads this afterwards::
 
         region bwd_0(logits, lse, dy, w):                region bwd_0(logits, lse, dy, w):
             ...                                              ...
@@ -55,16 +55,15 @@ class ReuseArguments:
             return [mm]                                      mm    = aten.mm(reuse, w)
                                                              return [mm]
 
-    For blocks larger than the C library keeps, the system's allocation and clearing can take longer than the
-    computation.
+    New large blocks come from the system: their allocation and clearing can take longer than the computation.
 
     Needs: regions in their final form.
-    Guarantees: an argument is written only if no call of its region leaves a possible reader (the rule
+    Guarantees: an argument is written only if nothing may read it after any call of its region (the rule
         regions_write_only_their_memory).
 
     Attributes:
         wanted: True if the backend fuses the copy with its source.
-        min_bytes: smaller results get new memory, which the C library has at hand.
+        min_bytes: smaller results get new memory.
     """
 
     wanted: bool = True
@@ -91,7 +90,7 @@ class ReuseArguments:
         return program.evolve(regions=regions).with_remarks(remark)
 
     def _reuses(self, body: fx.Graph, places: set[int]) -> dict[str, str]:
-        """For each argument to write into, by name, the name of the value to write; no value twice."""
+        """The names of values to write, by the argument to write into; no value twice."""
         reuses: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
@@ -106,7 +105,7 @@ def _is_large(value: Any, min_bytes: int) -> bool:
 
 
 def _last_made_of(argument: fx.Node) -> fx.Node | None:
-    """The last elementwise result computed from an argument; None if others are in use, or it does not fit its memory."""
+    """The last elementwise result from an argument; None if other users read the memory, or the result does not fit."""
     reached, value = {argument}, argument
     order = list(argument.graph.nodes)
     for node in order[order.index(argument) + 1 :]:

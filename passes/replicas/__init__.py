@@ -1,1 +1,1 @@
-"""REPLICATED to SCHEDULED: packing, reducing, updating on all devices of a process."""
+"""OUTLINED to SCHEDULED: replication, packing, reduction and updates in one process."""

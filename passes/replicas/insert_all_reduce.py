@@ -17,7 +17,7 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class InsertAllReduce:
-    """Reduces the replicas' buckets, right after the last replica's `pack`::
+    """Inserts the reduction of each bucket, right after the last replica's `pack`::
 
         pack   = pack(g0, g1, bucket=0, replica=0)        pack   = pack(g0, g1, bucket=0, replica=0)
         pack_1 = pack(h0, h1, bucket=0, replica=1)  ->    pack_1 = pack(h0, h1, bucket=0, replica=1)
@@ -26,7 +26,7 @@ class InsertAllReduce:
                                                           wait_1 = wait(all_reduce, bucket=0, replica=1)
                                                           output {reduced: ((wait, wait_1),)}
 
-    A program that accumulates gradients reduces nothing: each replica keeps its sums.
+    Nothing is reduced for one replica, or if the program accumulates gradients.
 
     Packs of a cut bucket are reduced separately::
 
@@ -37,7 +37,7 @@ class InsertAllReduce:
 
     A bucket of gathered factors, or of rows for its optimizer, has an `all_gather` in place of the `all_reduce`.
 
-    Guarantees: each bucket is reduced once; each replica waits once for each pending value.
+    Guarantees: each pack is reduced once; each replica waits once for each pending value.
     """
 
     name: str = field(default="insert-all-reduce", init=False)

@@ -19,10 +19,10 @@ from mirrorc.messages.wording import listed, numbered
 
 @dataclass(frozen=True)
 class InsertUpdate:
-    """Puts the optimizer at the end of every replica's program.
+    """Inserts commits, updates and buffer writes after forward and backward.
 
-    An element-wise optimizer runs on whole buckets, on every replica. Any other runs on replica 0 alone, as it cannot
-    be copied safely and might draw random numbers::
+    An element-wise optimizer updates whole buckets on every replica. Any other optimizer steps on replica 0 only: its
+    copies are unsafe, and it may draw random numbers::
 
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 
@@ -40,10 +40,9 @@ class InsertUpdate:
         output {reduced: ((pack, pack_1),), ...}    ->    accumulate(pack, bucket=0, replica=0)
                                                           accumulate(pack_1, bucket=0, replica=1)
 
-    A replica commits after the last operation of any replica that can fail, so that a failure leaves all variables as
-    they were.
+    All operations that can fail precede all commits, so that a failure changes no variable.
 
-    Guarantees: each parameter is updated once per replica, after every read in this step, and after its commit.
+    Guarantees: each parameter is updated once per replica, after all its reads in the step, and after the commit.
     """
 
     name: str = field(default="insert-update", init=False)

@@ -21,7 +21,7 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class PackGradients:
-    """Inserts a `pack` on each replica, right after the last gradient of a bucket, and behind the previous pack::
+    """Inserts a replica's `pack` of each bucket, right after the bucket's last gradient and the previous pack::
 
         bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
         g0, g1 = bwd_0[0], bwd_0[1]                         ->    g0, g1 = bwd_0[0], bwd_0[1]
@@ -32,21 +32,19 @@ class PackGradients:
 
         (no nodes of replica 1)                             ->    pack_1 = pack(bucket=0, replica=1)
 
-    The end of an accumulation adds earlier gradients, before any other operation::
+    The step that ends an accumulation first adds the accumulated gradients::
 
         pack = pack(g0, g1, bucket=0, replica=0)            ->    pack = pack(g0, g1, bucket=0, replica=0)
                                                                   sum  = add_accumulated(pack, bucket=0, replica=0)
 
-    Packs of a cut bucket are filled as soon as their elements are complete::
+    Each pack of a cut bucket is filled as soon as its last gradient is there::
 
-        bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
-        g0    = bwd_0[0]                                    ->    g0    = bwd_0[0]
-        bwd_1 = call_region(..., region=bwd_1, replica=0)         b0_pack0 = pack(g0, bucket=0, pack=0, replica=0)
-        g1    = bwd_1[0]                                          bwd_1 = call_region(..., region=bwd_1, replica=0)
-                                                                  g1    = bwd_1[0]
+        g0 = bwd_0[0]                                       ->    g0 = bwd_0[0]
+        g1 = bwd_1[0]                                             b0_pack0 = pack(g0, bucket=0, pack=0, replica=0)
+                                                                  g1 = bwd_1[0]
                                                                   b0_pack1 = pack(g0, g1, bucket=0, pack=1, replica=0)
 
-    Guarantees: every gradient is packed in each of its packs, in its slot's place; nothing else uses it.
+    Guarantees: every gradient is packed at the offset of its slot, and has no other use.
     """
 
     name: str = field(default="pack-gradients", init=False)
@@ -125,7 +123,6 @@ def _pack(
 def _pack_zeros(
     program: Program, graph: fx.Graph, bucket: Bucket, pack: Pack, replica: int, last: fx.Node | None
 ) -> fx.Node:
-    """Inserts a pack of zeros behind the bucket's ``last`` pack; without one, at the end of the graph."""
     with graph.inserting_after(last) if last is not None else contextlib.nullcontext():
         node = call(graph, ops.pack, (), {**pack_keywords(bucket, pack), "replica": replica})
     like = last.meta["val"] if last is not None else any_value(next(iter(program.regions.values())).graph_module.graph)

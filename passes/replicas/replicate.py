@@ -20,7 +20,7 @@ from mirrorc.printing.printed_values import type_of
 
 @dataclass(frozen=True)
 class Replicate:
-    """Builds one graph with the interleaved nodes of all devices, told apart by the keyword ``replica``::
+    """Interleaves copies of the graph for all devices; the keyword ``replica`` distinguishes their nodes::
 
         fwd_0 = call_region(x, read, region=fwd_0)        fwd_0   = call_region(x, read, region=fwd_0, replica=0)
         loss  = fwd_0[0]                            ->    loss    = fwd_0[0]
@@ -28,10 +28,10 @@ class Replicate:
                                                           loss_1  = fwd_0_1[0]
                                                           output {losses: (loss, loss_1)}
 
-    A replica without examples has no nodes, and None as results. If no replica of a worker has examples, its
-    first one attends the sums of the other workers' replicas.
+    A replica without examples has no nodes, and None as results. If a whole worker has no examples, its replica 0 joins
+    the model's collectives (`attend`).
 
-    Guarantees: replica r runs the graph of its shard shape; no edge joins two replicas.
+    Guarantees: each replica runs the graph of its shard shape; no edge joins two replicas.
     """
 
     name: str = field(default="replicate", init=False)
@@ -103,7 +103,6 @@ def _remark(program: Program) -> str:
 
 
 def _calls(source: fx.Graph | None) -> list[list[fx.Node]]:
-    """Groups each node with the `getitem` nodes of its result."""
     calls: list[list[fx.Node]] = []
     for node in source.nodes if source is not None else ():
         if node.target is operator.getitem:

@@ -17,14 +17,14 @@ from mirrorc.messages.wording import counted, listed
 
 @dataclass(frozen=True)
 class ScheduleOverlap:
-    """Moves each collective to right after its last argument and each `wait` to right before its first use::
+    """Moves each collective right behind its last argument, and each `wait` right before its first use::
 
         pack_0; all_reduce_0; wait_0               pack_0; all_reduce_0
         bwd_1                                ->    bwd_1
         pack_1; all_reduce_1; wait_1               pack_1; all_reduce_1
         update_0(wait_0); update_1(wait_1)         wait_0; update_0(wait_0); wait_1; update_1(wait_1)
 
-    Guarantees: launches keep the order in which buckets become ready; each replica waits in the order of its uses.
+    Guarantees: launches are in the order in which buckets become ready; waits are in the order of their uses.
     """
 
     name: str = field(default="schedule-overlap", init=False)
@@ -49,7 +49,7 @@ class ScheduleOverlap:
 
 
 def _move_waits(collective: fx.Node) -> None:
-    """Moves a collective's waits to right before their first uses; waits without uses move with the last of them."""
+    """Moves a collective's waits right before their first uses; unused waits follow the last used one."""
     waits = [user for user in collective.users if user.target is ops.wait]
     used = [node for node in waits if node.users]
     for node in used:

@@ -1,4 +1,4 @@
-"""Sends only the written rows of a table."""
+"""Sends only the updated rows of a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class SendRows:
-    """Sends rows of a table whose optimizer takes rows, and writes no others::
+    """Sends and stores only the updated rows of a table, if its optimizer takes rows::
 
         new = step_optimizer(sum, buckets=(0,), replica=0)       new = step_optimizer(sum, buckets=(0,), replica=0)
         b = broadcast(new[0], bucket=0, root=0)                  rows = updated_rows(new[0], sum, bucket=0, replica=0)
@@ -28,14 +28,14 @@ class SendRows:
         store(w_1, bucket=0, replica=1)                          w_1 = wait(b, bucket=0, replica=1)
                                                                  store_rows(w_1, sum_1, bucket=0, replica=1)
 
-    Every device has gathered the indices of all rows (``sum_1`` on replica 1). Rows that may have as many bytes as the
-    table are not sent.
+    Every device has gathered the rows' indices (``sum_1`` on replica 1). The whole table is sent if a step may update
+    all its rows, or rows outside the gradient.
 
-    Guarantees: each device has the same parameters, bit for bit. The pass may run twice.
+    Guarantees: all devices have the same parameters, bit for bit. The pass may run twice.
 
     Attributes:
-        most_in_one_memory: the largest part of a table to send as rows between devices of one memory, as whole copies
-            are faster there (measured in benchmarks/README.md).
+        most_in_one_memory: the largest fraction of a table's rows to send within one memory, where whole copies are fast
+            (benchmarks/README.md).
     """
 
     most_in_one_memory: float = 1 / 8

@@ -23,7 +23,7 @@ from mirrorc.messages.wording import numbered
 
 @dataclass(frozen=True)
 class ShareParameters:
-    """Turns N equal updates of N copies of a bucket's parameters into updates of N shares of one copy::
+    """Turns the updates of N copies of a bucket's parameters into updates of N shares of one copy::
 
         ar_0   = all_reduce(p_0, q_0, bucket=0, ...)          rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)
         bwd_1 ...                                             bwd_1 ...
@@ -34,17 +34,17 @@ class ShareParameters:
         update(wait_1, bucket=1, replica=0)                   update(wait_0, bucket=0, replica=0)
         (the same on replica 1)                               (the same on replica 1: the other shares)
 
-    Waits and updates come after the commit, because a device must not write a parameter before another device's last
-    read. An optimizer that runs by itself updates the one copy after all waits.
+    Waits and updates follow the commit, when no device reads parameters any more. An optimizer that is not element-wise
+    steps once, after all waits.
 
-    A bucket in packs is reduced whole, as some devices would otherwise sum up packs outside their share::
+    Packs of a cut bucket are still reduced whole, because shares of packs are not shares of the bucket::
 
         unpack = unpack(wait_0, wait_1, bucket=0, replica=0)  ->  unpack = unpack(wait_0, wait_1, bucket=0, replica=0)
         update(unpack, bucket=0, replica=0)                       share  = aten.slice(unpack, 0, 0, 64)
                                                                   update(share, bucket=0, replica=0)
 
-    Guarantees: every share has one writer; bits are those of a copy for each device.
-    Source: stage 1 of ZeRO (Rajbhandari et al., 2020), without the gathering.
+    Guarantees: every share has one writer; the bits are those of mirrored parameters.
+    Source: stage 1 of ZeRO (Rajbhandari et al., 2020), without the all-gather.
     """
 
     name: str = field(default="share-parameters", init=False)

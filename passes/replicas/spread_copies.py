@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SpreadCopies:
-    """Turns the broadcast of a large bucket into chunks; one device gets each chunk first and passes it on::
+    """Splits the broadcast of a large bucket into chunks, each relayed by one device::
 
         b   = broadcast(new, bucket=0, root=0)           send(new[:n], bucket=0, chunk=0, destination=1, replica=0)
         v   = wait(b, bucket=0, replica=1)               send(new[n:], bucket=0, chunk=1, destination=2, replica=0)
@@ -31,12 +31,13 @@ class SpreadCopies:
                                                          store(cat([c_1, d_1]), bucket=0, replica=1)
                                                          (the same on replica 2)
 
-    The owner sends a large bucket once, in place of once to each device. Small buckets cost by message, not by byte.
+    The owner sends each element once, not once per device.
 
     Guarantees: each device stores the same values.
     Source: tensorpack's OverrideCachingDevice; van de Geijn (1994).
 
     Attributes:
+        min_elements: smaller buckets keep their broadcast, which has fewer messages.
         within_one_memory: also relay between devices of one memory.
     """
 

@@ -1,4 +1,4 @@
-"""Updates each bucket at its owner only."""
+"""Updates each bucket on its owner only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mirrorc.messages.wording import numbered
 
 @dataclass(frozen=True)
 class UpdateAtOwner:
-    """Turns N equal updates of a bucket into one update at its owner, and N - 1 copies::
+    """Turns N equal updates of a bucket into one update on its owner, and N - 1 copies::
 
         ar = all_reduce(p_0, p_1, bucket=0, op=sum)           r = reduce(p_0, p_1, bucket=0, op=sum, root=1)
         commit(replica=0); commit(replica=1)                  commit(replica=0); commit(replica=1)
@@ -32,10 +32,11 @@ class UpdateAtOwner:
                                                               wait(b, bucket=0, replica=1)
                                                               store(v_0, bucket=0, replica=0)
 
-    The owner alone has the optimizer's state. All devices first update what they own, and then write the copies from others.
+    The owner alone has the optimizer's state. Each device first updates the buckets that it owns, then stores copies of
+    the others.
 
     Needs: an owner for each bucket (place-variables).
-    Guarantees: bits are those of an update on each device; every other device's copy is written once.
+    Guarantees: the bits are those of an update on each device; every copy is written once.
     Source: TensorFlow's CentralStorageStrategy and tensorpack.
     """
 

@@ -1,1 +1,1 @@
-"""SCHEDULED: conditions and scales of updates."""
+"""SCHEDULED: clipping, unscaling, finite checks, and work fused into updates."""

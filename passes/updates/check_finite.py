@@ -19,7 +19,7 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class CheckFinite:
-    """Moves everything but writes before the commit, and passes it the checks::
+    """Moves all but writes before the commit, which then checks losses and gradients::
 
         commit(replica=0)                                     wait_0 = wait(rs_0, bucket=0, replica=0)
         commit(replica=1)                                     f_0 = is_finite(wait_0, replica=0)
@@ -30,14 +30,14 @@ class CheckFinite:
                                                               update(wait_0, bucket=0, replica=0)
                                                               (the same on replica 1)
 
-    All replicas exchange their checks at the commit, and decide alike. An accumulation checks packed gradients, unless
-    the pass only skips updates.
+    All replicas exchange their checks, and decide alike. In programs that accumulate, "raise" checks packed gradients,
+    and "skip" does nothing.
 
-    Guarantees: the operands of updates and each replica's loss are checked; of a scaled loss gradients alone, as with
+    Guarantees: every updating gradient and each replica's loss are checked. With loss scaling only gradients are, as in
         torch's GradScaler.
 
     Attributes:
-        otherwise: "raise" an error at a non-finite value, or "skip" the update and return the loss.
+        otherwise: at a non-finite value, "raise" an error, or "skip" the update and return the loss.
     """
 
     otherwise: str = "raise"
@@ -94,7 +94,7 @@ def _remark(program: Program, otherwise: str, num_moved: int, is_scaled: bool) -
 
 
 def _move_before(commit: fx.Node) -> int:
-    """Moves nodes before ``commit``, except writers, rescalings and their users; returns the number of moved waits."""
+    """Moves all but writers, rescalings and their users before ``commit``; returns the number of moved waits."""
     late = set(calls_to(commit.graph, ops.commit))
     num_moved, nodes = 0, list(commit.graph.nodes)
     for node in nodes[nodes.index(commit) :]:

@@ -1,4 +1,4 @@
-"""Clips the reduced gradients."""
+"""Clips reduced gradients."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound for a norm of gradients.
+    """A bound for the norm of a group's gradients.
 
     Attributes:
-        max_norm: math.inf to measure only.
-        norm_type: 2 for the Euclidean norm, math.inf for the largest element.
-        group: a group of the optimizer; None for all groups together.
+        max_norm: math.inf only measures.
+        group: a group of the optimizer; None for all gradients together.
     """
 
     max_norm: float
@@ -45,7 +44,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class ClipGradients:
-    """Measures the reduced gradients, and scales them before updates take them::
+    """Measures norms of reduced gradients, and scales the operands of updates::
 
         commit(replica=0)                              wait_0 = wait(rs_0, bucket=0, replica=0)
         wait_0 = wait(rs_0, bucket=0, replica=0)       n_0 = norm(wait_0, norm_type=2.0, replica=0)
@@ -57,25 +56,23 @@ class ClipGradients:
                                                        update(g, bucket=0, replica=0)
                                                        (the same on replica 1)
 
-    Replicas with shares of the sums exchange their norms at the commit; one with whole sums measures them alone. If
-    workers have different numbers of devices, all use the chief's norm.
-
-    With a sharded optimizer, all workers' replicas exchange their norms. Of a bucket that each worker updates whole,
-    each measures as many elements::
+    Replicas with shares exchange their norms at the commit; all workers use the chief's. A replica with whole sums
+    measures alone. With a sharded optimizer, all workers' replicas exchange norms. Each worker measures an equal part
+    of a bucket that all update whole::
 
         commit(replica=0)                              own = slice(total_1, 0, 64, 128)
         update(part_0, bucket=0, replica=0)      ->    n_0 = norm(part_0, own, norm_type=2.0, replica=0)
         step_optimizer(total_1, ..., replica=0)        met = commit(n_0, replica=0)
                                                        (as above)
 
-    Needs: updates in their final form: after share-parameters and shard-optimizer.
-    Guarantees: each element of a bounded gradient counts once in its norm, and is scaled once, on all replicas alike.
+    Needs: to run after share-parameters and shard-optimizer.
+    Guarantees: each element of a bounded gradient counts once in its norm, and is scaled once, alike on all replicas.
     Source: `torch.nn.utils.clip_grad_norm_`.
 
     Attributes:
-        max_norm: a tuple has one norm for each group. None does not scale; math.inf only measures.
-        norm_type: a positive number or math.inf; or a tuple with one for each group.
-        max_value: the largest absolute value of an element, applied after scaling.
+        max_norm: one number, or a tuple with one per group. None sets no bound; math.inf only measures.
+        norm_type: one type, or a tuple with one per group; math.inf is the largest absolute value.
+        max_value: the largest absolute value of an element, applied after scaling; None for no bound.
     """
 
     max_norm: float | tuple[float | None, ...] | None = None
@@ -157,11 +154,7 @@ def _remark(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: 
 
 
 def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
-    """Tests whether replicas exchange their norms of these buckets.
-
-    Raises:
-        PassError: workers would measure norms separately, in different orders.
-    """
+    """Raises `PassError` if each worker would add up the norm alone, in another order."""
     if any(bucket.part is not None for bucket in buckets):
         return True
     if not program.workers.are_several or program.workers.are_alike:
@@ -177,7 +170,7 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A reduced gradient on a replica; ``taker`` is None if the replica does not update with it."""
+    """A reduced gradient on a replica; ``taker`` is its update, if the replica has one."""
 
     value: fx.Node
     bucket: int
@@ -220,7 +213,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
 
 
 def _set_types_behind(program: Program, commit: fx.Node) -> None:
-    """Sets the types of nodes that take exchanged norms, which have the widest dtype of all."""
+    """Sets the types of nodes that depend on a commit's norms: another norm may widen their dtype."""
     for user in list(commit.users):
         if user.target in (ops.norm, ops.clip_factor, ops.tell):
             set_type(program, user)
@@ -228,7 +221,7 @@ def _set_types_behind(program: Program, commit: fx.Node) -> None:
 
 
 def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exchanged: bool) -> fx.Node:
-    """The value to measure: a sum, or this worker's elements of a sum that each worker has whole."""
+    """The sum, or this worker's elements of a sum that each worker has whole."""
     bucket = program.buckets[reduced.bucket]
     elements = measured_elements(program, bucket, are_exchanged=are_exchanged)
     if bucket.part is not None or elements == Elements(0, bucket.num_elements):
@@ -237,7 +230,7 @@ def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exch
 
 
 def _empty_shares(program: Program, sums: Sequence[_Sum], taken: Sequence[_Sum], before: fx.Node) -> Iterator[_Sum]:
-    """An empty share in the widest dtype, if a replica measures none: the norms of all replicas form one row."""
+    """An empty share of the widest dtype, unless the replica measures one: all norms have one dtype."""
     widths = [program.buckets[reduced.bucket].dtype.itemsize for reduced in taken]
     for reduced in sorted(sums, key=lambda reduced: -program.buckets[reduced.bucket].dtype.itemsize):
         bucket = program.buckets[reduced.bucket]
@@ -270,7 +263,6 @@ def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum
 
 
 def _move_sums(values: Sequence[fx.Node], anchor: fx.Node) -> None:
-    """Moves values, and their operands back to the waits, before ``anchor``, in the same order."""
     moved: set[fx.Node] = set()
     waiting = [value for value in values if value > anchor]
     while waiting:

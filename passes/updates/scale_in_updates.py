@@ -18,20 +18,20 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class ScaleInUpdates:
-    """Passes updates the factor of a gradient, in place of the scaled gradient::
+    """Passes updates a gradient and its factor, instead of the scaled gradient::
 
         g = scale(wait_0, f, replica=0)           ->   update(wait_0, f, bucket=0, replica=0)
         update(g, bucket=0, replica=0)
 
-    torch's fused kernels divide each gradient by a number, here the inverse of the factor. A separate scaling takes
-    nine passes over memory instead of AdamW's seven.
+    torch's fused optimizers divide gradients by a number, here the inverse of the factor. AdamW then makes seven passes
+    over memory, not nine.
 
-    Needs: links, which tell the memory of a sum: after lower-collectives.
-    Guarantees: the same gradient up to rounding. One that other replicas read, one with a bound for its elements, and
-        one of other than 32 bits on CPUs are scaled as before.
+    Needs: links (lower-collectives), which decide whether replicas read one sum.
+    Guarantees: the same gradients up to rounding. Only float32 gradients on CPUs change, if one update alone reads them
+        and nothing clips their elements.
 
     Attributes:
-        groups: the numbers of the optimizer's groups that torch's fused kernels update.
+        groups: the optimizer's groups that torch's fused kernels update.
     """
 
     groups: tuple[int, ...] = ()

@@ -32,10 +32,10 @@ class UnscaleGradients:
                                                        h = scale(wait_1, r, replica=0)
                                                        update(h, bucket=1, replica=0)
 
-    The runtime multiplies the loss's weight, the start of backward, by the scale.
+    The runtime multiplies the gradient of the loss by the scale; check-finite skips steps that overflow.
 
-    Needs: clipped gradients, if they are clipped: after clip-gradients.
-    Guarantees: updates and bounds see gradients of the loss itself. A gradient is scaled once.
+    Needs: to run after clip-gradients, if both run.
+    Guarantees: updates, norms and bounds see unscaled gradients; each gradient is scaled once.
     Source: `torch.amp.GradScaler` (Micikevicius et al., 2018).
     """
 

@@ -1,4 +1,4 @@
-"""Lets updates compute products of factors."""
+"""Lets updates compute factored gradients in parts."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from mirrorc.torch_internals import is_symbolic, size_now
 
 @dataclass(frozen=True)
 class UpdateInParts:
-    """Leaves products of factors to the updates that take them::
+    """Lets updates compute their gradients from factors, one part at a time::
 
         wait_0 = wait(reduce_scatter_0, ...)        ->   wait_0 = wait(reduce_scatter_0, ...)
         update(wait_0, bucket=0, replica=0)              update(wait_0, part_elements=524288, bucket=0, replica=0)
 
-    Writing a share to memory and reading it back are three of the nine passes over memory of product and AdamW. Parts
-    share one small buffer, which stays in the processor's cache.
+    This saves three of nine passes over memory (product and AdamW): parts use one small buffer, which stays in cache.
 
-    Needs: links: after lower-collectives, and after all passes that look at sums.
-    Guarantees: the same gradients, but for the order of additions in a product of fewer rows.
+    Needs: to run after lower-collectives and all passes that read sums.
+    Guarantees: the same gradients, up to the order of additions in a product.
 
     Attributes:
-        part_elements: the size of a part; 2 MiB of 32 bits were fastest on an AMD EPYC with 1 MiB of cache for each core.
+        part_elements: the size of a part; 2 MiB of float32 were fastest on an AMD EPYC with 1 MiB of cache per core.
     """
 
     part_elements: int = 2**19
@@ -77,7 +76,7 @@ class UpdateInParts:
 
 
 def _fewest(size: Any) -> int:
-    """A size; if symbolic, at most the largest that is added up in parts: each step tests its true size again."""
+    """A size; at most `MOST_INNER` if it is symbolic, because each step tests it again."""
     return min(int(size_now(size)), MOST_INNER) if is_symbolic(size) else int(size)
 
 

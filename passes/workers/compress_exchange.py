@@ -20,12 +20,12 @@ from mirrorc.messages.wording import counted
 from mirrorc.passes.workers.worker_compression import WorkerCompression, other_buckets_text, ring_bytes_text
 
 NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
-"""The narrower dtypes for sums, by name."""
+"""Narrower dtypes for sums, by name."""
 
 
 @dataclass(frozen=True)
 class CompressExchange(WorkerCompression):
-    """Rounds each worker's sum of a bucket to a narrower dtype for the all-reduce::
+    """Rounds workers' sums to a narrower dtype for the all-reduce::
 
         x_0     = exchange(sum_0, bucket=0, op=sum)           c_0     = compress(sum_0, dtype=torch.bfloat16, bucket=0, replica=0)
         commit(early=True, replica=0)                         x_0     = exchange(c_0, bucket=0, op=sum)
@@ -34,12 +34,11 @@ class CompressExchange(WorkerCompression):
                                                               total_0 = decompress(half_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    A gradient is rounded once on its worker, and once more by each addition over workers. All workers get the same
-    bits. Infinities and NaN stay; numbers outside the range of the narrower dtype become infinite. Complex buckets, buckets
-    of no wider dtype, and factors are sent unchanged.
+    A gradient is rounded on its worker, and again in each addition over workers. All workers get the same bits. Numbers
+    outside the narrower range become infinite. Complex buckets, buckets of no wider dtype, and factors are unchanged.
 
     Attributes:
-        dtype: "bfloat16", with the range of float32 and 8 bits of precision; or "float16", with 11 bits, up to 65504.
+        dtype: "bfloat16" (8 bits of precision, the range of float32) or "float16" (11 bits, up to 65504).
     """
 
     dtype: str = "bfloat16"

@@ -25,7 +25,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class ReduceOverWorkers:
-    """Inserts an `exchange` of every bucket, to add up the workers' sums::
+    """Inserts an `exchange` per bucket, which adds up the workers' sums::
 
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)
         bwd_1 ...                                               bwd_1 ...
@@ -39,7 +39,7 @@ class ReduceOverWorkers:
                                                                 total_1 = wait(x_1, bucket=1, replica=0)
                                                                 update(total_1, bucket=1, replica=0)
 
-    Without ``early_update``, or if all sums are needed before any update, the waits for sums precede the commit::
+    Without ``early_update``, or if updates need all sums, the waits for sums precede the commit::
 
                                                                 total_0 = wait(x_0, bucket=0, replica=0)
                                                                 total_1 = wait(x_1, bucket=1, replica=0)
@@ -52,18 +52,17 @@ class ReduceOverWorkers:
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        f_0    = gather_factors(p_0, q_0, bucket=0, op=sum)
         wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
 
-    The wait for a bucket's shares comes at the launch of the next bucket, so that no device waits for a straggler while
-    backward can run.
+    A device waits for its share at the launch of the next bucket, so that backward does not stop for a straggler.
 
-    All workers exchange in the order of the bucket plan, so no two wait for each other's next exchange. Everything that
-    can fail on one worker comes before its commit. After an early commit only a connection can fail; the runtime then
-    refuses any use of the updated buckets.
+    All workers exchange in the order of the bucket plan, and cannot deadlock. All that can fail on one worker precedes
+    its commit. If a connection is lost after an early commit, the runtime refuses the partly updated parameters.
 
-    Needs: one copy of the parameters where a worker has several devices: after share-parameters.
+    Needs: shared parameters, if workers have several devices.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
 
     Attributes:
-        needs_all_sums: the reason to have all sums before any update, such as ``clip_grad_norm``; empty for none.
+        early_update: commit before the sums arrive, and update each bucket when its sum does.
+        needs_all_sums: why updates need all sums, such as ``clip_grad_norm``; empty if they do not.
     """
 
     early_update: bool = True
@@ -128,7 +127,7 @@ def _check(program: Program, bucket: Bucket) -> None:
 
 
 def _sums(program: Program) -> list[list[fx.Node]]:
-    """For each pack, the values to exchange: the replicas' waits for its sum, or the only replica's pack."""
+    """The values to exchange, by pack: the replicas' waits for its sum, or the only `pack`."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
         sums: list[list[fx.Node]] = [[] for _ in program.packs]
@@ -151,14 +150,12 @@ def _sums(program: Program) -> list[list[fx.Node]]:
 
 
 def _is_sum(wait: fx.Node) -> bool:
-    """Tests for a wait for a sum, not for parameters."""
     return all(launch.target in ops.REDUCTIONS for launch in wait.all_input_nodes)
 
 
 def _exchange(
     program: Program, bucket: Bucket, pack: Pack, sums: Sequence[Sequence[fx.Node]], last: fx.Node | None
 ) -> fx.Node:
-    """Inserts the exchange of a pack, with the waits for its sums right before it, and returns it."""
     values = sums[pack.number]
     place = values[0]
     if values[0].target is ops.wait:
@@ -203,7 +200,7 @@ def _gather(
 
 
 def _update_early(graph: fx.Graph) -> bool:
-    """Moves waits for sums over workers, and their users, behind the commits; False if a commit needs a sum."""
+    """Moves waits for workers' sums, and their users, behind the commits; False if a commit needs a sum."""
     places: dict[fx.Node, int] = {}
     for number, launch in enumerate(calls_to(graph, *ops.EXCHANGES)):
         for wait in launch.users:

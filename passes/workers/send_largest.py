@@ -21,7 +21,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class SendLargest(WorkerCompression):
-    """Has each worker send the largest elements of its sum of a bucket, with their indices, and keep the rest::
+    """Sends only the largest elements of each worker's sum, with their indices::
 
         x_0     = exchange(sum_0, bucket=0, op=sum)           own_0   = add_unsent(sum_0, bucket=0, replica=0)
         commit(early=True, replica=0)                         x_0     = gather_largest(own_0, count=10, bucket=0, op=sum)
@@ -29,9 +29,8 @@ class SendLargest(WorkerCompression):
         update(total_0, bucket=0, replica=0)                  total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    The rest is error feedback: the worker adds it to its sum in the next step. Every worker adds up in the order of
-    ranks, so all have the same bits. NaN and infinities count as largest. Buckets that would take no fewer bytes are sent
-    whole.
+    The other elements are the residual, added to the next step's sum. All workers add in the order of ranks, and get
+    the same bits. NaN and infinities count as largest. Buckets that would not shrink are sent whole.
     """
 
     ratio: float = 0.01
@@ -45,7 +44,7 @@ class SendLargest(WorkerCompression):
         TopK(self.ratio)  # refuses numbers out of range
 
     def bytes_of_sum(self, num_elements: int, dtype: torch.dtype, num_workers: int) -> int:
-        """The bytes of a whole sum whose exchange takes as long as this one."""
+        """The bytes of a whole sum whose ring all-reduce sends as much."""
         whole = num_elements * dtype.itemsize
         if not num_elements or not dtype.is_floating_point:
             return whole

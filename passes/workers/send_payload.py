@@ -21,7 +21,7 @@ from mirrorc.passes.workers.worker_compression import WorkerCompression, other_b
 
 @dataclass(frozen=True)
 class SendPayload(WorkerCompression):
-    """Has workers send a payload of a bucket instead of its sum::
+    """Sends a user-defined payload of each worker's sum::
 
         x_0     = exchange(sum_0, bucket=0, op=sum)           own_0   = add_unsent(sum_0, bucket=0, replica=0)
         commit(early=True, replica=0)                         x_0     = exchange_payload(own_0, payload=PowerSGD(rank=4),
@@ -30,9 +30,8 @@ class SendPayload(WorkerCompression):
                                                               total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    The unsent part of earlier steps is added to the sum of a worker's devices (error feedback). Updates take the sum
-    that `mirrorc.compression.Payload.exchange` computes. Factors, and buckets that would take no fewer bytes, are sent
-    as before.
+    The residual of earlier steps is first added to the sum (error feedback). Updates take the result of
+    `mirrorc.compression.Payload.exchange`. Factors, and buckets that would not shrink, are sent as before.
     """
 
     payload: Payload = field(default_factory=Payload)
@@ -47,7 +46,7 @@ class SendPayload(WorkerCompression):
         return self._num_bytes({name: meta}, num_workers) or _size(meta)
 
     def _num_bytes(self, gradients: dict[str, torch.Tensor], num_workers: int) -> int:
-        """The bytes of the gradients' payload; 0 if they are sent whole."""
+        """0 if the gradients are sent whole."""
         num_bytes = self.payload.num_bytes(gradients, num_workers)
         if not isinstance(num_bytes, int) or num_bytes < 0:
             raise PassError(

@@ -21,7 +21,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class ShardOptimizer:
-    """Shards the updates of W workers into W parts, with an all-gather of parameters::
+    """Shards updates over W workers, with an all-gather of parameters::
 
         x_0     = exchange(wait_0, w_0, bucket=0, op=sum)            x_0     = scatter_sums(wait_0, w_0, bucket=0, op=sum)
         (the same for bucket 1)                                      (the same for bucket 1)
@@ -35,18 +35,18 @@ class ShardOptimizer:
                                                                      new_1   = wait(g_1, bucket=1, replica=0)
                                                                      new_0   = wait(g_0, bucket=0, replica=0)
 
-    Each worker keeps the optimizer's state of its part alone. Buckets are gathered in the order of the next forward.
-    Without an early commit they are updated in that order, too, so that one is sent during the update of the next.
+    Each worker keeps optimizer state for its part only. Buckets are gathered in the order of the next forward. Without
+    an early commit they are also updated in that order, which hides the gathers.
 
-    Factors go to all workers as before::
+    Factors still go to all workers::
 
         f_0     = gather_factors(p_0, bucket=0, op=sum)              f_0     = gather_factors(p_0, bucket=0, op=sum)
         total_0 = wait(f_0, bucket=0, replica=0)              ->     total_0 = wait(f_0, bucket=0, replica=0)   (its elements)
 
-    A worker lost before the last gather leaves the others' parameters between two steps.
+    If a worker is lost before the last gather, the other workers' parameters are partly updated.
 
-    Needs: exchanged sums without users yet; buckets of W parts of equal length, as plan-buckets pads them.
-    Guarantees: each element is updated by one worker, and gathered by all, in one order.
+    Needs: exchanged sums, not yet clipped or checked; buckets padded to W equal parts (plan-buckets).
+    Guarantees: each element of a sharded bucket is updated by one worker; all workers gather in one order.
     Source: stage 1 of ZeRO (Rajbhandari et al., 2020).
     """
 
@@ -89,7 +89,6 @@ class ShardOptimizer:
 
 
 def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
-    """The bucket with this worker's part, or unchanged if its update needs it whole."""
     if not bucket.rule.elementwise:
         return bucket
     length, rest = divmod(bucket.num_elements, workers.num_workers)
@@ -103,7 +102,7 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
 
 
 def _deal_out_sum(program: Program, bucket: Bucket) -> None:
-    """Gives the waits for a bucket's sum only this worker's part, by `scatter_sums` or from gathered factors."""
+    """Makes the waits for a bucket's sum give only this worker's part."""
     graph = program.mirrored_graph
     (exchange,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
     launch = exchange

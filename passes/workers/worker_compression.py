@@ -1,4 +1,4 @@
-"""Base class of compression between workers."""
+"""The base class of compression passes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class WorkerCompression:
-    """Replaces exchanges of whole sums, one by one, as subclasses define.
+    """Replaces exchanges of whole sums, as subclasses define.
 
-    Needs: the exchanges of reduce-over-workers, before any is sharded or linked.
+    Needs: the exchanges of reduce-over-workers, not yet sharded or linked.
     Guarantees: each wait gives the sum of the workers' messages in the bucket's dtype.
     """
 
@@ -36,17 +36,17 @@ class WorkerCompression:
     establishes: ClassVar = (Property.COMPRESSED,)
     precedes: ClassVar = Property.COMPRESSED.and_later
     does: ClassVar[str]
-    """The effect on the workers' sums, for a message."""
+    """A verb for error messages, such as "compresses"."""
 
     def applies_to(self, program: Program, launch: fx.Node) -> bool:
         raise NotImplementedError
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        """Replaces an exchange, and returns the new launch."""
+        """Returns the new launch."""
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """The remarks on the ``new`` launches; the exchanges that they replace sent ``before`` bytes."""
+        """``new`` launches replace exchanges of ``before`` bytes."""
         raise NotImplementedError
 
     def run(self, program: Program) -> Program:
@@ -68,7 +68,7 @@ class WorkerCompression:
 
 
 def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
-    """Replaces an exchange by an operation that sends a part of each sum and its unsent rest."""
+    """Replaces an exchange by an ``operation`` on a part of the sums, after adding the residual."""
     of_pack = pack_keywords(*program.packs[pack_of(launch)])
     totals = tuple(
         insert(program, launch, ops.add_unsent, (local_sum,), {**of_pack, "replica": replica_of(local_sum)})
@@ -83,12 +83,11 @@ def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str
 
 
 def ring_bytes_text(program: Program, num_bytes: int) -> str:
-    """The bytes that each worker sends for a sum in a ring, in words."""
     number = program.workers.num_workers
     return size_text(round(2 * num_bytes * (number - 1) / number))
 
 
 def other_buckets_text(program: Program, new: Sequence[fx.Node]) -> str:
-    """The buckets without a new launch, in words; empty if there are none."""
+    """The buckets without a new launch; empty if there are none."""
     others = sorted({bucket.index for bucket in program.buckets} - {bucket_of(launch) for launch in new})
     return numbered("bucket", others) if others else ""

@@ -1,4 +1,4 @@
-"""Executable graphs and regions."""
+"""Registers the backends Inductor and eager."""
 
 from mirrorc.runtime.codegen.backends import register_backend
 from mirrorc.runtime.codegen.eager import EagerBackend

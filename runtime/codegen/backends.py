@@ -1,4 +1,4 @@
-"""The interface and the registry of backends for regions."""
+"""Interface and registry of the backends that compile regions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RegionFunction = Callable[[list[Any]], Any]
 
 
 class Backend(ABC):
-    """A compiler of region bodies. A user's backend overrides `compile`, and other methods as needed.
+    """A compiler of region bodies. A user's backend overrides `compile`, and others as needed.
 
     Attributes:
         name: the name in ``mirrorc.Compiler(backend=name)``.
@@ -24,7 +24,7 @@ class Backend(ABC):
     name: ClassVar[str]
 
     def objection(self, device: torch.device) -> str:
-        """The reason against a device on this machine; empty for a supported device."""
+        """Why a device of this machine is not supported; empty if it is."""
         return ""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
@@ -32,20 +32,18 @@ class Backend(ABC):
         return {}
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """Options of `mirrorc.passes.default_pipeline` that make the backend's code faster on a device, or preserve its
-        bits.
-        """
+        """Options of `mirrorc.passes.default_pipeline` that suit the backend's code on a device."""
         return {"reserves_memory": device.type == "cpu"}
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - there need be nothing to wait for
-        """Starts background work for the first region, before a program is captured."""
+        """Starts background work for the first region, before capture."""
 
     def together(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for parallel compilation of regions; their functions must not be called before its end."""
+        """A context in which regions compile in parallel. Their functions must not be called inside it."""
         return contextlib.nullcontext()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
-        """A context for recompilation after an error; None if recompilation would change nothing."""
+        """A context for recompilation after an error; None if that changes nothing."""
         return None
 
     @abstractmethod
@@ -77,11 +75,6 @@ def unregister_backend(name: str) -> None:
 
 
 def backend_named(name: object) -> Backend:
-    """The backend of this name.
-
-    Raises:
-        ValueError: there is none; lists the registered ones.
-    """
     backend = _backends.get(name) if isinstance(name, str) else None
     if backend is None:
         raise ValueError(f"backend is {name!r}: choose one of {', '.join(_backends)}")

@@ -1,4 +1,4 @@
-"""Bindings of graph nodes other than plain functions, for generated functions."""
+"""What a generated function may call for a node, other than a plain function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Constant:
-    """A value bound once, in place of a call in every step."""
+    """A node's value, bound once instead of computed in every step."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -20,7 +20,7 @@ class TwoPartCall:
 
     Args:
         may_end: True to return the function's output early if ``leave`` returns False.
-        is_timed: True for a time mark of its own; otherwise its time belongs to the next call.
+        is_timed: True for a time mark even if nothing uses the result; else its time may count as the next call's.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class TwoPartCall:
 
 
 class Asking:
-    """A call whose function first yields requests, and continues once they are met.
+    """A call before which the generated function yields requests; its caller resumes it when they are met.
 
     Args:
-        asks: pairs of a function and positions; the function makes a request from the call's arguments there.
+        asks: functions that make one request each, with the positions of the call's arguments that they take.
     """
 
     def __init__(self, call: Callable[..., Any], asks: Sequence[tuple[Callable[..., Any], Sequence[int]]]) -> None:

@@ -1,4 +1,4 @@
-"""The backend without compilation."""
+"""The backend that calls operators one by one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mirrorc.torch_internals import SizesGivenUp, has_symbols, is_dense, schema_
 class EagerBackend(Backend):
     """Calls the captured operators one by one.
 
-    Some operators return another memory layout than their fake versions. Views then copy if necessary, operators that
-    may read memory in order get the inferred layout, and ``as_strided`` raises an error.
+    Some operators return other strides than their fake versions. Then views copy if necessary, operators that may read
+    memory in order get the inferred strides, and ``as_strided`` raises an error.
     """
 
     name = "eager"
@@ -60,7 +60,7 @@ def _function_of(node: fx.Node) -> Callable[..., Any]:
 
 
 def _by_position(node: fx.Node) -> Callable[..., Any]:
-    """The function of an operator like ``as_strided``; offsets count from its argument's first element."""
+    """Offsets count from the operand's first element, not from the start of its storage."""
     target: Any = node.target
     arguments = [argument.name for argument in schema_of(target).arguments]
     place = arguments.index("storage_offset") if "storage_offset" in arguments else len(arguments)
@@ -87,9 +87,7 @@ def _needs_layouts(target: Any) -> bool:
 
 
 def _layout(argument: Any) -> Any:
-    """The inferred strides of an argument, with symbols a `DimOrder`; a list for several tensors; None for scalars and
-    non-tensors.
-    """
+    """Inferred strides; a `DimOrder` if symbolic; a list for several tensors; None for scalars and non-tensors."""
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -109,11 +107,7 @@ class DimOrder:
 
     @classmethod
     def of(cls, value: torch.Tensor) -> DimOrder:
-        """The order of a tensor's dimensions.
-
-        Raises:
-            SizesGivenUp: gaps or overlaps, so the order does not determine the strides.
-        """
+        """Raises `SizesGivenUp` for a tensor with gaps or overlaps: the order does not determine its strides."""
         now = with_sizes_now(value)
         strides = now.stride()
         order = cls(tuple(sorted(range(now.dim()), key=lambda dim: (-strides[dim], dim))))
@@ -131,7 +125,6 @@ class DimOrder:
 
 
 def _laid(value: Any, layout: Any) -> Any:
-    """One or more tensors in the inferred strides, copied only if necessary."""
     if layout is None:
         return value
     if isinstance(layout, list):

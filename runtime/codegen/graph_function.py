@@ -1,4 +1,4 @@
-"""Generation of Python functions from FX graphs, with values freed at their last use and a node for every line."""
+"""Generates Python functions from FX graphs. They free values after the last use."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class GraphFunction:
     """A graph as a callable that takes a list of arguments, which it empties.
 
     Attributes:
-        nodes: the node of each source line.
-        namespace: bindings of the source's names; may be rebound between calls.
-        marked: nodes with a time mark at the end of their call, in order. The function's beginning has a mark, too.
-        asks: True for a generator that yields requests before calls, see `Asking`.
-        pauses: True for a generator that yields for other reasons.
+        nodes: the node of each source line, or None.
+        namespace: the source's globals; may be rebound between calls.
+        marked: nodes with a time mark after their call, in order. The function's beginning has a mark, too.
+        asks: True for a generator that yields requests, see `Asking`.
+        pauses: True for a generator that yields at the ``pauses`` of `generate`.
     """
 
     asks = pauses = False
@@ -75,10 +75,10 @@ def generate(
 
     Args:
         bind: returns a call's function, or a `Constant`, a `TwoPartCall` or an `Asking`.
-        boxed: test for a function with a list of arguments, which it empties, and a sequence of results to unpack.
-        clock: marks the end of every call; None for a function without marks.
-        pauses: test for a yield before a call, or within a `TwoPartCall`, which makes the function a generator.
-        waits: test for a yield of `WAITS` before a call.
+        boxed: tests for a node whose function takes a list of arguments, which it empties, and returns a sequence.
+        clock: marks the end of every call.
+        pauses: tests for a node before whose call the function yields; between the parts of a `TwoPartCall`.
+        waits: tests for a node before whose call the function yields `WAITS`.
     """
     return _Generator(graph, bind, boxed, clock, pauses, waits).generate(title)
 
@@ -188,9 +188,7 @@ class _Generator:
         self.calls |= {f"arrive_{name}": node, f"leave_{name}": node}
         self._emit(f"    arrive_{name}({', '.join(self._show(argument) for argument in node.args)})", node)
         self._pause(node)
-        self._emit(
-            f"    {name} = leave_{name}()", node
-        )  # not marked: its time belongs to the wait after it, if there is one
+        self._emit(f"    {name} = leave_{name}()", node)  # if not marked below, its time belongs to the wait after it
         if bound.may_end:
             self._emit(f"    if {name} is False: return {self._show(self.graph.output_node().args[0])}", node)
         if bound.is_timed or node.users:

@@ -1,4 +1,4 @@
-"""Compilation of each region of a step, once per torch device."""
+"""Compiles regions, once per torch device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RegionCompiler:
-    """Compiles each region once per torch device; logical devices on one processor share the code."""
+    """Compiles regions; logical devices on one processor share the code."""
 
     def __init__(self, backend: Backend, num_threads: int) -> None:
         self.backend = backend
@@ -43,10 +43,10 @@ class RegionCompiler:
     ) -> list[RegionFunction]:
         """Compiles regions in parallel; ``on_compiled`` is called after each.
 
-        After a failure it tries again in the backend's `second_try` context, if there is one.
+        After a failure it tries once more, if the backend has a `second_try`.
 
         Raises:
-            Exception: the first error, if there is no second try or it fails.
+            Exception: the first try's error.
         """
         try:
             with self.together():
@@ -81,7 +81,6 @@ class RegionCompiler:
         self._compiled = {key: value for key, value in self._compiled.items() if key[0] in ids}
 
     def compile(self, region: Region, device: torch.device) -> RegionFunction:
-        """The region as a function that takes a list of arguments, which it empties, and returns a sequence of outputs."""
         key = (id(region), device)
         if key not in self._compiled:
             graph_module = retarget(region.graph_module, device)

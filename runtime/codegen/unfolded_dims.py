@@ -1,4 +1,4 @@
-"""Rewrite of folded and unfolded symbolic dimensions as one permutation of dimensions."""
+"""Rewrites symbolic dimensions that are folded and unfolded as one permutation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims)
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A factor of a dimension's size that no view between two values splits. Parts of equal size are not equal."""
+    """A factor of a dimension's size that no view splits. Compared by identity."""
 
     size: Any
 
@@ -31,10 +31,10 @@ _Dims = tuple[tuple[_Part, ...], ...]
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """The arrangement of a value's elements, relative to a source.
+    """Arrangement of a source's elements in a value.
 
     Attributes:
-        parts: the source's dimensions except those of size 1, split as finely as by any view on the way.
+        parts: the source's dimensions except size 1, split wherever a view in between splits them.
         dims: for each dimension of the value, its parts; empty for size 1.
         is_copied: True after a copy, so that memory is in the order of the dimensions.
         unfolds: True if a symbolic dimension of several parts was split again.
@@ -56,13 +56,13 @@ def unfold_dims(graph: fx.Graph) -> int:
         copy   = aten.clone(turned)                         copy   = aten.clone(turned)
         y      = aten.view(copy, [s1, s0, 128])             y      = aten.view(copy, [s1, s0, 128])
 
-    Attention folds batch and heads into one dimension so. Inductor makes one loop of it, with index arithmetic for
-    every element. Numeric sizes simplify. Symbolic sizes leave divisions by ``4*s0`` and ``s0`` per element, and the
-    loop is not vectorised.
+    Attention folds batch and heads like this. Inductor makes one loop of the folded dimension, with index arithmetic
+    for every element. Numeric sizes simplify it. Symbolic sizes leave divisions by ``4*s0`` and ``s0``, and the loop is
+    not vectorised.
 
     Needs: a functional graph with types and placeholders for symbolic sizes.
 
-    Guarantees: values, strides, and aliasing stay.
+    Guarantees: values, strides and aliasing are unchanged.
     """
     arrangements = dict(_arrangements(graph))
     nodes_of_sizes = {
@@ -116,7 +116,7 @@ def _written(node: fx.Node) -> Iterator[Any]:
 
 
 def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """The arrangement of a node's value, from that of its argument; None for an operator that does not rearrange."""
+    """None for an operator that does more than rearrange its argument's elements."""
     target, rank = node.target, len(before.dims)
     if target in _SAME_VALUES:
         return before
@@ -149,7 +149,7 @@ def _permutation(node: fx.Node, rank: int) -> list[int]:
 
 
 def _reshaped(before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """The arrangement after a reshape; None unless factors of the old sizes make up the new sizes."""
+    """None unless factors of the old sizes, in order, make up the new sizes."""
     waiting = deque(part for dim in before.dims for part in dim)
     cuts: dict[_Part, tuple[_Part, _Part]] = {}
     dims: list[tuple[_Part, ...]] = []
@@ -194,7 +194,7 @@ def _quotient(size: Any, divisor: Any) -> Any:
 
 
 def _rewrite(node: fx.Node, arrangement: _Arrangement, nodes_of_sizes: Mapping[Any, fx.Node]) -> bool:
-    """Replaces a node by at most a view, a permutation, a copy and a view of its source; returns True on success."""
+    """Replaces a node by at most a view, a permute, a clone and a view; returns True on success."""
     last = [part for dim in arrangement.dims for part in dim]
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     sizes: Sequence[Any] = sizes_key(arrangement.source.meta["val"].shape)

@@ -1,4 +1,4 @@
-"""Communicators, in a file for each link with collectives."""
+"""Communicators, a file for each link that carries collectives."""
 
 from __future__ import annotations
 

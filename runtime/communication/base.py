@@ -16,7 +16,7 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, visit_par
 
 
 class Communicator:
-    """Performs a link's collectives among the devices of a process; `register_communicator` registers a subclass.
+    """Performs a link's collectives among the devices of a process; see `register_communicator`.
 
     Every method with ``replica`` is called from that replica's thread. Launches never block; waits do, for
     ``timeout_seconds`` at most. ``bucket`` is the number of the bucket, or of the pack if buckets are cut.
@@ -32,7 +32,7 @@ class Communicator:
         self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Makes the rendezvous of a program's collectives and the mailboxes of its sends, before it runs."""
+        """Makes a rendezvous for each collective and a mailbox for each send."""
         self._prepared_for = (tags, routes)
         self._rendezvous = {tag: self._make_rendezvous(tag) for tag in tags}
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
@@ -53,18 +53,18 @@ class Communicator:
             mailbox.abort()
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """Offers this replica's bucket, 1-D, for the sum; returns a handle for `wait_all_reduce`."""
+        """Offers this replica's bucket, 1-D; returns a handle for `wait_all_reduce`."""
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """The sum, bitwise the same on each replica, added in the order of replicas unless a library adds."""
+        """The sum, bitwise equal on all replicas; added in their order, unless a library adds."""
         raise self._not_carried("all_reduce")
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         raise self._not_carried("reduce_scatter")
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's share of the sum, the same bits as in an all_reduce."""
+        """This replica's share of the sum, with the bits of an all_reduce."""
         raise self._not_carried("reduce_scatter")
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
@@ -72,7 +72,7 @@ class Communicator:
         raise self._not_carried("reduce")
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """The sum on replica ``root``, the same bits as in an all_reduce. Other replicas do not wait."""
+        """The sum on replica ``root``, with the bits of an all_reduce. Others do not wait."""
         raise self._not_carried("reduce")
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Communicator:
         return share
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """The unmade share of a sum with complete inputs; here the share itself."""
+        """A share whose addends are all there, but not added yet; here it is added."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
         return unmade_sum([share], (0, share.numel()))
 
@@ -93,7 +93,7 @@ class Communicator:
         rendezvous.announce(replica)
 
     def wait_factors(self, bucket: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
-        """The buckets of all replicas, in order, with their factors on this replica's device."""
+        """All replicas' buckets, in order, with factors on this replica's device."""
         rendezvous = self._rendezvous[("all_gather", bucket)]
         rendezvous.await_replicas(replica, range(len(self.devices)))
         for event in rendezvous.events:
@@ -102,22 +102,18 @@ class Communicator:
         return [_on_device(factored_bucket, home) for factored_bucket in rendezvous.tensors]
 
     def memory_to_send(self, pack: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for `launch_exchange`, 1-D, on the device of ``like``; replicas share it until the last of them
-        launches.
-        """
+        """1-D memory for `launch_exchange`, on the device of ``like``. Replicas share it until all have launched."""
         raise self._not_carried("exchange")
 
     def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
-        """Offers this replica's part of ``whole``, 1-D, the worker's local sum; None for the memory of
-        `memory_to_send`.
-        """
+        """Offers this replica's part of the worker's sum ``whole``, 1-D; None for the memory of `memory_to_send`."""
         raise self._not_carried("exchange")
 
     def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
         raise self._not_carried("exchange")
 
     def launch_part(self, pack: int, replica: int, make: Callable[[], Any]) -> None:
-        """Offers this replica's part of a payload. After the last replica, ``make`` returns a `SentPart`."""
+        """Offers this replica's elements of a pack. The last replica's launch calls ``make``, which returns a `SentPart`."""
         raise self._not_carried("parts of sums")
 
     def wait_part(self, pack: int, replica: int) -> Any:
@@ -127,18 +123,18 @@ class Communicator:
         raise self._not_carried("gather_factors")
 
     def wait_gather(self, pack: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's elements of the sum over the replicas of all workers, made from their factors."""
+        """This replica's elements of the sum over all workers' replicas, made from factors."""
         raise self._not_carried("gather_factors")
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         raise self._not_carried("scatter_sums")
 
     def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
-        """This replica's elements of ``whole``, a half-open range, when they are the sum."""
+        """Writes the sum over workers of ``elements``, a half-open range, into ``whole``; returns these elements."""
         raise self._not_carried("scatter_sums")
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """Offers this replica's updated share of the parameters ``whole``, 1-D; the other workers' shards are written."""
+        """Offers this replica's updated share of the parameters ``whole``, 1-D, into which other workers' shards are written."""
         raise self._not_carried("gather_parameters")
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
@@ -150,14 +146,14 @@ class Communicator:
         )
 
     def send(self, route: Route, tensor: torch.Tensor) -> None:
-        """Offers a tensor to another replica; it must not be written until the step has ended on all replicas."""
+        """Offers a tensor, which must not be written until the step has ended on all replicas."""
         self._mailboxes[route].put(tensor)
 
     def launch_receive(self, route: Route) -> None:
         """Announces a later `receive` from the same thread. A link between processes starts the transfer here."""
 
     def receive(self, route: Route) -> torch.Tensor:
-        """The sent tensor, on the receiver's device. It may be the sender's memory, so do not write it."""
+        """The sent tensor, on the receiver's device. It may be the sender's memory: do not write it."""
         return self._mailboxes[route].take()
 
 

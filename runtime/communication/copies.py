@@ -1,4 +1,4 @@
-"""Reductions by copies of the others' buckets."""
+"""Reductions that copy the other replicas' buckets."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _launching = threading.Lock()
 
 @register_communicator
 class NcclCommunicator(Communicator):
-    """All-reduces on side streams; the last replica launches for all, in the same order on all GPUs."""
+    """All-reduces on side streams. The replica that offers last launches for all, so all GPUs have the same order."""
 
     link = "nccl"
 

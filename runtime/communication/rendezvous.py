@@ -1,4 +1,4 @@
-"""Thread synchronization of replicas: a rendezvous for a collective, a mailbox for a send."""
+"""Thread synchronization of replicas."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Tag = tuple[str, int]  # kind of collective, index of bucket
 
 
 class Aborted(Exception):
-    """Raised in a waiting replica after a failure of another."""
+    """Raised in a waiting replica after another one has failed."""
 
 
 class StepStoppedError(ExecutionError):
-    """Raised for a step stopped by another thread, without a failed replica."""
+    """Raised for a step that another thread has stopped; no replica has failed."""
 
 
 class Rendezvous:
-    """Each replica leaves a tensor, announces itself, and waits for the others."""
+    """For a collective: each replica leaves a tensor, announces itself, and waits for the others."""
 
     def __init__(self, subject: str, devices: Sequence[Device], timeout_seconds: float) -> None:
         self.subject = subject
@@ -69,10 +69,10 @@ class Rendezvous:
 
 
 class Mailbox:
-    """A slot for a single send: the sender leaves a tensor and goes on, the receiver waits for it.
+    """A single send: the sender leaves a tensor and goes on, the receiver waits for it.
 
     Attributes:
-        tensor: held until the next step, because a GPU may copy it after `take` has returned.
+        tensor: held until the next step, because a GPU may copy it after `take`.
     """
 
     def __init__(self, route: Route, devices: Sequence[Device], timeout_seconds: float) -> None:
@@ -81,12 +81,12 @@ class Mailbox:
         self._inbox: queue.SimpleQueue[tuple[torch.Tensor, Any] | None] = queue.SimpleQueue()
 
     def put(self, tensor: torch.Tensor) -> None:
-        """The receiver gets the tensor's value after the work queued on its device so far."""
+        """Sends the value that the tensor has after the work queued on its device so far."""
         self.tensor = tensor
         self._inbox.put((tensor, record_event(tensor.device)))
 
     def take(self) -> torch.Tensor:
-        """On the receiver's device; on the CPU, the same object."""
+        """The tensor on the receiver's device; on the CPU, the sent object."""
         route, device = self._route, self._devices[self._route.destination]
         try:
             came = self._inbox.get(timeout=self._timeout_seconds)

@@ -1,4 +1,4 @@
-"""Collectives over the replicas of a process within the model."""
+"""Collectives that the model calls, over the replicas of a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.runtime.communication.rendezvous import Rendezvous
 
 
 class ReplicaValues:
-    """Meetings at which each present replica leaves a value, and takes all of them."""
+    """Meetings at which each present replica leaves a value and takes the result over all values."""
 
     def __init__(self, program: Program, timeout_seconds: float) -> None:
         self._devices, self._present = program.devices, tuple(program.present)
@@ -38,7 +38,7 @@ class ReplicaValues:
             meeting.tensors = [None] * len(self._devices)
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor) -> None:
-        """Leaves a copy of a value, since the next region may write its memory; never blocks."""
+        """Leaves a copy of a value, since the next region may overwrite it; never blocks."""
         meeting = self._meetings[_number(node)]
         rows = node.kwargs["rows"] if node.target is ops.own_rows_of_sum else None
         meeting.tensors[replica] = (value.clone(memory_format=torch.contiguous_format), rows)
@@ -46,7 +46,7 @@ class ReplicaValues:
             meeting.announce_to(other, replica)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor:
-        """The result over the values of all present replicas, in their order, contiguous."""
+        """The contiguous result over the values of all present replicas, in their order."""
         meeting = self._meetings[_number(node)]
         meeting.await_replicas(replica, self._present)
         left = [meeting.tensors[present] for present in self._present]

@@ -1,4 +1,4 @@
-"""Reductions among logical CPUs, straight from the others' memory."""
+"""Reductions among logical CPUs, which read each other's memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit
 
 @register_communicator
 class SharedMemoryCommunicator(Communicator):
-    """Computes the sum in replica 0's bucket, where all replicas read it, so that nothing is copied."""
+    """Sums in replica 0's bucket, where all replicas read, so that nothing is copied."""
 
     link = "shared-memory"
 
@@ -33,7 +33,7 @@ class SharedMemoryCommunicator(Communicator):
         self._offer(self._rendezvous[("all_reduce", bucket)], replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
-        """All replicas must leave the same gradients as factors."""
+        """All replicas must offer factors for the same gradients."""
         self._offer(self._rendezvous[("reduce_scatter", bucket)], replica, tensor)
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
@@ -42,7 +42,7 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.announce_to(root, replica)
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """The sum lies in replica 0's bucket."""
+        """The sum, in replica 0's bucket."""
         rendezvous = self._rendezvous[("reduce", bucket)]
         if replica != root:
             return rendezvous.tensors[replica][:0]

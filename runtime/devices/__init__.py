@@ -1,1 +1,1 @@
-"""Devices at run time: their threads, events, memory and names."""
+"""Devices at run time: threads, events, memory."""

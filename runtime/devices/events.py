@@ -1,4 +1,4 @@
-"""Order among the streams of a GPU by events; on CPUs there is no wait."""
+"""Events, which order the streams of a GPU; no-ops on CPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def record_event(device: torch.device) -> Any:
 def wait_device(device: torch.device, timeout_seconds: float) -> bool:
     """Waits for a GPU's queued work; returns False after a timeout.
 
-    A kernel may wait for another GPU forever, and torch's wait has no timeout, so another thread waits.
+    A kernel may wait for another GPU forever, and torch's wait has no timeout: another thread waits.
     """
     if device.type != "cuda":
         return True
@@ -45,7 +45,7 @@ def _returns_in_time(wait: Callable[[], object], timeout_seconds: float, name: s
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:
-    """Makes a GPU's current stream wait for an event; the default is the current GPU."""
+    """Makes a GPU's current stream wait for an event; a no-op for None. The default device is the current GPU."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 

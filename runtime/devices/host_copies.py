@@ -1,4 +1,4 @@
-"""Copies of batches from the host to a GPU, with the end of their reads."""
+"""Copies of batches from the host to a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machine properties that affect measured times, under names that are equal in every run."""
+"""Properties of this machine that affect measured times and the bits of products."""
 
 from __future__ import annotations
 
@@ -67,5 +67,4 @@ def seconds_per_moved_byte() -> float:
 
 @functools.cache
 def measured_machine() -> Machine:
-    """Speed of this processor with all threads, measured once per process."""
     return Machine(seconds_per_multiplication(), seconds_per_moved_byte())

@@ -16,8 +16,8 @@ def cache_freed_memory() -> None:
     Otherwise, a convolutional net spends 5% of its steps in page faults. glibc caches blocks up to the largest one
     freed so far, so this function frees one of 32 MB.
 
-    Heaps of threads have 64 MB; glibc returns a free one unless ``M_TOP_PAD`` is as large (``heap_trim`` in
-    malloc/arena.c), which costs a device with several heaps 8% of its steps.
+    A thread's heap has 64 MB. Unless ``M_TOP_PAD`` is as large, glibc returns free heaps to the system (``heap_trim`` in
+    malloc/arena.c). That costs a device with several heaps 8% of its steps.
     """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
@@ -28,7 +28,7 @@ def cache_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns cached freed memory to the system, after a large permanent release; takes milliseconds."""
+    """Returns cached memory to the system, after a large permanent release; takes milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -1,4 +1,4 @@
-"""Thread pool with one persistent thread per device."""
+"""A persistent thread for each device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LONGEST_SLEEP_SECONDS = 1.0  # Python handles a signal that comes right before 
 
 
 class DevicePool:
-    """Threads that each run one job at a time. They end with `close`, with the pool object, or with the interpreter.
+    """Threads that each run one job at a time. They end with `close`, with the pool, or with the interpreter.
 
     Args:
         num_threads: threads of torch's operators within each CPU device.
@@ -131,7 +131,6 @@ class DevicePool:
         *,
         is_stopped: bool,
     ) -> None:
-        """Waits for all results; the first failure, or ``is_stopped``, calls ``on_failure`` once."""
         has_called = False
         while None in results:
             if not has_called and (is_stopped or any(result and not result[0] for result in results)):
@@ -140,7 +139,7 @@ class DevicePool:
             self._await_a_result(deadline, results)
 
     def mark_stuck(self) -> None:
-        """Refuses further jobs: a device may still use the memory of the last ones."""
+        """Refuses further jobs: a device may still use the last ones' memory."""
         self.is_stuck = True
 
     def wake(self) -> None:
@@ -164,7 +163,7 @@ class DevicePool:
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """Waits for a message. An interrupt may lose one, but no result: the last device sends a message about all."""
+        """An interrupt may lose a message, but not a result: the last device's message stands for all."""
         try:
             self._next_message(deadline)
         except queue.Empty:
@@ -175,7 +174,7 @@ class DevicePool:
             ) from None
 
     def _next_message(self, deadline: float) -> Message:
-        """Waits for a message, interruptible by Ctrl-C; raises `queue.Empty` at the deadline."""
+        """Interruptible by Ctrl-C; raises `queue.Empty` at the deadline."""
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:
@@ -185,7 +184,7 @@ class DevicePool:
                     raise
 
     def close(self) -> None:
-        """Ends the threads and waits for them; may be repeated after an interrupt."""
+        """Ends the threads and waits for them; may be repeated."""
         _stop(self._inboxes, self._threads)
         self._finalizer.detach()
 

@@ -12,9 +12,9 @@ _TRIES = (*[False] * 9, True)  # True for the last one
 
 
 def completed(function: Callable[[], _T]) -> _T:
-    """Calls a function that is idempotent from any point, again after an interrupt or a failure; returns its result.
+    """Calls a function, again after an interrupt or a failure; returns its result.
 
-    An interrupt is raised after success, a failure only if it persists.
+    The function must be idempotent from any point. An interrupt is raised after success, a failure only if it persists.
     """
     interruption: BaseException | None = None
     for is_last in _TRIES:

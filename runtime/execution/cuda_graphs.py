@@ -73,7 +73,7 @@ class Capturer(Protocol):
 class CudaCapturer:
     """Captures with `torch.cuda.graph`, all into a single private memory pool.
 
-    No value in the pool needs to survive the replay of another graph: inputs, loss, variables and optimizer state are
+    No value in the pool must survive the replay of another graph: inputs, loss, variables and optimizer state are
     outside. An anchor graph keeps the pool alive. After a failed capture the next graph gets a new pool.
     """
 
@@ -131,18 +131,17 @@ class StepGraph:
         self._graph: Graph | None = None
 
     def is_for(self, **fixed: Any) -> bool:
-        """Test for a graph, or a warm-up, that is valid for these values; takes the same arguments as `renew`."""
+        """Tests whether the graph, or the warm-up, is valid for these arguments of `renew`."""
         return tuple(fixed.values()) == self._key
 
     def renew_for(self, program: Program, optimizers: BucketOptimizers, *, memory: int) -> None:
-        """Drops the graph if the memory layout or hyperparameters have changed."""
         fixed = {"memory": memory, "hyperparameters": optimizers.baked_hyperparameters()}
         if not self.is_for(**fixed):
             check_capturable(optimizers.groups, program.variables)
             self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:
-        """Drops the graph after a change of a baked value; ``fixed`` has the baked values by readable names."""
+        """Drops the graph. ``fixed`` has the values baked into the next one, by readable names."""
         key = tuple(fixed.values())
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
         self._key = key
@@ -217,7 +216,7 @@ class StepGraph:
 
 
 def _copy(memory: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a value into memory of equal strides; if both are expanded, each memory location is copied once."""
+    """Copies each memory location once if both tensors are expanded."""
     for dim, stride in enumerate(memory.stride()):
         if stride == 0:
             memory, value = memory.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

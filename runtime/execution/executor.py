@@ -1,4 +1,4 @@
-"""Runs the steps of a lowered program: on every device, the function of its graph."""
+"""Runs the steps of a lowered program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Executor:
         constants: tensors from the capture that are neither parameters nor buffers.
         timeout_seconds: the longest wait of a replica for another.
         step_graph: captures and replays the steps of a single device; None to run all calls in every step.
-        team: the workers that train together; None for a process that trains alone.
+        team: None for a process that trains alone.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Executor:
         return any(argument.kind is ArgumentKind.SEED for argument in self.program.arguments)
 
     def _vote(self, team: Team, columns: Columns, vote: Vote) -> tuple[bool, torch.Tensor | None]:
-        """Votes with the other workers; called by a single replica when all have arrived at the commit."""
+        """Called by a single replica, when all have arrived at the commit."""
         vote = dataclasses.replace(vote, used=self._used.tell())
         outcome = team.vote(vote, columns=columns, is_early=self._progress is not None)
         self._used.hear(outcome.used)
@@ -135,7 +135,7 @@ class Executor:
         numbers: Sequence[Sequence[int | float]] = (),
         sizes: Sequence[Sequence[int | float]] = (),
     ) -> torch.Tensor | None:
-        """Runs a step after `commit` has begun it; returns the weighted sum of the replicas' losses, on the first device.
+        """Runs a step after `commit` has begun it; returns the weighted sum of the losses, as `Losses.total`.
 
         Raises:
             ExecutionError: a replica failed; names device, operation and source line.
@@ -202,7 +202,6 @@ class Executor:
     def _run_in_threads(
         self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
     ) -> None:
-        """Runs the replicas in the devices' threads; an interrupt stops them if the step is not committed."""
 
         def stop() -> None:
             if self.commit.stop():
@@ -225,7 +224,7 @@ class Executor:
     def _finish(
         self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
     ) -> torch.Tensor | None:
-        """Finishes a decided step, and returns its loss; may be repeated from any point."""
+        """May be repeated from any point."""
         done = [result[1] for result in results if result is not None]
         self._losses.wait(done)
         if self.commit.is_skipped:
@@ -243,7 +242,6 @@ class Executor:
         return loss
 
     def _choose_way(self) -> None:
-        """Chooses threads or interleaving, and drops records of the other mode or of another program."""
         is_interleaved = self.trial.interleaves and is_plain_thread()
         if is_interleaved:
             self.functions.bind_pausing()
@@ -301,7 +299,7 @@ class Executor:
             self.recorder.forget()
 
     def _give_up(self, pool: DevicePool) -> None:
-        """Cleans up after a failed step; waits for the GPUs' queued work first, because its memory will be reused."""
+        """Waits for the GPUs' queued work before it cleans up, because its memory will be reused."""
         self.commit.stop()
         for device in dict.fromkeys(device.torch_device for device in self.program.devices if not pool.is_stuck):
             if not wait_device(device, self._timeout_seconds):

@@ -1,4 +1,4 @@
-"""Ctrl-C during a step: stops the step until its commit, and is deferred to the step's end afterwards."""
+"""Ctrl-C during a step."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class InterruptGuard:
     deferred to the step's end. While device threads run, an exception of the user's handler stops them and is raised
     after their end.
 
-    The guard also restores the thread's torch settings, as an exception at the exit of ``torch.no_grad()`` leaves
-    gradients off.
+    The guard also restores torch's settings: an exception at the exit of ``torch.no_grad()`` leaves gradients off.
 
     Attributes:
         commit: the step's commit point; None until the step has one.
@@ -104,7 +103,6 @@ class InterruptGuard:
             self._users(signal.SIGINT, None)
 
     def stop_by(self, stop: Callable[[], None] | None) -> None:
-        """Sets the function that stops device threads; None when they have ended."""
         self._stop = stop
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -17,15 +17,13 @@ _MOST_CACHED = 16
 
 
 class Losses:
-    """Weighs and adds the losses of a program's replicas. An evaluation gathers its loss, and has no sum."""
-
     def __init__(self, program: Program, state: ProgramState) -> None:
         self._program, self._state = program, state
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def weight_tensors(self, replica_weights: Sequence[float], examples: Examples) -> Sequence[torch.Tensor | None]:
-        """The tangent of backward on each replica, a scalar on its device: the loss weight times the loss scale; None
-        without backward.
+        """The tangent of backward on each replica, a scalar on its device: loss weight times loss scale; None without
+        backward.
         """
         if not self._program.trains:
             return [None] * len(replica_weights)
@@ -57,7 +55,7 @@ class Losses:
     def total(
         self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]
     ) -> torch.Tensor | None:
-        """The weighted sum of the replicas' losses; None in an evaluation, and on a worker without examples."""
+        """The weighted sum of the losses, on the first device; None in an evaluation, and on a worker without examples."""
         if not self._program.trains or not self._program.present:
             return None
         home = self._program.devices[0].torch_device

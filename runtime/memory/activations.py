@@ -52,7 +52,7 @@ class Activations:
     """The activations of a device's step.
 
     Attributes:
-        peak: bytes at the peak; 0 without activations.
+        peak: in bytes.
         where: the moment of the peak; None without activations.
         blocks: the live values at the peak, the largest first.
         kept: bytes of gradients outside of buckets that live until the next step replaces them.
@@ -67,7 +67,7 @@ class Activations:
 def activations_of(
     program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
 ) -> Activations:
-    """The activations of a device in a LOWERED program; ``temporary_bytes``: bucket -> bytes per element of its update."""
+    """The activations of a device; ``temporary_bytes``: bucket -> bytes per element of its update."""
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
@@ -79,7 +79,7 @@ The value of an operation without a handler is a new block.
 
 
 class _Walk:
-    """Simulates a device's generated function, with a `Block` in place of each value's memory, to find the peak."""
+    """Finds the peak of a device's generated function, with a `Block` in place of each value's memory."""
 
     def __init__(
         self, program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
@@ -208,12 +208,11 @@ class _Walk:
 
     @accounts(ops.unpack)
     def _unpack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """Nothing new for adjacent packs in a bucket; otherwise memory for their concatenation."""
         return (self._new(node) if any(map(_is_apart, node.all_input_nodes)) else self._of(node.args)), 0
 
     @accounts(ops.MEETINGS)
     def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The value. A copy for other replicas and the sum over workers live until the end of the step."""
+        """A copy for other replicas and the sum over workers live until the step's end."""
         (source,) = node.all_input_nodes
         value = source.meta["val"]
         self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(source)}", type_of(value))])
@@ -250,7 +249,7 @@ class _Walk:
 
     @accounts(ops.gather_largest)
     def _gather_largest(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds the workers' messages until the end of the step, and the workspace of the top-k search."""
+        """One device has the workspace of the top-k search, and holds the workers' messages until the step's end."""
         if self.replica:
             return (), 0
         _, pack = self.program.packs[pack_of(node)]
@@ -263,7 +262,7 @@ class _Walk:
 
     @accounts(ops.exchange_payload)
     def _exchange_payload(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds the sum over all workers and the message until the end of the step."""
+        """One device holds the sum over all workers and the message until the step's end."""
         if self.replica:
             return (), 0
         bucket, pack = self.program.packs[pack_of(node)]
@@ -273,7 +272,7 @@ class _Walk:
 
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds the workers' messages until the end of the step; their lengths are assumed to be equal."""
+        """One device holds the workers' messages, assumed to be of equal length, until the step's end."""
         operands = self._of(node.args)
         if self.program.num_replicas > 1:
             self.ledger.hold(operands)  # until the last device's launch, at an unknown time
@@ -293,7 +292,7 @@ class _Walk:
 
     @accounts(ops.gather_parameters)
     def _gather_parameters(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds a copy of this worker's part of the parameters, as send buffer."""
+        """One device holds a copy of this worker's parameters, as send buffer."""
         part = self.program.buckets[bucket_of(node)].part
         if self.replica or part is None:
             return (), 0
@@ -310,7 +309,7 @@ class _Walk:
         return (), 0
 
     def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
-        """The sum of the replicas' rows of a table, at most as large as all of them, or their indices alone."""
+        """The most that the sum of the replicas' rows can take, or only the rows' indices."""
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]
@@ -365,7 +364,7 @@ class _Walk:
         return (self._of([operand]) if has_sum else ()), 0
 
     def _bytes_to_gather(self, wait: fx.Node) -> int:
-        """Temporary bytes of a device that sums all devices' factors itself, with its copies of them."""
+        """Of a device that sums all devices' factors itself, with its copies of them."""
         packs = [pack for pack in packs_of(self.program, bucket_of(wait)) if pack.args]
         factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
         pieces = pieces_of_share(self.program.buckets[bucket_of(wait)], factored_slots(packs[0]), 0, 1)

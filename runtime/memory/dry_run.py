@@ -1,4 +1,4 @@
-"""Dry run of a region's code on fake tensors, for the lifetimes of its allocations."""
+"""Lifetimes of a region's allocations, by a dry run of its code on fake tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DryStep:
 
     Attributes:
         call: name of the called function, or of the function for which the statement prepares memory.
-        node: the called function's node in the region's graph, if known.
+        node: the called function's node, if known.
         taken: the allocated memory.
         dropped: memory that the region releases after the statement; the caller may still hold an argument.
         workspace: bytes of the called operator's workspace.
@@ -56,7 +56,7 @@ class DryRun:
 
     Attributes:
         steps: the statements that affect memory.
-        results: the memory of each output; None for an output without memory.
+        results: the memory of each output, or None.
         remark: why the figures are estimates; empty if they are exact.
     """
 
@@ -108,7 +108,7 @@ def _run(
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Flattens ``with`` blocks, since a device guard has no effect on fake tensors."""
+    """A device guard (``with``) has no effect on fake tensors."""
     for statement in statements:
         if isinstance(statement, ast.With):
             yield from _flat(statement.body)
@@ -122,7 +122,7 @@ _PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
 
 
 def _named_by_next_call(steps: Sequence[DryStep]) -> list[DryStep]:
-    """Gives steps that prepare memory the name of the call they prepare for; drops steps without effect on memory."""
+    """Also drops steps without effect on memory."""
     named: list[DryStep] = []
     following = "return"
     for step in reversed(steps):

@@ -1,4 +1,4 @@
-"""Memory estimate of a lowered program's step, from its graphs, its bucket plan and the optimizer's state."""
+"""Memory estimate of a step, from graphs, bucket plan and optimizer state."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class _Tally:
             self._add(tuple(names), kind, num_bytes)
 
     def _copies(self, bucket: Bucket) -> list[Owners]:
-        """For each copy of a bucket's parameters or state, the names of the devices that share it."""
+        """For each copy of parameters or state, the names of the devices that share it."""
         owners: dict[int, list[str]] = {}
         for replica, name in enumerate(self.names):
             owners.setdefault(bucket.owner_of_parameters(replica), []).append(name)
@@ -132,9 +132,7 @@ class _Tally:
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + accumulated)
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
-        """Records the devices' memory for parts of gradients; returns the number of elements that are computed in
-        parts.
-        """
+        """Also records the devices' memory for parts of gradients."""
         num_elements = 0
         for replica, module in enumerate(self.program.device_graphs.values()):
             update = next(

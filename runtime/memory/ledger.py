@@ -1,4 +1,4 @@
-"""Ledger of live memory and its peak."""
+"""Live memory and its peak."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ Where = tuple[fx.Node, DryStep | None]
 
 @dataclass
 class Ledger:
-    """Live blocks with reference counts, and the moment of their peak."""
-
     holders: Counter[Block] = field(default_factory=Counter)
     total: int = 0
     peak: int = 0
@@ -49,7 +47,7 @@ class Ledger:
                 self._count(block, False)
 
     def leave(self, blocks: Iterable[Block]) -> int:
-        """Stops counting blocks that live until the next step replaces them; returns the bytes of newly removed ones."""
+        """Stops counting blocks that live until the next step replaces them; returns the removed bytes."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._left]
         for block in new:
             self._count(block, False)

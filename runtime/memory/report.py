@@ -1,4 +1,4 @@
-"""The report on a step's memory: bytes by device and kind, and the peak of the activations."""
+"""The report on a step's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LiveValue:
     Attributes:
         name: as in the printed program; inside a region, the operator's name or Inductor's name.
         type: as printed, such as ``f32[64, 2048]``; empty for a value outside of the program.
-        num_bytes: bytes of its memory, possibly shared with other values.
+        num_bytes: of its memory, possibly shared with other values.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ActivationPeak:
     """The peak of a device's activations.
 
     Attributes:
-        num_bytes: bytes of all activations at the peak.
+        num_bytes: bytes of all activations.
         call: the device's running call, such as ``bwd_1`` or ``wait b0``; empty without activations.
         operation: the region's running operator or kernel; empty outside of a region.
         source: the operation's source line or module in the user's code; empty if unknown.
@@ -53,8 +53,7 @@ class HeldMemory:
     Attributes:
         devices: names of the devices with this memory.
         parameters: all parameters, trained or not, with the gaps between them.
-        gradients: the written ranges of buckets, sums that live until the next step replaces them, and accumulated
-            gradients.
+        gradients: written ranges of buckets, sums that live until the next step, and accumulated gradients.
         optimizer_state: the present state, or the state after the first step; None if unknown before that step.
         buffers: the buffers of the model, and the constants of its graph.
         activations: the peak of values with a lifetime within a step.
@@ -80,7 +79,7 @@ class DeviceMemory:
     """The memory of one device alone.
 
     Attributes:
-        own: its bytes by kind, without shared memory.
+        own: without shared memory.
         peak: the moment of ``own.activations``.
     """
 
@@ -97,8 +96,8 @@ class MemoryReport:
     excludes the caller's memory (the batch on CPUs, outputs), unused variables, code, and workspaces of operators.
 
     Attributes:
-        devices: the memory of each device, in order of replicas.
-        shared: the memory of several devices. On CPUs, this includes parameters and optimizer state.
+        devices: in order of replicas.
+        shared: memory of several devices. On CPUs, this includes parameters and optimizer state.
         remarks: unknown or estimated figures, with reasons.
     """
 

@@ -54,7 +54,7 @@ def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, in
 
 
 def _part_of(program: Program, node: fx.Node) -> str:
-    """For a wait it is ``transfer``, from which the caller splits off the skew."""
+    """``transfer`` for a wait, from which the caller splits off the skew."""
     if is_region_call(node):
         return program.regions[region_of(node)].phase
     if node.target is ops.commit:  # of a checked step, which waits for all devices
@@ -72,7 +72,7 @@ def mean_parts_ms(program: Program, steps: Sequence[RecordedStep], replica: int)
 
 
 def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """The middle third of steps by duration. Sums of parts hold of their means, but not of medians."""
+    """The third of the steps with middle durations: means of parts add up, medians do not."""
     order = sorted(range(len(steps)), key=lambda i: steps[i].ended_ns - steps[i].begun_ns)
     num_left_out = len(steps) // 3 if len(steps) > 2 else 0
     return [steps[i] for i in sorted(order[num_left_out : len(steps) - num_left_out])]

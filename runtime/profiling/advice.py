@@ -122,15 +122,13 @@ def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs
 
 @dataclass(frozen=True)
 class _Costs:
-    """``fixed_ms`` for a bucket of any size, and the time of moving it."""
-
     fixed_ms: float
     moving_ms_per_byte: float
     moves_by_itself: bool
 
 
 def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_devices: int) -> _Costs:
-    """Moving takes the time from the launch, or from the arrival of the bucket before, to the arrival."""
+    """A transfer takes the time from its launch, or from the previous bucket's arrival, to its own arrival."""
     moves_by_itself = any(link_named(bucket.link).moves_by_itself for bucket in buckets)
     moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]
     if moves_by_itself:

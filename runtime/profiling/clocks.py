@@ -1,4 +1,4 @@
-"""Clocks for the ends of devices' calls."""
+"""Clocks for the ends of calls."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SECONDS_OF_AN_ANCHOR = 8.0  # within this time, 32 bits tell milliseconds betwe
 
 
 class Clock:
-    """Marks the ends of a device's calls by the host's clock, in the device's thread, as floats, faster than integers.
+    """Marks the ends of a device's calls in its thread, by the host's clock. Marks are floats: faster than integers.
 
     Attributes:
-        begin, mark: return a mark of the beginning of a step, and of the end of a call.
+        begin, mark: return a mark of the step's beginning, and of a call's end.
         note: takes the marks of a finished step.
     """
 
@@ -44,7 +44,6 @@ class Clock:
         return float(marks[0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
-        """In nanoseconds of the host's clock."""
         return [nanoseconds(mark) for mark in marks]
 
 
@@ -53,7 +52,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class EventClock(Clock):
-    """Marks the ends of calls of a GPU with events on the current stream, read lazily and reused.
+    """Marks the ends of a GPU's calls with events on the current stream, read lazily and reused.
 
     The host waits for another event, the anchor, to relate the GPU's clock to its own. An anchor serves for a few
     seconds, because the time between two events is a 32-bit number.
@@ -94,7 +93,7 @@ class EventClock(Clock):
         return [first_ns, *(first_ns + round(first.elapsed_time(event) * 1e6) for event in rest)]
 
     def _happened_ns(self, recorded_seconds: float, event: Any) -> int:
-        """Not before the event was recorded."""
+        """Never earlier than the event was recorded."""
         if self._anchor is None or abs(recorded_seconds - self._anchor[0]) > _SECONDS_OF_AN_ANCHOR:
             with made_current(self._device):
                 anchor = self._make_event()
@@ -115,7 +114,7 @@ class EventClock(Clock):
 
 
 class _EventMarks(list[Any]):
-    """Their events are reusable after the last reference to them."""
+    """Marks whose events are free for reuse after the last reference to the list."""
 
     def __init__(self, marks: Sequence[Any], free: deque[Any]) -> None:
         super().__init__(marks)

@@ -20,7 +20,7 @@ class Launch:
 
     Attributes:
         wait: None on a device that only sends.
-        awaited: the launches needed by its wait, each with the device's number.
+        awaited: the launches that its wait needs, each with its replica.
     """
 
     replica: int
@@ -32,7 +32,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a program, by replica. A ``send`` and its ``recv`` are one, of ``kind`` ``send``."""
+    """A collective with its launches by replica. A ``send`` and its ``recv`` are one collective of ``kind`` ``send``."""
 
     kind: str
     bucket: int
@@ -44,7 +44,7 @@ class Collective:
 
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
-    """In the order of their launches."""
+    """Collectives in the order of their launches."""
     groups: dict[tuple[Any, ...], list[tuple[int, fx.Node]]] = {}
     for replica, device_calls in enumerate(step.calls):
         for node in (call.node for call in device_calls):

@@ -41,7 +41,6 @@ def explain_steps(
     is_interleaved: bool = False,
     foundations: Foundations | None = None,
 ) -> Explanation:
-    """Explains recorded steps of a lowered program, at least one."""
     looked_at = [step for step in steps if not step.warms_up] or steps
     steps = typical(looked_at)
     step_ms = statistics.fmean((step.ended_ns - step.begun_ns) / 1e6 for step in steps)
@@ -131,7 +130,7 @@ def _bucket_times(
 
 
 def _num_bytes(program: Program, collective: Collective) -> int:
-    """Rows count at most, and factors those of all devices."""
+    """Counts all devices' factors, and as many sparse rows as there may be."""
     if collective.kind == ops.all_gather.__name__:
         return sum(map(factor_bytes, packs_of(program, collective.bucket)))
     first = collective.launches[0].node

@@ -30,19 +30,17 @@ _BUCKET_COLUMNS = (
 class Explanation:
     """Breakdown of the time of the last recorded steps; `str` of it is a table, with its columns defined below it.
 
-    All times are means over the same typical steps, the third with the middle durations. Parts therefore add up.
+    All times are means over the third of the steps with the middle durations. Parts therefore add up.
 
     Attributes:
         num_steps: the recorded steps, without the program's first one if there are others.
-        step_ms: the time from when the caller began to start the devices until the last device was done. The caller's
-            work before and after it does not count.
-        parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their
-            sum is step_ms.
+        step_ms: from when the caller began to start the devices until the last device was done.
+        parts_ms: the parts of step_ms, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices.
         hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several may be in flight.
-        buckets: the collectives, in the order in which they were launched.
+        buckets: the collectives, in the order of their launches.
         devices: the devices' times, in order of replicas.
         advice: the change that is estimated to help most, or why there is none.
-        prediction: that of a simulation, over several workers; otherwise None.
+        prediction: a simulation of the step over several workers; None for a single worker or unknown costs.
         capture: the front end, if it was not the first one, and changing sizes that are numbers in the program; with
             reasons.
     """
@@ -59,22 +57,22 @@ class Explanation:
 
     @property
     def compute_ms(self) -> float:
-        """The time in regions, as a mean over devices."""
+        """Time in regions, as a mean over devices."""
         return self.parts_ms["forward"] + self.parts_ms["backward"]
 
     @property
     def exposed_ms(self) -> float:
-        """The time in waits, as a mean over devices."""
+        """Time in waits, as a mean over devices."""
         return self.parts_ms["skew"] + self.parts_ms["transfer"]
 
     @property
     def update_ms(self) -> float:
-        """The time in the optimizer and in writing variables, as a mean over devices."""
+        """Time in the optimizer and in writing variables, as a mean over devices."""
         return self.parts_ms["update"] + self.parts_ms["write"]
 
     @property
     def other_ms(self) -> float:
-        """The rest of the step: starting devices, packing, launching, and waiting for the last device."""
+        """The rest: starting devices, packing, launching, and waiting for the last device."""
         return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "other", "end"))
 
     def __str__(self) -> str:
@@ -140,7 +138,7 @@ def _summary(explanation: Explanation) -> list[str]:
 
 
 def _hidden_lines(explanation: Explanation) -> list[str]:
-    """Hidden communication is no part of the step because several buckets may be in flight at once."""
+    """Not parts of the step: several buckets may be in flight at once."""
     links = list(dict.fromkeys(bucket.link for bucket in explanation.buckets if bucket.link))
     idle = [link for link in links if not link_named(link).moves_by_itself]
     reasons = []

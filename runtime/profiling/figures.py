@@ -13,18 +13,16 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 @dataclass(frozen=True, kw_only=True)
 class FlightTimes:
-    """The times of a bucket's communication. Moments count from the beginning of the step; all are means over typical
-    steps.
+    """The times of a bucket's communication, as means over typical steps. Moments count from the beginning of the step.
 
     Attributes:
         ready_ms: the end of the last call that makes the launched value.
         launched_ms: the end of the launch.
         waited_ms: the beginning of the wait.
         finished_ms: the end of the wait. The bytes may have arrived before a late wait.
-        hidden_ms: from the launch to the wait. It is 0 on links that move nothing before the wait, such as
-            shared-memory.
-        exposed_ms: the time in the wait: skew and transfer.
-        skew_ms: the part of the wait before the launch of the last device that is needed.
+        hidden_ms: from the launch to the wait; 0 on links that move nothing before the wait, such as shared-memory.
+        exposed_ms: the wait: skew and transfer.
+        skew_ms: the wait before the launch of the last device that is needed.
         transfer_ms: the rest of the wait: moving, adding and multiplying factors.
     """
 
@@ -50,7 +48,7 @@ class DeviceFlight(FlightTimes):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketTimes(FlightTimes):
-    """A bucket's times over all devices, computed for each step, and then averaged over the steps.
+    """A bucket's times over all devices, averaged over the steps.
 
     Moments are means over the devices that take part, durations over all devices of the program. If every device takes
     part, ``finished_ms - waited_ms`` is ``exposed_ms``. Without communication, all moments are ``ready_ms``, and all
@@ -58,14 +56,13 @@ class BucketTimes(FlightTimes):
 
     Attributes:
         index: the bucket's number. A bucket that is reduced and then sent is listed twice.
-        num_bytes: those moved: of the bucket, in the dtype in which workers send it; of its part; or of the factors of
-            all devices.
+        num_bytes: bytes moved: of the bucket, in the dtype that workers send; of its part; or of all devices' factors.
         kind: its collective, or ``none``.
-        link: empty if there is none.
+        link: empty without communication.
         behind: the cause of the longest waiting: the call of a late device (``cpu:1's bwd_0``), or an earlier wait
             (``wait b2``); empty if neither took 1% of the step.
-        devices: those that take part.
-        chunk, round: those of a send; None if it names none.
+        devices: the devices that take part.
+        chunk, round: of a send; None without.
         pack: None if the bucket is not cut.
         uncompressed_bytes: None if nothing is compressed.
     """
@@ -83,7 +80,7 @@ class BucketTimes(FlightTimes):
 
     @property
     def label(self) -> str:
-        """With pack, chunk and round, if there are any: ``b1 p3 c0 r2``."""
+        """With pack, chunk and round, if any: ``b1 p3 c0 r2``."""
         parts = (("b", self.index), ("p", self.pack), ("c", self.chunk), ("r", self.round))
         return " ".join(f"{letter}{number}" for letter, number in parts if number is not None)
 
@@ -93,11 +90,11 @@ class DeviceTimes:
     """The times of a device in a step; means over typical steps.
 
     Attributes:
-        started_ms: the moment at which the thread was awake and had its shard.
-        compute_ms: the time in regions.
-        exposed_ms: the time in waits.
-        update_ms: the time in the optimizer and in writing variables.
-        finished_ms: the moment at which its last call ended.
+        started_ms: when the thread was awake and had its shard.
+        compute_ms: in regions.
+        exposed_ms: in waits.
+        update_ms: in the optimizer and in writing variables.
+        finished_ms: when its last call ended.
         region_ms: by region.
         parts_ms: see `mirrorc.runtime.profiling.accounting.PARTS`.
     """

@@ -18,7 +18,7 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 @dataclass(frozen=True)
 class PredictedBucket:
-    """The predicted wait for a bucket from other workers, as a mean over devices; ``kind`` is its launch."""
+    """The predicted wait for other workers, as a mean over devices; ``kind`` is the launch's operation."""
 
     index: int
     kind: str
@@ -31,8 +31,8 @@ class Prediction:
 
     Attributes:
         step_ms: from the start of the first device to the end of the last.
-        compute_ms: the time in regions.
-        update_ms: the time in the optimizer and in writing variables.
+        compute_ms: in regions.
+        update_ms: in the optimizer and in writing variables.
         buckets: in the order of their launches.
         stands_on: its inputs, in words.
     """
@@ -56,7 +56,6 @@ class Foundations:
 
 
 def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Prediction:
-    """Predicts the step of a lowered program over several workers."""
     simulation = simulate(program, costs.durations(program))
     sent = dict.fromkeys((flight.bucket, flight.kind) for flight in simulation.flights)
     return Prediction(
@@ -69,7 +68,7 @@ def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Predicti
 
 
 def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundations: Foundations) -> Prediction | None:
-    """Predicts from recorded steps; None if the cost of an operation is unknown."""
+    """A prediction; None if the cost of an operation is unknown."""
     costs = costs_of_steps(program, steps, foundations.machine, foundations.link)
     stands_on = (
         "times of regions, packs, launches, updates and the commit in these very steps; a link of "

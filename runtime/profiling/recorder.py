@@ -19,7 +19,7 @@ from mirrorc.runtime.profiling.clocks import NUM_RECORDED_STEPS, Clock, nanoseco
 
 @dataclass(frozen=True)
 class Call:
-    """A call, from the end of the one before it to its own; freeing values in between is included."""
+    """A call. It starts when the one before it ends, so the freeing of values in between is included."""
 
     node: fx.Node
     start_ns: int
@@ -38,7 +38,7 @@ class RecordedStep:
         warms_up: True for the first recorded step of its program.
         begun_ns: the start of the first device by the caller.
         started_ns: by device, the start of its function.
-        calls: by device, the first from `started_ns` on.
+        calls: by device; the first call starts at `started_ns`.
     """
 
     warms_up: bool
@@ -56,10 +56,9 @@ class RecordedStep:
 
 
 class Recorder:
-    """Stores the marks of an executor's last steps; they may be read at any time.
+    """Stores the marks of an executor's last steps, which may be read at any time.
 
-    Marks are assigned to steps when these are read, by the time of their beginnings. ``nodes`` has the nodes of a
-    device's marks.
+    Reading assigns marks to steps by the times at which these begin. ``nodes`` has the marked nodes of each device.
     """
 
     def __init__(self, clocks: Sequence[Clock], now: Callable[[], float] = time.perf_counter) -> None:

@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequence[RecordedStep]) -> Path:
-    """Writes steps as a trace in Chrome's JSON format, whole or not at all; compressed if the path ends in ``.gz``."""
+    """Writes a trace in Chrome's JSON format, whole or not at all; compressed if the path ends in ``.gz``."""
     target = Path(path)
     text = json.dumps({"traceEvents": trace_events(program, steps), "displayTimeUnit": "ms"})
     content = text.encode()
@@ -50,8 +50,8 @@ def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequen
 def trace_events(program: Program, steps: Sequence[RecordedStep]) -> list[Event]:
     """The events of a trace, in microseconds from the beginning of the first step.
 
-    The steps, each device and each link have a track. Only the slices of links may overlap: if clocks of GPUs disagree,
-    a slice begins at the end of the one before.
+    The steps, each device and each link have a track. Only slices of links may overlap: if GPU clocks disagree, a slice
+    begins at the end of the one before.
     """
     collectives = collectives_of(steps[0])
     links = list(dict.fromkeys(collective.link for collective in collectives))

@@ -1,4 +1,4 @@
-"""Comparison of the replicas' copies of variables and optimizer state, to detect memory corruption."""
+"""Comparison of the replicas' variables and optimizer state, to detect memory corruption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Copies:
 
     Attributes:
         entry: name of a variable or state entry; empty for parameters in a bucket.
-        bucket: the bucket of the copies, if they hold all of its variables.
+        bucket: the bucket whose variables the copies hold, if any.
     """
 
     entry: str
@@ -47,8 +47,6 @@ class Copies:
 
 
 class ComparedState(StepState):
-    """A step's state with a comparison of replicas at fixed intervals."""
-
     def __init__(self, hold: Hold, every: int) -> None:
         super().__init__(hold)
         self._every = every
@@ -89,7 +87,7 @@ class ComparedState(StepState):
             yield Copies(key, tensors, self._plan[bucket.index])
 
     def _refuse(self, copies: Sequence[Copies]) -> None:
-        """Raises an error about the first variable with different copies; none if only gaps between variables differ."""
+        """No error if only gaps between variables differ."""
         place = {name: i for i, name in enumerate(self.store.tensors)}
         entries = [item for copy in copies for item in copy.of_variables()]
         for name, entry, tensors in sorted(entries, key=lambda item: place[item[0]]):
@@ -116,12 +114,12 @@ class ComparedState(StepState):
 
 
 def make_state(hold: Hold, every: int) -> StepState:
-    """The state of a step, compared across replicas before every ``every``-th step; 0 for never."""
+    """The state of a step, with a comparison of replicas before every ``every``-th step; 0 for never."""
     return ComparedState(hold, every) if every else StepState(hold)
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The checksums of tensors, a row each, on the host, with one transfer per device."""
+    """One row per tensor, on the host, with one transfer per device."""
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(i)
@@ -132,7 +130,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, 1-D, aligned for views as int64."""
+    """1-D, aligned for views as int64."""
     flat = tensor.detach().reshape(-1)
     flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
     return flat.view(torch.uint8)
@@ -154,6 +152,6 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(sums: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of the upper and of the lower halves, so that a weight does not push the highest bit out."""
+    """Sums the upper and the lower halves apart, so that a weight does not push the highest bit out."""
     halves = torch.stack([sums >> 32, sums & 0xFFFFFFFF])
     return (halves * torch.arange(1, sums.numel() + 1, device=sums.device)).sum(1)

@@ -1,4 +1,4 @@
-"""The state of a step: its variables, its optimizers, and their consistency."""
+"""The state of a step: variables and optimizers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ class StepState:
     An abandoned step leaves the state inconsistent if it had committed; the next `prepare_for` repairs it.
 
     Attributes:
-        unsent: error feedback of gradient compression.
         results: the last step's values for the caller, by name, such as the gradient norm.
         torn: the state torn by the last partial update, restored or not; None without one.
-        saved_buffers: values of per-replica buffers, to save and to load.
     """
 
     def __init__(self, hold: Hold) -> None:
@@ -152,10 +150,10 @@ class StepState:
         self.is_whole = True
 
     def prepare_variables_for(self, program: Program) -> None:
-        """Mirrors the user's writes to variables for an evaluation, which reads them in place.
+        """Mirrors the user's writes for an evaluation, which reads variables in place.
 
-        Buckets stay. If the user has given a parameter new memory, all parameters stay in the user's memory until the
-        next training step.
+        Buckets stay. If the user has given a parameter new memory, all parameters stay in the user's memory until the next
+        training step.
         """
         self._held.was_behind = self.are_variables_written
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
@@ -176,7 +174,7 @@ class StepState:
         self._held.is_whole = was_whole
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
-        """Adopts a layout without allocation; idempotent from any point."""
+        """Allocates nothing; idempotent from any point."""
         self._held.store.adopt(layout)
         if laid is not None:
             self.optimizers.adopt(laid)
@@ -207,8 +205,9 @@ class StepState:
         return self.loss_scale.begin() if self.loss_scale is not None else 1.0
 
     def begin(self) -> None:
-        """Begins a step; backs variables up before the optimizer's first step, which may run out of memory, unless
-        parameters of other workers may arrive after a failure.
+        """Backs variables up before the optimizer's first step, which may run out of memory.
+
+        Not with a sharded optimizer: parameters of other workers may arrive after a failure.
         """
         if self.optimizers.is_fresh and not self.optimizers.are_sharded:
             self._backup = [
@@ -229,7 +228,7 @@ class StepState:
         self.is_whole = True
 
     def skip(self, number: int) -> None:
-        """Alternative to `finish` after the ``number``-th skipped update; idempotent.
+        """Follows the ``number``-th skipped update in place of `finish`; idempotent.
 
         Accumulated gradients are dropped: a non-finite one would stay so.
         """
@@ -269,5 +268,5 @@ class StepState:
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """Sets the writer of the gradients in buckets, once it has dropped its record of overwritten content."""
+        """Sets the writer of the gradients in buckets, once it has forgotten its own writes to them."""
         self._held.gradients_writer = writer

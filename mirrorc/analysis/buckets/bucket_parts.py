@@ -27,7 +27,7 @@ _CAST = torch.ops.aten._to_copy.default
 class Span:
     """A range of a bucket's elements.
 
-    ``replicas``, numbered over all workers, are those whose gradients are summed, or that updated the parameters.
+    ``replicas``, numbered over all workers, gave the summed gradients, or updated the parameters.
     """
 
     start: int
@@ -40,9 +40,9 @@ class Part:
     """The elements of a bucket in a 1-D value.
 
     Attributes:
-        kind: GRADIENTS or PARAMETERS; or ROWS, parameters of the gradient's rows alone.
+        kind: GRADIENTS or PARAMETERS; or ROWS, parameters of only the gradient's rows.
         spans: in the order of the value.
-        steps: the operators that have changed the elements since they were packed, summed or updated.
+        steps: operators that have changed the elements since they were packed, summed or updated.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Part:
         return sum(span.stop - span.start for span in self.spans)
 
     def holds(self, kind: str, bucket: int, start: int, stop: int, replicas: Iterable[int] | None = None) -> bool:
-        """Tests for exactly these elements, and exactly these replicas (None: any)."""
+        """Tests for exactly these elements and replicas (None: any)."""
         if (self.kind, self.bucket) != (kind, bucket) or not self.spans:
             return False
         are_those = replicas is None or all(span.replicas == frozenset(replicas) for span in self.spans)
@@ -73,7 +73,7 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class BucketParts:
-    """Finds the elements of buckets in a program's values, from replica to replica.
+    """Finds which elements of buckets each value of a program holds, across replicas.
 
     An operator of torch without a rule here counts as one step that changes the elements of its first argument.
     """
@@ -84,7 +84,7 @@ class BucketParts:
         self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
 
     def of(self, value: Any) -> Part | None:
-        """The elements of a bucket in a value; None if there are none, or they are unknown."""
+        """None if the value holds no elements of a bucket, or they are unknown."""
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()
@@ -152,7 +152,7 @@ class BucketParts:
         return whole
 
     def _exchanged(self, sources: list[fx.Node], bucket: int) -> Part | None:
-        """The sum over all workers behind an exchange; None if this worker sends anything but its own sum."""
+        """None if this worker sends anything but its own sum."""
         part = self._exact(sources[0]) if sources else None
         local, everyone = frozenset(self._program.local_replicas), range(self._program.workers.num_all_replicas)
         if part is None or (part.kind, part.bucket) != (GRADIENTS, bucket):
@@ -162,7 +162,7 @@ class BucketParts:
         return replace(part, spans=tuple(replace(span, replicas=frozenset(everyone)) for span in part.spans))
 
     def _gathered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """The sum from gathered factors; None if this worker sends anything but its own factors."""
+        """None if this worker sends anything but its own factors."""
         first, everyone = self._program.workers.first_replica, range(self._program.workers.num_all_replicas)
         if not 0 <= index < len(self._program.buckets):
             return None
@@ -178,7 +178,7 @@ class BucketParts:
         return _cut(whole, *bucket.updated(replica_at(self._program, wait), self._program.num_replicas))
 
     def _scattered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """A replica's part of scattered sums; None if this worker sends anything but its own sum."""
+        """None if this worker sends anything but its own sum."""
         if not 0 <= index < len(self._program.buckets):
             return None
         bucket, num_replicas = self._program.buckets[index], self._program.num_replicas
@@ -262,7 +262,7 @@ class BucketParts:
         return last == _named_cast(wide) and is_from_narrow and torch.promote_types(narrow, wide) == wide
 
     def _exact(self, node: fx.Node) -> Part | None:
-        """The part that a value consists of; None if it has other elements, too."""
+        """None if the value has elements outside of the part."""
         part, value = self._part_of.get(node), node.meta.get("val")
         if part is None or not isinstance(value, torch.Tensor):
             return None
@@ -270,7 +270,7 @@ class BucketParts:
 
 
 def named_step(target: Any, others: tuple[Any, ...], keywords: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """A step by an operator; nodes among its arguments count as equal."""
+    """An item of `Part.steps`; nodes among the operator's arguments count as equal."""
     return target_name(target), repr(fx.node.map_arg((others, dict(keywords or {})), lambda n: "value"))
 
 
@@ -279,7 +279,7 @@ def _named_cast(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:
-    """The slots in a value: variable, bucket offset of its first element in the value, start and stop in the value."""
+    """Yields each slot's variable, the bucket offset of its first element in the value, and its start and stop in the value."""
     place = 0
     for span in part.spans:
         for slot in program.buckets[part.bucket].slots:
@@ -315,7 +315,7 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
 
 
 def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
-    """Marks all packs as sent in part, if workers send some of them in part."""
+    """If workers send only parts of some packs, marks all packs so, for them to be joined."""
     name = target_name(ops.add_unsent)
     steps = {part.steps for part in parts if part is not None}
     in_part = [ways for ways in steps if any(step[0] == name for step in ways)]
@@ -329,7 +329,7 @@ def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
 
 
 def _added(part: Part, other: Part) -> Part | None:
-    """The sum of two parts; None unless both have the same elements, from different replicas."""
+    """None unless both parts have the same elements, from different replicas."""
     if part.kind != GRADIENTS or replace(part, spans=()) != replace(other, spans=()):
         return None
     spans = list(_pairwise_sums(part, other))

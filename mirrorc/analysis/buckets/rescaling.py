@@ -1,4 +1,4 @@
-"""Scaling of gradients, and the norms behind it."""
+"""Scaling and clipping of gradients, and the norms behind them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def scaling_factor(node: fx.Node) -> Any:
 
 
 def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
-    """The `rescalings_of` a value, and last its taker, if that scales."""
+    """The `rescalings_of` a value; last the taker, if it has a factor."""
     return [*rescalings_of(value), *([taker] if scaling_factor(taker) is not None else [])]
 
 
 def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes that take gradients: updates, or `accumulate` in a program that accumulates."""
+    """Nodes that take gradients: updates, or `accumulate` in a program that accumulates."""
     return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate)
 
 
@@ -56,8 +56,8 @@ class Factor:
     """The effects of a factor on gradients.
 
     Attributes:
-        clips: the `clip_factor` that it includes.
-        unscales: True if it divides by the scale of the loss.
+        clips: the `clip_factor` in it, if any.
+        unscales: it divides by the loss scale.
     """
 
     clips: fx.Node | None
@@ -65,7 +65,7 @@ class Factor:
 
 
 def factor_of(value: Any) -> Factor | None:
-    """The effects of a value as a factor; None if no gradient may be scaled by it."""
+    """None if no gradient may be scaled by the value."""
     if getattr(value, "target", None) is ops.clip_factor:
         return Factor(value, unscales=False)
     if _is_scale(value, torch.ops.aten.reciprocal.default):
@@ -85,7 +85,7 @@ def _is_scale(value: Any, target: Any) -> bool:
 
 
 def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
-    """The elements that a worker measures: its part if workers with a sharded optimizer exchange norms, else all."""
+    """The elements whose norm a worker computes: its part if workers with a sharded optimizer exchange norms, else all."""
     if not (program.has_sharded_optimizer and are_exchanged):
         return Elements(0, bucket.num_elements)
     if bucket.part is not None:
@@ -99,12 +99,12 @@ def is_checked(commit: fx.Node) -> bool:
 
 
 def truths_of(commit: fx.Node) -> list[fx.Node]:
-    """The checks among a commit's operands, which come before norms."""
+    """A commit's checks, which precede its norms."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is not ops.norm]
 
 
 def numbers_of(commit: fx.Node) -> list[fx.Node]:
-    """The norms among a commit's operands, in the order of the rows of its result."""
+    """A commit's norms, in the order of the rows of its result."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is ops.norm]
 
 
@@ -114,7 +114,7 @@ class NormOperands:
 
     Attributes:
         parts: the bucket elements in each operand, on all replicas if norms are exchanged.
-        is_exchanged: True for a norm of norms that commits exchange.
+        is_exchanged: the operands are norms that commits exchange.
     """
 
     norm_type: float
@@ -131,7 +131,7 @@ class Norms:
         self._all_commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
 
     def of(self, node: fx.Node) -> NormOperands | None:
-        """The operands of a norm; None if the node is no norm, or takes numbers that the replicas do not exchange."""
+        """None if the node is not a norm, or if not all commits exchange a norm of its type."""
         if node.target is not ops.norm:
             return None
         norm_type = float(node.kwargs["norm_type"])  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
 
 
 def has_exclusive_memory(value: Any) -> bool:
-    """Tests for a reduced gradient of a lowered program in memory that nothing else reads."""
+    """Tests for a reduced gradient of a lowered program whose memory nothing else reads."""
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
         return True  # it was made so, or there is one replica
     if value.target is ops.unpack:

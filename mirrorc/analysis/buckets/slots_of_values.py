@@ -1,4 +1,4 @@
-"""The slots whose memory gradients have, also across microbatches."""
+"""Finds the slot in whose memory a gradient is, also across microbatches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def slot_of(value: Any) -> fx.Node | None:
-    """The slot whose memory a value has; None if there is none.
+    """The slot in whose memory a value is; None if there is none.
 
     A region writes a gradient into the argument that is its variable's slot, or an earlier microbatch's gradient.
     """

@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, int]:
-    """The range of the worker's sum of a pack that a replica holds."""
+    """The range of its worker's sum of a pack that a replica holds."""
     bucket, pack = program.packs[pack_of(node)]
     if program.num_replicas > 1 and bucket.reduces_by_shares:
         return bucket.share(replica, program.num_replicas)
@@ -22,7 +22,7 @@ def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, 
 
 
 def writes_for_all(program: Program, node: fx.Node, replica: int) -> bool:
-    """Tests for a replica that writes into the worker's pack: any if they reduce by shares, else the first."""
+    """Tests whether a replica writes into its worker's pack: all do if they reduce by shares, else the first."""
     bucket, _ = program.packs[pack_of(node)]
     return replica == 0 or bucket.reduces_by_shares
 
@@ -36,7 +36,7 @@ def bytes_of_largest(count: int, num_elements: int, dtype: torch.dtype) -> int:
 
 
 def gradients_of_pack(bucket: Bucket, pack: Pack, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients in ``flat``, the elements of a pack; a gradient that is cut is 1-D."""
+    """The gradients in ``flat``, the elements of a pack. Cut gradients are 1-D."""
     gradients = {}
     for slot in bucket.slots:
         start, stop = max(slot.offset, pack.start), min(slot.offset + slot.num_elements, pack.stop)

@@ -22,9 +22,9 @@ class WorkerMeeting:
     """A meeting of the replicas of all workers, in one worker's program.
 
     Attributes:
-        shape: the shape of the sum, or of the rows of all replicas.
+        shape: of the sum, or of the rows of all replicas.
         rows: the number of rows of this worker; None if all replicas have values of one shape.
-        before: the number of rows of workers before this one, or `NO_CLAIM`.
+        before: the number of rows of earlier workers, or `NO_CLAIM`.
     """
 
     number: int
@@ -37,7 +37,7 @@ class WorkerMeeting:
 
     @property
     def line(self) -> str:
-        """The properties that must be equal on all workers, as text."""
+        """Must be equal on all workers."""
         shape = list(self.shape) if self.rows is None else ["rows", *self.shape[1:]]
         return f"{self.name} {self.number} {self.dtype} {', '.join(map(str, shape))}"
 
@@ -88,18 +88,18 @@ RowsElsewhere = tuple[tuple[int, int], ...]
 
 
 def gathered_rows(program: Program) -> tuple[int, ...]:
-    """For each meeting of rows, three numbers: this worker's rows, those assumed before it, the assumed total."""
+    """For each meeting of rows: this worker's number of rows, the number assumed on earlier workers, and the assumed total."""
     meetings = [meeting for meeting in worker_meetings(program) if meeting.rows is not None]
     return tuple(number for meeting in meetings for number in (meeting.rows or 0, meeting.before, meeting.shape[0]))
 
 
 def no_gathered_rows(program: Program) -> tuple[int, ...]:
-    """The `gathered_rows` of a worker that has left, without claims about others."""
+    """The `gathered_rows` of a worker that has left, without claims about other workers."""
     return (0, NO_CLAIM, NO_CLAIM) * sum(meeting.rows is not None for meeting in worker_meetings(program))
 
 
 def rows_agree(claims: Sequence[Sequence[int]]) -> bool:
-    """Tests that all workers assume true numbers of rows; ``claims`` are their `gathered_rows`, by rank."""
+    """Tests that all workers assume true numbers of rows. ``claims``: the `gathered_rows` of each, by rank."""
     for place in range(0, len(claims[0]), 3):
         rows = [claim[place] for claim in claims]
         for rank, claim in enumerate(claims):

@@ -1,4 +1,4 @@
-"""A worker's schedule of communication; if schedules differ, workers wait for each other forever."""
+"""A worker's schedule of communication. Workers with different schedules would deadlock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def worker_schedule(program: Program) -> tuple[str, ...]:
-    """Lines of text that must be equal on all workers; numbers of gathered rows are left out."""
+    """Text lines that must be equal on all workers, without numbers of gathered rows."""
     everyone = " ".join(map(str, program.workers.devices_per_worker))
     launches = calls_to(_first_graph(program), *ops.BETWEEN_WORKERS)
     met = (meeting.line for meeting in worker_meetings(program))
@@ -22,12 +22,11 @@ def worker_schedule(program: Program) -> tuple[str, ...]:
 
 
 def schedule_hash(program: Program) -> str:
-    """The SHA-256 of the `worker_schedule`, in hexadecimal."""
     return hashlib.sha256("\n".join(worker_schedule(program)).encode()).hexdigest()
 
 
 def _first_graph(program: Program) -> fx.Graph:
-    """The graph of the first device: the verifier checks that all exchange the same."""
+    """The verifier checks that all devices exchange the same."""
     return program.graphs()[0]
 
 

@@ -20,9 +20,9 @@ class Candidate:
     """A gradient that workers may send as factors.
 
     Attributes:
-        row_bytes: the bytes of one row of all factors.
-        num_rows: the number of rows in this worker's first batch.
-        work_per_row: the multiplications per row to compute the gradient.
+        row_bytes: of one row of all factors.
+        num_rows: in this worker's first batch.
+        work_per_row: multiplications to compute the gradient.
     """
 
     variable: str
@@ -32,11 +32,11 @@ class Candidate:
     work_per_row: int
 
     def messages(self, rows: Sequence[int], *, is_dealt: bool) -> tuple[Messages, Messages]:
-        """The messages of a worker in a step, for the whole gradient and for its factors.
+        """A worker's messages in a step, for the whole gradient and for its factors.
 
         Args:
-            rows: the number of rows of each worker; all are padded to the largest.
-            is_dealt: True if each worker updates a part of the gradient, so that sums are sent once, not nearly twice.
+            rows: of each worker; all are padded to the largest.
+            is_dealt: each worker updates a part of the gradient, so sums are sent once, not nearly twice.
         """
         ring_sum = ring_all_to_all if is_dealt else ring_all_reduce
         return ring_sum(self.num_bytes, len(rows)), ring_all_gather(max(rows) * self.row_bytes, len(rows))
@@ -44,9 +44,9 @@ class Candidate:
     def is_cheaper_as_factors(
         self, rows: Sequence[int], link: LinkSpeed, seconds_per_multiplication: float, *, is_dealt: bool
     ) -> bool:
-        """Tests whether factors take less time, or fewer bytes if the link was not measured.
+        """Compares times, or bytes if the link was not measured.
 
-        With factors, each worker also multiplies rows of the others.
+        With factors, each worker also multiplies rows of other workers.
         """
         whole, factors = self.messages(rows, is_dealt=is_dealt)
         if not link.seconds_per_byte:

@@ -20,8 +20,8 @@ class MessageCosts:
 
     Attributes:
         bytes_sent, num_messages: by sending device.
-        path_messages: the number of messages in the longest dependency chain of a bucket.
-        path_bytes: the time of the slowest bucket, in bytes, if a device sends and receives one message at a time.
+        path_messages: messages in the longest dependency chain of a bucket.
+        path_bytes: the time of the slowest bucket, in bytes; a device sends and receives one message at a time.
     """
 
     bytes_sent: tuple[int, ...]
@@ -32,7 +32,7 @@ class MessageCosts:
 
 @dataclass(frozen=True)
 class Message:
-    """A send of a gradient or of a partial sum; ``needs`` are the messages whose values it contains."""
+    """A send of a gradient or partial sum; ``needs`` are the messages that its value is computed from."""
 
     node: fx.Node
     route: Route
@@ -68,7 +68,6 @@ def messages(program: Program, buckets: Collection[int] | None = None) -> list[M
 
 
 def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
-    """The routes of the messages that a value is computed from."""
     waiting, seen = [value], set()
     while waiting:
         node = waiting.pop()
@@ -97,7 +96,7 @@ def _chains(pending: list[Message]) -> dict[Route, int]:
 
 
 def times_of(pending: list[Message]) -> dict[Route, tuple[int, int]]:
-    """The begin and end of each message of a bucket, in times of a byte."""
+    """The start and end of each message of a bucket, in byte times."""
     left, times = list(pending), dict[Route, tuple[int, int]]()
     sender_free: dict[int, int] = {}
     receiver_free: dict[int, int] = {}

@@ -17,21 +17,19 @@ _CALLS = (Kind.CHECK, Kind.GATHER, Kind.PACK, Kind.LAUNCH, Kind.WAIT, Kind.UPDAT
 
 
 class Durations(Protocol):
-    """The durations of the calls of a lowered program."""
-
     def start_seconds(self, replica: int) -> float:
-        """The time until a device's function begins."""
+        """Until the device's function begins."""
 
     def seconds_of(self, replica: int, node: fx.Node) -> float:
-        """The time of a call; of a wait, only its work after everything has arrived."""
+        """For a wait, only its work once everything has arrived."""
 
     def flight_seconds(self, node: fx.Node) -> float:
-        """The time of a launch between workers on an idle link."""
+        """Of a launch between workers, on an idle link."""
 
 
 @dataclass(frozen=True)
 class SimulatedCall:
-    """A device's call, in seconds since the step began; ``waited`` is the time for other devices or the link."""
+    """A device's call, in seconds since the step began. ``waited`` is for other devices or the link."""
 
     node: fx.Node
     start: float
@@ -41,7 +39,7 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket on the link between workers, which carries one at a time; ``launched`` is the last device's launch."""
+    """A bucket on the link between workers, which carries one at a time. ``launched`` is the time of the last device's launch."""
 
     bucket: int
     kind: str
@@ -52,7 +50,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step: the calls of each device, and flights in the order of their launches."""
+    """A simulated step: the calls of each device, and the flights in launch order."""
 
     calls: tuple[tuple[SimulatedCall, ...], ...]
     flights: tuple[Flight, ...]
@@ -62,7 +60,7 @@ class Simulation:
         return max((device_calls[-1].end for device_calls in self.calls if device_calls), default=0.0)
 
     def exposed_seconds(self, bucket: int, kind: str) -> float:
-        """The time that a device waits for a bucket's launches of one kind; a mean over devices."""
+        """Time spent waiting for a bucket's launches of one kind, as a mean over devices."""
         waits = [
             call.end - call.start
             for device_calls in self.calls
@@ -109,7 +107,7 @@ class _Run:
         return self._next[replica] < len(self._todo[replica])
 
     def advance(self, replica: int) -> bool:
-        """Runs a device's next call; False if it must wait for other devices."""
+        """False if the device must wait for other devices."""
         node = self._todo[replica][self._next[replica]]
         start = self.now[replica]
         duration = self._durations.seconds_of(replica, node)
@@ -144,7 +142,7 @@ class _Run:
             self.flights.append(Flight(bucket_of(node), name_of(node), launched, begun, self._free))
 
     def _ready(self, replica: int, launch: fx.Node) -> float | None:
-        """The time when a launch's values are there; None if not known yet."""
+        """None if not known yet."""
         if launch.target in ops.BETWEEN_WORKERS:
             return self._arrived.get(_tag(launch, replica))
         came = self._came.get(_tag(launch, replica), {})
@@ -155,7 +153,7 @@ class _Run:
 
 
 def _tag(node: fx.Node, replica: int) -> Any:
-    """A key that is equal for all launches of a collective, or for a `send` and its `recv`."""
+    """A key equal for all launches of a collective, or for a `send` and its `recv`."""
     if node.target in (ops.send, ops.recv):
         is_sent = node.target is ops.send
         to = node.kwargs["destination"] if is_sent else replica

@@ -1,6 +1,6 @@
 """The costs of a step's calls, measured on one program and valid for any bucket plan of its model.
 
-Plans differ in their regions, but not in the order of operators, so that measured regions become a pace.
+Plans cut regions differently but keep the order of operators, so the times of regions become a `Pace`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _IN_PARTS = f"{_WHOLE} in parts"
 
 
 class UnknownCostError(ValueError):
-    """A program has an operation of unknown cost."""
+    pass
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The progress of forward or backward: after each region, the part of the work (0 to 1), and the seconds."""
+    """The progress of forward or backward: after each region, the fraction of work done and the seconds."""
 
     parts: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -57,7 +57,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The measured costs of a step's calls; ``paces`` are by replica and phase, ``lines`` by `kind_of_call`."""
+    """``paces`` are by replica and phase, ``lines`` by `kind_of_call`."""
 
     starts: tuple[float, ...]
     paces: tuple[Mapping[str, Pace], ...]
@@ -66,16 +66,12 @@ class StepCosts:
     link: LinkSpeed
 
     def durations(self, program: Program) -> ProgramDurations:
-        """The estimated durations of the calls of a lowered program of the same model.
-
-        Raises:
-            UnknownCostError: a phase of a replica was not measured.
-        """
+        """For a lowered program of the same model; raises `UnknownCostError` if a phase of a replica was not measured."""
         return ProgramDurations(self, program)
 
 
 class ProgramDurations:
-    """The durations of one program's calls; see `mirrorc.analysis.cost.simulation.Durations`."""
+    """Implements `mirrorc.analysis.cost.simulation.Durations`."""
 
     def __init__(self, costs: StepCosts, program: Program) -> None:
         self._costs, self._program = costs, program
@@ -177,7 +173,7 @@ def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]
 
 
 def kind_of_call(program: Program, node: fx.Node) -> str:
-    """The kind of a call; calls of one kind take equal time per byte."""
+    """Calls of one kind take equal time per byte."""
     kind = name_of(node)
     if node.target is ops.wait:
         kind = f"wait {name_of(launch_of(node))}"
@@ -190,7 +186,7 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
 
 
 def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
-    """The bytes that determine the time of a call; may be 0."""
+    """The bytes that determine a call's time; may be 0."""
     if node.target in (*ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.commit):
         return 0
     if "bucket" not in node.kwargs:

@@ -34,7 +34,7 @@ def seconds_of_graph(graph: fx.Graph, machine: Machine) -> float:
 
 
 def seconds_of_operator(node: fx.Node, machine: Machine) -> float:
-    """The estimated time of an operator; 0 for a view, or a node without an operator."""
+    """0 for a view, or a node without an operator."""
     if node.op != "call_function" or node.target is operator.getitem or not is_operator(node.target):
         return 0.0
     if getattr(node.target, "is_view", False):

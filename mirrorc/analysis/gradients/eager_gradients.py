@@ -14,7 +14,7 @@ from mirrorc.ir.nodes import calls_to
 
 @dataclass(frozen=True)
 class TakenGradients:
-    """The gradients that a graph takes from one backward, identified by ``token`` and ``tangent``."""
+    """Gradients taken from one backward, which ``token`` and ``tangent`` identify."""
 
     call: int
     token: fx.Node
@@ -34,10 +34,6 @@ def taken_gradients(graph: fx.Graph) -> list[TakenGradients]:
 
 
 def places_of_arguments(graph: fx.Graph, values: Sequence[fx.Node]) -> list[int]:
-    """The indices of values among a graph's arguments.
-
-    Raises:
-        ValueError: a value is no argument.
-    """
+    """Raises ValueError if a value is not an argument of the graph."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     return [placeholders.index(value) for value in values]

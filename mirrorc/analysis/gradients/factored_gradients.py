@@ -18,7 +18,7 @@ from mirrorc.ir.program import Program
 
 
 class Maker(Enum):
-    """Where, and by whom, a gradient is computed from its factors."""
+    """Where a gradient is computed from its factors."""
 
     SHARES = "by shares at the wait"
     """A share of the sum over all replicas."""
@@ -32,7 +32,7 @@ class Maker(Enum):
 
 @dataclass(frozen=True)
 class FactoredSlot:
-    """A slot whose gradient is packed as factors; ``place`` is its index in the bucket."""
+    """A slot whose gradient is packed as factors; ``place`` is its index."""
 
     place: int
     form: GradientForm
@@ -40,7 +40,7 @@ class FactoredSlot:
 
 
 def stays_factored(gradient: Any) -> bool:
-    """Tests for a gradient that stays factors up to its `pack`, its only user."""
+    """Tests for a gradient whose only user, its `pack`, takes factors."""
     return gradient.target in ops.FACTORED and all(user.target is ops.pack for user in gradient.users)
 
 
@@ -63,7 +63,7 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
 
 
 def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
-    """The `factored_slots` of a bucket of a LOWERED program, also if this worker has no examples."""
+    """The `factored_slots` of a bucket of a LOWERED program, even if this worker has no examples."""
     sent = program.buckets[bucket].sent_factors
     if not sent:
         return factored_slots(pack_of_gradients(program, bucket))
@@ -74,25 +74,25 @@ def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
 
 
 def pack_of_gradients(program: Program, bucket: int) -> fx.Node:
-    """The bucket's pack on the first device with examples, in a LOWERED program."""
+    """The pack on the first device with examples, in a LOWERED program."""
     graph = list(program.device_graphs.values())[program.first_present].graph
     return next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket)
 
 
 def left_to_shares(pack: fx.Node) -> list[fx.Node]:
-    """The gradients of which devices compute shares from factors, in the order of slots."""
+    """Gradients whose shares devices compute from factors, in slot order."""
     gradients: Any = pack.args
     return [gradient for gradient in gradients if stays_factored(gradient)] if is_left_to_shares(pack) else []
 
 
 def factor_values(gradient: fx.Node) -> list[tuple[torch.Tensor, ...]]:
-    """The (fake) factors of each part of a gradient."""
+    """The factors of a gradient as fake tensors, a tuple for each microbatch."""
     factors: Any = gradient.args
     return form_of(gradient).parts([factor.meta["val"] for factor in factors])
 
 
 def maker_of(gradient: fx.Node) -> Maker | None:
-    """Where a gradient is computed; None before it is packed, or before links are chosen."""
+    """None before the gradient is packed, or before links are chosen."""
     users = list(gradient.users)
     if any(user.op == "output" for user in users):
         return None

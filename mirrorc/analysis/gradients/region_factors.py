@@ -1,4 +1,4 @@
-"""Gradients of regions with smaller factors."""
+"""Gradients of regions whose factors are smaller."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mirrorc.torch_internals import assume_num_elements, num_elements_now
 
 
 class FactorsOfRegions:
-    """The gradients of an OUTLINED program that all of its regions can give as smaller factors.
+    """Chooses the gradients of an OUTLINED program that its regions return as smaller factors.
 
     Args:
-        whole: an output argument, the reason for each variable whose gradient stays whole.
-        due: the variables whose gradients must be factors, whatever their sizes.
+        whole: receives the reason for each variable whose gradient stays whole.
+        due: variables whose gradients must be factors, whatever their sizes.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FactorsOfRegions:
         }
 
     def chosen(self, region: str) -> dict[int, FactoredGradient]:
-        """The gradients of a region that become factors, by result index."""
+        """A region's gradients that become factors, by result index."""
         return {
             place: gradient
             for place, gradient in self._recognized_in[region].items()
@@ -62,7 +62,6 @@ class FactorsOfRegions:
 
 
 def arguments_of(body: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each placeholder of a region, its arguments in all calls."""
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     return {p: [node.args[i] for node in calls] for i, p in enumerate(placeholders)}  # type: ignore[misc]
 
@@ -100,7 +99,7 @@ def _choose(
     *,
     is_due: bool,
 ) -> bool:
-    """Decides whether a gradient becomes factors; if not, ``whole`` gets the reason.
+    """Tests whether a gradient becomes factors; if not, ``whole`` gets the reason.
 
     Factors of a replica's microbatches count together. Due gradients were chosen before, alike on all workers.
     """
@@ -134,7 +133,7 @@ _MUCH = 4  # with symbols: how many times larger or smaller factors may become t
 
 
 def _guard_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
-    """Adds guards, so that the graph runs only for sizes with nearly the same choice."""
+    """The graph then runs only for sizes with nearly the same choice."""
     whole = num_elements_now(gradient)
     if are_chosen:
         assume_num_elements(factors, most=whole * _MUCH)

@@ -1,4 +1,4 @@
-"""Factors that a worker sends to the others."""
+"""Factors that workers send to each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sendable:
-    """A gradient of a captured program that can be sent as factors, ``of_shards``; ``value`` is fake."""
+    """A gradient of a captured program that can be sent as factors, ``of_shards``. ``value`` is fake."""
 
     variable: str
     value: torch.Tensor
@@ -40,7 +40,7 @@ class Sendable:
 
 
 def sendable(program: Program, least_elements: int) -> Iterator[Sendable]:
-    """The gradients of a CAPTURED step that can be sent as factors, in the order of its output."""
+    """Yields the gradients of a CAPTURED step that can be sent as factors, in output order."""
     variables = ViewedVariables(program)
     recognized = [_recognized(graph, variables) for graph in program.shard_graphs]
     has_parts = any(len(program.graphs_run_by(replica)) > 1 for replica in program.present)
@@ -68,7 +68,6 @@ def _recognized(graph: fx.Graph, variables: ViewedVariables) -> dict[str, tuple[
 
 
 def sent_factors(program: Program, variable: str) -> SentFactors:
-    """The factors to send for a `sendable` gradient of a captured program."""
     gradient = recognize(_gradients(program.shard_graphs[0])[variable])
     assert gradient is not None, "the gradient can be sent as factors"
     factors = _described(gradient.form, fake_rows(gradient), gradient.details)
@@ -77,7 +76,7 @@ def sent_factors(program: Program, variable: str) -> SentFactors:
 
 
 def fake_rows(gradient: FactoredGradient) -> list[torch.Tensor] | None:
-    """A gradient's factors as (fake) rows; None if its form is not sent as factors."""
+    """None if the gradient's form is not sent as factors."""
     return gradient.form.to_rows([factor.meta["val"] for factor in gradient.factors])
 
 
@@ -104,13 +103,13 @@ def gradients_of(pack: fx.Node) -> list[fx.Node]:
 
 
 def packed_factors(gradient: fx.Node) -> SentFactors | None:
-    """The factors to send for a packed gradient; None if its form is not sent as factors."""
+    """None if the gradient's form is not sent as factors."""
     rows = rows_of(gradient)
     return _described(form_of(gradient), rows[0], details_of(gradient)) if rows is not None else None
 
 
 def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
-    """The (fake) rows of each part of a gradient; None if its form is not sent as factors."""
+    """The (fake) rows of each microbatch's gradient; None if its form is not sent as factors."""
     form = form_of(gradient)
     parts = [form.to_rows(factors) for factors in factor_values(gradient)]
     return None if None in parts else parts  # type: ignore[return-value]
@@ -127,7 +126,7 @@ def packs_of(program: Program, bucket: int) -> list[fx.Node]:
 
 
 def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[torch.Tensor, ...]]]]:
-    """The (fake) factors of a bucket by replica with examples, gradient and part.
+    """The (fake) factors of a bucket, by replica with examples, gradient and microbatch.
 
     Other workers are assumed to have as many.
     """
@@ -156,7 +155,7 @@ def no_rows(program: Program) -> Counts:
 
 
 def split_counts(counts: Counts, num_gradients: Sequence[int], num_replicas: int) -> list[list[list[Counts]]]:
-    """Splits `row_counts` by bucket, gradient and replica, into the number of rows of each part."""
+    """Splits `row_counts` by bucket, gradient and replica."""
     remaining = iter(counts)
     split = [
         [[tuple(next(remaining) for _ in range(next(remaining))) for _ in range(num_replicas)] for _ in range(number)]

@@ -12,7 +12,7 @@ from mirrorc.torch_internals import size_now
 
 
 def most_rows(program: Program, index: int) -> int:
-    """The most rows of a bucket's table that a step writes, if other workers look up as many as this one."""
+    """The most rows of its table that a bucket's update writes, if other workers look up as many as this one."""
     bucket = program.buckets[index]
     rows_of_table = bucket.slots[0].shape[0]
     packs = [node for graph in program.graphs() for node in calls_to(graph, ops.pack) if bucket_of(node) == index]
@@ -24,13 +24,12 @@ def most_rows(program: Program, index: int) -> int:
 
 
 def bytes_of_rows_sent(program: Program, index: int) -> int:
-    """The most bytes of the rows of a bucket's table that are sent, without indices, which every device has."""
+    """The most bytes of a bucket's table that are sent, without indices, which every device has."""
     bucket = program.buckets[index]
     return most_rows(program, index) * bucket.slots[0].shape[1] * bucket.dtype.itemsize
 
 
 def bytes_of_sent(program: Program, send: fx.Node) -> int:
-    """The most bytes of a `send`'s value."""
     value = send.all_input_nodes[0]
     if value.target is ops.updated_rows:
         return bytes_of_rows_sent(program, bucket_of(value))
@@ -39,10 +38,9 @@ def bytes_of_sent(program: Program, send: fx.Node) -> int:
 
 
 def is_of_rows(receipt: fx.Node) -> bool:
-    """Tests for a `recv` of rows for `store_rows`."""
     return any(user.target is ops.store_rows for wait in receipt.users for user in wait.users)
 
 
 def gives_indices_alone(wait: fx.Node) -> bool:
-    """Tests for a sum of rows of which only the indices are used."""
+    """Tests for a sum of rows whose users read only the indices."""
     return all(user.target is ops.store_rows for user in wait.users)

@@ -19,7 +19,7 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class AddedRows:
-    """Rows that a region adds to another's ``product``, which has no other use; ``place`` is the sum's result index."""
+    """Rows that a region adds to the ``product`` of another; the sum is its result ``place``."""
 
     variable: str
     region: str
@@ -30,7 +30,7 @@ class AddedRows:
 def added_rows(
     program: Program, graphs: Sequence[fx.Graph], names: Mapping[fx.Node, str], slots: Mapping[str, Slot]
 ) -> list[AddedRows]:
-    """The gradients that add rows to a product, in regions called once, whose slots have the product's layout."""
+    """Gradients that add rows to a product. Both regions run once, and the slot has the product's layout."""
     calls = calls_by_region(graphs)
     once = {name: nodes[0] for name, nodes in calls.items() if len(nodes) == 1}
     added: list[AddedRows] = []
@@ -48,7 +48,7 @@ def added_rows(
 
 
 def _argument_with_rows(gradient: fx.Node) -> int | None:
-    """The index of the argument to which a gradient adds rows; None if there is none, or it has other readers."""
+    """The index of the argument to which a gradient adds rows; None if it has other readers."""
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs or len(gradient.users) != 1:
         return None
     before, table = gradient.args
@@ -62,7 +62,7 @@ def _argument_with_rows(gradient: fx.Node) -> int | None:
 
 
 def _is_product_for(program: Program, value: fx.Node, reader: fx.Node, once: Mapping[str, fx.Node]) -> bool:
-    """Tests for a matrix product of another region that only ``reader`` uses, as one argument."""
+    """Tests for another region's matrix product that only ``reader`` uses, as one argument."""
     maker: Any = value.args[0] if value.target is operator.getitem else None
     if not isinstance(maker, fx.Node) or not is_region_call(maker) or region_of(maker) not in once:
         return False

@@ -20,14 +20,14 @@ _SMALLEST_PART = 8
 
 
 def part_elements_of(wait: fx.Node) -> int | None:
-    """The number of elements of a share that its update computes at a time; None if the wait computes the share."""
+    """The number of elements that the update computes at a time; None if the wait computes the share."""
     takers = [taker for user in wait.users for taker in (user.users if user.target is ops.clip_value else (user,))]
     numbers = [taker.kwargs.get("part_elements") for taker in takers if taker.target is ops.update]
     return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def share_behind(update: fx.Node) -> fx.Node:
-    """The share that an update takes, before a clip by value."""
+    """The update's operand before any clip by value."""
     gradient: Any = update.args[0]
     return gradient.all_input_nodes[0] if gradient.target is ops.clip_value else gradient
 
@@ -39,7 +39,7 @@ def is_made_in_updates(gradient: fx.Node) -> bool:
 
 
 def why_not_in_parts(program: Program, update: fx.Node) -> str:
-    """The reason, as a clause, why an update cannot compute its gradient in parts; empty if it can."""
+    """Why an update cannot compute its gradient in parts, as a clause; empty if it can."""
     wait = share_behind(update)
     launches = [source for source in wait.all_input_nodes if source.target in (ops.reduce_scatter, ops.gather_factors)]
     if wait.target is not ops.wait or not launches:
@@ -66,20 +66,20 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
 
 
 def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
-    """All replicas' linked packs of an update's bucket: those without examples pack nothing."""
+    """Includes packs of all replicas: those without examples pack nothing."""
     packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
     return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
 
 
 def has_link(pack: fx.Node) -> bool:
-    """Tests that a pack's users have links, which decide where factored gradients are computed."""
+    """Links decide where factored gradients are computed."""
     return all(user.kwargs.get("link") for user in pack.users)
 
 
 def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:
     """The number of elements of the largest part, in whole rows; 0 if parts gain nothing.
 
-    ``num_inner`` is the number of addends of each element.
+    ``num_inner``: the addends of each element.
     """
     is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
     return min(num_rows, part_elements // width) * width if is_worth_it else 0

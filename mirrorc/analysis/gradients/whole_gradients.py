@@ -10,7 +10,7 @@ from mirrorc.ir.gradient_forms import GradientForm
 def why_whole(gradient: torch.Tensor, strides: tuple[int, ...] | None, least_elements: int) -> str:
     """The reason to compute a gradient whole; empty if it can stay factors.
 
-    ``strides`` are None if its optimizer is not element-wise.
+    ``strides``: None if the optimizer is not element-wise.
     """
     if strides is None:
         return "of optimizers that need them whole"
@@ -20,5 +20,5 @@ def why_whole(gradient: torch.Tensor, strides: tuple[int, ...] | None, least_ele
 
 
 def why_whole_in_microbatches(form: GradientForm) -> str:
-    """The reason to compute a gradient whole in microbatches; empty if it can stay factors."""
+    """Empty if a gradient can stay factors in microbatches."""
     return "" if form.takes_parts else f"{form.description} that is made of the factors of one microbatch alone"

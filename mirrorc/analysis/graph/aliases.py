@@ -64,7 +64,7 @@ def _nodes_in_argument(node: fx.Node, name: str) -> list[fx.Node]:
 
 
 def viewed(value: fx.Node) -> fx.Node | None:
-    """The node that ``value`` certainly is a view of; None if ``value`` is no view, or may be a copy."""
+    """The node that ``value`` is a view of; None if ``value`` may own its memory."""
     made: Any = value
     while made.target is operator.getitem:
         made = made.args[0]
@@ -76,7 +76,7 @@ def viewed(value: fx.Node) -> fx.Node | None:
 
 
 def origins(value: fx.Node) -> set[fx.Node]:
-    """The nodes of the graph that may own a value's memory: the value itself, if it is no view."""
+    """The nodes that may own a value's memory: the value itself, if it is not a view."""
     owners: set[fx.Node] = set()
     waiting, seen = [value], {value}
     while waiting:
@@ -90,7 +90,7 @@ def origins(value: fx.Node) -> set[fx.Node]:
 
 
 class ViewedVariables:
-    """Finds the variables that values outside of regions may be views of."""
+    """Finds the variables that values outside of regions may view."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -19,11 +19,11 @@ _MIN_GAIN = 2  # the value has at least so many times the products' bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
-    """The nodes to move before a cut, with their new pieces, so that no large value passes it for much smaller products.
+    """Nodes to move before a cut, so that no large value crosses it for much smaller results; with their new pieces.
 
     Args:
-        piece_of: the piece of each node, in the order of the graph; piece 0, the forward, does not change.
-        min_bytes: smaller values may pass cuts.
+        piece_of: in the order of the graph; piece 0, the forward, does not change.
+        min_bytes: smaller values may cross cuts.
     """
     pieces = dict(piece_of)
     moved: dict[fx.Node, int] = {}
@@ -41,7 +41,6 @@ def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[f
 
 
 def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """The users of a value, and of its views, in other pieces."""
     readers: set[fx.Node] = set()
     pending = [value]
     for node in pending:
@@ -54,7 +53,7 @@ def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.N
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:
-    """The readers, and the views that they need; None if they need any other value from behind ``piece``."""
+    """None if the readers need any value from behind ``piece`` except views."""
     needed = set(readers)
     pending = list(readers)
     for node in pending:
@@ -79,7 +78,7 @@ class Cut:
     """The operators of a graph, cut into pieces of forward and of backward; pieces may be empty.
 
     Attributes:
-        meetings: the meetings of replicas behind a piece, by its index; forward's pieces come first.
+        meetings: of replicas, by the index of the piece before them; forward's pieces come first.
     """
 
     forward: Sequence[Sequence[fx.Node]]
@@ -88,7 +87,7 @@ class Cut:
 
 
 def cut_at_meetings(graph: fx.Graph, forward: Sequence[fx.Node], backward: Sequence[Sequence[fx.Node]]) -> Cut:
-    """Cuts forward, and the pieces of backward, where replicas meet. Parts of a result stay with it."""
+    """A `getitem` stays with its operator."""
     meetings = list(calls_to(graph, *ops.MEETINGS))
     if not meetings:
         return Cut([forward], backward)

@@ -28,7 +28,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def decomposition_of(node: fx.Node) -> fx.Graph | None:
-    """The decomposition of a GELU by tanh, with a placeholder for each tensor of the node; None for other nodes."""
+    """A graph with a placeholder for each tensor of the node; None unless it is a GELU by tanh."""
     if not is_tanh_gelu(node):
         return None
     return _decomposition(node.target, tuple([tensor.meta["val"].dtype for tensor in tensors_of(node)]))
@@ -42,13 +42,13 @@ def _decomposition(target: Any, dtypes: tuple[torch.dtype, ...]) -> fx.Graph:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """``aten.gelu(x, approximate="tanh")`` without tanh; computed in float32 for 16-bit numbers, as torch does."""
+    """``aten.gelu(x, approximate="tanh")`` without tanh; computes 16-bit numbers in float32, as torch does."""
     exact = _exact(x)
     return _cast(exact * torch.sigmoid(2 * _SCALE * _argument(exact)), x.dtype)
 
 
 def gelu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``aten.gelu_backward(gradient, x, approximate="tanh")`` without tanh, computed as in `gelu`."""
+    """``aten.gelu_backward(gradient, x, approximate="tanh")`` without tanh, as in `gelu`."""
     exact = _exact(x)
     share = torch.sigmoid(2 * _SCALE * _argument(exact))
     slope = 2 * _SCALE * (1 + 3 * _CUBIC * (exact * exact))

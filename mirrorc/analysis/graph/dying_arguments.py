@@ -23,7 +23,7 @@ PRODUCTS = frozenset(
 
 
 def dying_places(program: Program, call: fx.Node) -> set[int]:
-    """The indices of a region call's arguments that are contiguous products of other regions and have no other reader."""
+    """Indices of a region call's arguments that are contiguous products of other regions and have no other reader."""
     return {
         i for i, argument in enumerate(call.args) if isinstance(argument, fx.Node) and _dies(program, call, argument)
     }
@@ -42,7 +42,7 @@ def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
 
 
 def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
-    """Tests that no other value shares the memory, new or reserved, of a region's result."""
+    """Tests that no other value shares a region result's memory, new or reserved."""
     body = program.regions[region_of(maker)].graph_module.graph
     if unaliased_product(body, place) is not None:
         return True
@@ -51,7 +51,7 @@ def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
 
 
 def unaliased_product(body: fx.Graph, place: Any) -> fx.Node | None:
-    """The product that a region's result is or views; None if another result or an argument may share its memory."""
+    """The product that a region's result is or views; None if another result or an argument may alias it."""
     results: Any = body.output_node().args[0]
     product = stored_product(results[place])
     if product is None or any(origin.op == "placeholder" for origin in origins(results[place])):
@@ -60,7 +60,7 @@ def unaliased_product(body: fx.Graph, place: Any) -> fx.Node | None:
 
 
 def reserved_argument(body: fx.Graph, place: Any) -> int | None:
-    """The index of the argument whose memory a result has; None if there is none, or other results may share it."""
+    """The index of the argument that a result is in the memory of; None if other results may alias it."""
     results: Any = body.output_node().args[0]
     owners = origins(results[place])
     argument = next(iter(owners))
@@ -79,7 +79,7 @@ def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
 
 
 def stored_product(value: Any) -> fx.Node | None:
-    """The product that a value is or views; None for other values."""
+    """The product that a value is or views."""
     node = value if isinstance(value, fx.Node) and value.op == "call_function" else None
     while node is not None and node.target not in PRODUCTS:
         node = viewed(node)
@@ -87,7 +87,7 @@ def stored_product(value: Any) -> fx.Node | None:
 
 
 def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
-    """Numbers nodes, with equal numbers for values that a backend may store in the same memory.
+    """Gives equal numbers to values that a backend may store in the same memory.
 
     Backends merge equal operators, and drop operators without effect.
     """

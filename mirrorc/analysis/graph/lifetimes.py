@@ -15,7 +15,7 @@ from mirrorc.ir.program import Region
 def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
     """The last reader of ``part``, a result of a region call.
 
-    None without readers, or if one returns a view of ``part``, or is neither a region call nor an operator of torch.
+    None if there is no reader, or if any may return a view of ``part`` or is neither a region call nor an operator of torch.
     """
     readers: list[Any] = list(part.users)
     return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None

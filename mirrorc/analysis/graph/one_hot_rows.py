@@ -1,4 +1,4 @@
-"""Computes sums of one-hot rows, and reads of single elements of rows, from one element of each row."""
+"""Computes sums and gathers along rows from one element of each row."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class RowValues(Protocol[V]):
     """Access to values of type V: nodes in a pass, expressions in the verifier."""
 
     def op_of(self, value: Any) -> ValueOp[V] | None:
-        """The operator that computes a value; None if the value is no tensor, or the operator is unknown."""
+        """None if the value is not a tensor, or its operator is unknown."""
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> V: ...
 
 
 @dataclass(frozen=True)
 class _OneHot(Generic[V]):
-    """One-hot rows: ``index`` is the place of the element in each row (size 1 along the rows), ``element`` its value."""
+    """One-hot rows: ``index`` places the element in each row (size 1 along the rows), ``element`` is its value."""
 
     index: V
     element: Any
@@ -51,14 +51,14 @@ ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Ten
 
 
 def by_elements(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """Computes an operator of `ROW_READERS` from one element of each row; None if it needs all elements."""
+    """None if the operator, one of `ROW_READERS`, needs all elements."""
     return sum_of_one_hot(values, op) if op.target is aten.sum.dim_IntList else element_of_row(values, op)
 
 
 def sum_of_one_hot(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """Computes a sum of one-hot rows from the one element of each; None for other operators.
+    """Computes a sum of one-hot rows from one element of each; None for other operators.
 
-    Adds zero to the elements, as a sum is never negative zero.
+    Adds zero, as a sum is never negative zero.
     """
     if op.target is not aten.sum.dim_IntList or op.kwargs or len(op.args) != 3 or op.args[2] is not True:
         return None
@@ -81,10 +81,7 @@ def element_of_row(values: RowValues[V], op: ValueOp[V]) -> V | None:
 
 
 def _element(values: RowValues[V], source: V, dim: int, index: V, most: int = _MOST_FOLLOWED) -> V | None:
-    """The elements of ``source`` at ``index``, from elements of its operands; None if they can only be gathered.
-
-    Follows at most ``most`` operators.
-    """
+    """Gathers from the operands of ``source``; None if only ``source`` itself can be gathered from."""
     op, at = values.op_of(source), values.op_of(index)
     if op is None or at is None or op.kwargs or op.target not in READ_THROUGH or not op.shape or not most:
         return None
@@ -113,7 +110,7 @@ def _is_constant_in_rows(
 
 
 def _one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]) -> _OneHot[V] | None:
-    """The one-hot rows of a value, or None; ``known`` caches results by the identity of the value."""
+    """``known`` caches results by the value's identity."""
     if id(value) not in known:
         if len(known) == _MOST_FOLLOWED:
             return None

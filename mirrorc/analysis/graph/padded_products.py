@@ -14,7 +14,7 @@ FACTORS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.defau
 
 
 def places_of_columns(node: fx.Node) -> tuple[int, ...]:
-    """The indices of the arguments with a product's columns: the addend, if it has them, then the second matrix."""
+    """Indices of the arguments with a product's columns: the addend, if it has them, then the second matrix."""
     first, second = FACTORS[node.target]
     columns = node.args[second].meta["val"].shape[1]  # type: ignore[union-attr]
     others = [i for i in range(len(node.args)) if i not in (first, second)]
@@ -29,7 +29,7 @@ def first_columns(node: fx.Node) -> Any:
 
 
 def columns_before_padding(node: fx.Node) -> Any:
-    """The number of columns before a node padded rows at their ends; None for other nodes."""
+    """The number of columns before a node padded the ends of rows; None for other nodes."""
     if node.target is not aten.constant_pad_nd.default or node.kwargs or len(node.args) != 2:
         return None
     value, padding = node.args

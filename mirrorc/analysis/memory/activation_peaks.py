@@ -1,4 +1,4 @@
-"""Predicts the peak bytes of activations of a captured graph, for any choice of recomputation in backward."""
+"""Predicts peak bytes of a captured graph's activations, for any choice of recomputation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MACHINE = Machine(seconds_per_multiplication=2e-11, seconds_per_byte=1e-10)
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of activations at one moment, and the seconds of recomputation."""
+    """The most bytes of activations at one moment, and the recomputation time."""
 
     num_bytes: int
     seconds: float
@@ -34,8 +34,8 @@ class Peak:
 class JointTimeline:
     """A captured graph in execution order, with the lifetimes of its values.
 
-    Values and workspaces of operators count as in `step.memory()`. But gradients are assumed to lie in buckets, and
-    fusion, regions and updates are unknown.
+    Values and workspaces count as in `step.memory()`, but gradients are assumed to be in buckets; fusion, regions and updates
+    are unknown.
     """
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
@@ -60,7 +60,7 @@ class JointTimeline:
         }
 
     def _sizes(self) -> list[int]:
-        """The bytes of each value; 0 for views, variables, arguments, and gradients in buckets."""
+        """0 for views, variables, arguments, and gradients in buckets."""
         output: Any = self.nodes[-1].args[0]
         gradients: set[fx.Node] = set(output["gradients"].values())
         in_buckets = {self.owner(self._place[node]) for node in gradients}
@@ -77,7 +77,7 @@ class JointTimeline:
         return place
 
     def again(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> list[int]:
-        """The places of the values that these checkpoints recompute, in order."""
+        """Places of values that these checkpoints recompute, in order."""
         recomputed = recomputed_values(self.forward, self.backward, self.first, checkpoints.get)
         return sorted(self._place[node] for node in recomputed)
 
@@ -116,7 +116,7 @@ class JointTimeline:
         return Peak(most, seconds)
 
     def _runs(self, again: Set[int]) -> tuple[list[tuple[int, list[int]]], float]:
-        """The place of each run, in order, with the places of its inputs; and the seconds of recomputation.
+        """Each run's place and the places of its inputs, in order; and the seconds of recomputation.
 
         A recomputed value has its place plus the number of nodes.
         """
@@ -148,7 +148,7 @@ class JointTimeline:
 
 
 def predicted_peak(program: Program) -> int:
-    """The bytes of activations at the peak of the captured program's largest shard, with its checkpoints."""
+    """Peak bytes of activations of the captured program's largest shard, with its checkpoints."""
     peaks = []
     for graph in program.shard_graphs:
         checkpoints = {node: checkpoint for node in graph.nodes if (checkpoint := checkpoint_of(node)) is not None}

@@ -1,4 +1,4 @@
-"""The cheapest set of edges that separates the source of a network from its sink."""
+"""Minimum cuts of networks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNCUTTABLE = 2**62
 
 
 class Network:
-    """A directed graph of numbered nodes with capacities of edges; node 0 is the source, node 1 the sink."""
+    """A directed graph of numbered nodes with edge capacities; node 0 is the source, node 1 the sink."""
 
     def __init__(self, num_nodes: int) -> None:
         self._edges_of: list[list[int]] = [[] for _ in range(num_nodes)]
@@ -23,7 +23,7 @@ class Network:
         self._left += (capacity, 0)
 
     def side_of_source(self) -> set[int]:
-        """The nodes on the source's side of the minimum cut; of several, the one nearest to the source."""
+        """The source's side of the minimum cut; of several cuts, the one nearest to the source."""
         while True:
             levels = self._levels()
             if levels[1] < 0:
@@ -31,7 +31,7 @@ class Network:
             self._saturate(levels)
 
     def _levels(self) -> list[int]:
-        """The number of edges with capacity left from the source to each node; -1 if there is no path."""
+        """Distances from the source over edges with capacity left; -1 if there is no path."""
         levels = [-1] * len(self._edges_of)
         levels[0] = 0
         waiting = deque([0])

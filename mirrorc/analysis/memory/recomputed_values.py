@@ -1,4 +1,4 @@
-"""Values that backward computes again, by the checkpoints of their operators, and values saved for it."""
+"""Values that backward recomputes for checkpoints, and saved activations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CheckpointOf = Callable[[fx.Node], Checkpoint | None]
 def recomputed_values(
     forward: Iterable[fx.Node], backward: Container[fx.Node], first: fx.Node, checkpoint_of: CheckpointOf
 ) -> set[fx.Node]:
-    """The values that backward computes again wherever it needs them.
+    """The values that backward recomputes wherever it needs them.
 
     Args:
         first: the first node of backward, whose operands are still in memory.
@@ -56,7 +56,7 @@ def is_forward_output(output: fx.Node, node: fx.Node) -> bool:
 
 
 def needed_again(user: fx.Node, again: Set[fx.Node], copies: Container[fx.Node]) -> set[fx.Node]:
-    """The values of ``again`` that a user needs: its operands, and the operands of those without a copy."""
+    """Values of ``again`` that a user needs, directly or through values of ``again`` without a copy."""
     needed: set[fx.Node] = set()
     pending = [user]
     while pending:
@@ -67,7 +67,7 @@ def needed_again(user: fx.Node, again: Set[fx.Node], copies: Container[fx.Node])
 
 
 def saved_values(nodes: Sequence[fx.Node], backward: Container[fx.Node]) -> list[fx.Node]:
-    """The values of forward that backward reads; in place of views, the owners of their memory."""
+    """The values of forward that backward reads; for a view, the owner of its memory."""
     owners: dict[fx.Node, None] = {}
     for node in nodes:
         if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
@@ -82,7 +82,7 @@ def owner_of(node: fx.Node) -> fx.Node:
 
 
 def num_bytes_of(node: fx.Node) -> int:
-    """The bytes of a node's value; 0 if it is no tensor.
+    """0 if the value is not a tensor.
 
     A scalar may be a token for memory that its operator holds, such as `recurrent`; it has the bytes of that memory.
     """

@@ -1,4 +1,4 @@
-"""Segments of forward, with choices of recomputation and their prices."""
+"""Segments of forward, and prices of their recomputation."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Choice:
     """A choice of recomputation for a segment.
 
     Attributes:
-        saved: the operators with results stored for backward, if it needs them; the segment's others are recomputed.
-        num_bytes: the bytes that need not be stored.
-        seconds: the time of recomputation.
+        saved: operators whose results are stored if backward needs them; the segment's other operators are recomputed.
+        num_bytes: need not be stored.
+        seconds: of recomputation.
     """
 
     saved: frozenset[fx.Node]
@@ -45,14 +45,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive operators of forward; each choice stores less than the one before, at a higher price per byte."""
+    """Consecutive operators of forward. Each choice stores less than the one before, at a higher price per byte."""
 
     nodes: tuple[fx.Node, ...]
     choices: tuple[Choice, ...]
 
 
 class Segments:
-    """Cuts the forward of a graph into segments; nodes in ``fixed`` checkpoints are in none."""
+    """Cuts a graph's forward into segments, which exclude nodes in ``fixed`` checkpoints."""
 
     def __init__(self, timeline: JointTimeline, fixed: Mapping[fx.Node, Any]) -> None:
         self._timeline, self._fixed = timeline, fixed
@@ -115,10 +115,10 @@ class Segments:
         return self._cut[key]
 
     def _choice(self, nodes: Sequence[fx.Node], price: float) -> Choice:
-        """The cheapest choice for a segment at a price per stored byte, by a minimum cut.
+        """The cheapest choice at a price per stored byte, by a minimum cut.
 
-        Each operator is two nodes of a network: "backward has its result", and "it is recomputed for that". The second
-        costs the operator's time, and needs its operands.
+        Each operator is two nodes of a network: "backward has its result", and "it is recomputed". The second costs the
+        operator's time, and needs its operands.
         """
         units = dict.fromkeys(_operator_of(node) for node in nodes)
         number = {unit: 2 + 2 * i for i, unit in enumerate(units)}
@@ -154,7 +154,7 @@ class Segments:
         return Choice(frozenset(units.keys() - again), saved, seconds)
 
     def _bytes_to_keep(self, unit: fx.Node, parts: Sequence[fx.Node]) -> int:
-        """The bytes of an operator's results; 0 if the first operator of backward reads them at once."""
+        """0 if the first operator of backward reads the results at once."""
         if any(self._timeline.first in part.users for part in parts):
             return 0
         return sum(num_bytes_of(owner) for owner in {owner_of(part) for part in parts} if not _is_free(owner))
@@ -174,8 +174,8 @@ class Segments:
 def is_copied(node: fx.Node) -> bool:
     """Tests for an operator that may run twice: one of torch or mirrorc that writes no argument.
 
-    Random operators are functions of a seed since capture. Operators of other libraries may have hidden effects, and so
-    may mirrorc's own with plain PyTorch inside (`OPAQUE`).
+    Random operators are functions of a seed since capture. Operators of other libraries may have hidden effects, as may
+    mirrorc's own with plain PyTorch inside (`OPAQUE`).
     """
     target: Any = node.target
     if not is_compute(node) or target in OPAQUE:
@@ -190,7 +190,7 @@ def _operator_of(node: fx.Node) -> fx.Node:
 
 
 def _is_free(owner: fx.Node) -> bool:
-    """Tests for a value that backward has in any case, such as arguments and variables."""
+    """Backward has arguments and variables in any case."""
     return owner.op == "placeholder" or owner.target is ops.read
 
 

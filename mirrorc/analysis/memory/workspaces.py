@@ -51,13 +51,13 @@ def _blocked_weight(weight: torch.Tensor) -> int:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """The larger of two workspaces: all operands in blocks; the result in blocks and in its own format."""
+    """The larger of two: all operands in blocks; or the result in blocks and in its own format."""
     copied = _blocked(image) if image.shape[1] > _UNBLOCKED_CHANNELS else 0
     return max(copied + _blocked_weight(weight) + _blocked(result) - result.nbytes, _blocked(result))
 
 
 def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any, is_strided: bool) -> int:
-    """The larger of two workspaces: for the image's gradient, if needed; for the weight's gradient next to it."""
+    """The larger of two: for the image's gradient, if needed; or for the weight's gradient beside it."""
     result_bytes = sum(part.nbytes for part in result if part is not None)
     copied = _blocked(image) if image.shape[1] >= _UNBLOCKED_CHANNELS else 0
     of_weight = _blocked(gradient) + copied + _blocked_weight(weight)

@@ -1,1 +1,1 @@
-"""A call as data: arguments, shards, types, outputs, what changes between calls."""
+"""A call as data: arguments, shards, outputs, changing numbers."""

@@ -1,4 +1,4 @@
-"""Flattens the arguments of a call to tensors and plain values, and rebuilds them for the tracer."""
+"""Flattens a call's arguments to tensors and plain values, and rebuilds them for the tracer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Structure = tuple[Any, ...]  # nested and hashable; see _flatten
 
 
 class PerReplica:
-    """A value that is already split: one tensor (or nested tensors) for each replica, in order of the devices.
+    """A value that is already split: a tensor (or nested tensors) for each replica, in order of the devices.
 
     Args:
-        values: one value for each replica. Their sizes along dim 0 may differ; each replica's loss is weighted by its size.
-            A replica without examples (dim 0 is 0) runs neither forward nor backward.
+        values: their sizes along dim 0 may differ; each replica's loss is weighted by its size. A replica without
+            examples runs neither forward nor backward.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -42,7 +42,7 @@ class Replicated:
 
 
 def replicated(value: Any) -> Any:
-    """Marks an argument of a step, so that each replica gets the whole argument instead of a shard.
+    """Marks an argument of a step: each replica gets the whole argument instead of a shard.
 
     Args:
         value: a tensor, or nested containers of tensors.
@@ -61,7 +61,7 @@ class Leaf:
 
 
 class Constant:
-    """An argument other than a tensor. Programs are specialized on its value, or on its identity if it has no hash."""
+    """An argument other than a tensor. Programs are specialized on its value, or on its identity if it is not hashable."""
 
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
@@ -87,7 +87,7 @@ class Call:
     """The arguments of one step.
 
     Attributes:
-        plain: strings, numbers, None, and lists of these, by name. A graph depends only on values that its trace reads.
+        plain: strings, numbers, None, and lists of these, by name. A graph depends only on those that its trace reads.
     """
 
     leaves: tuple[Leaf, ...]
@@ -96,7 +96,7 @@ class Call:
 
 
 def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Flattens the arguments of a call; ``names`` are the names of positional parameters.
+    """``names`` are the names of positional parameters.
 
     Raises:
         TypeError, ValueError: an argument cannot be rebuilt from shards.
@@ -164,7 +164,7 @@ def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 
 def _with_shared_nan(value: Any) -> Any:
-    """Replaces each positive nan, also within tuples, by `math.nan`: guards compare tuples, and identical objects are equal."""
+    """Replaces positive nans by `math.nan`: guards compare tuples, in which identical objects are equal."""
     if type(value) is float and value != value and math.copysign(1.0, value) > 0:
         return math.nan
     if type(value) is not tuple:
@@ -214,7 +214,7 @@ Rebuild = Callable[[Structure, Sequence[Any], Mapping[str, Any]], tuple[list[Any
 
 
 def rebuilding(structure: Structure) -> Rebuild:
-    """Generates a function that rebuilds a call's arguments. A trace of a generic walk would take as long as a small model's."""
+    """Generates a function that rebuilds a call's arguments. Tracing a generic walk would take as long as a small model."""
     positional, keyword = structure
     args = ", ".join(_code_of(child, f"structure[0][{i}]") for i, child in enumerate(positional))
     kwargs = ", ".join(f"{key!r}: {_code_of(child, f'structure[1][{i}][1]')}" for i, (key, child) in enumerate(keyword))
@@ -259,7 +259,7 @@ def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> A
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
-    """The names of the containers among a call's arguments, in the order in which `rebuilding` builds them."""
+    """The names of the containers among the arguments, in the order in which `rebuilding` builds them."""
     positional, keyword = structure
     named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
     return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]
@@ -274,7 +274,7 @@ def _paths_within(structure: Structure, path: str) -> list[str]:
 
 
 def without_examples(call: Call) -> Call:
-    """A copy of a call without examples: split tensors have size 0 along dim 0, and replicated tensors stay."""
+    """A copy of a call whose split tensors have size 0 along dim 0; replicated tensors stay."""
     return dataclasses.replace(call, leaves=tuple(_emptied(leaf) if leaf.split else leaf for leaf in call.leaves))
 
 

@@ -1,4 +1,4 @@
-"""Python numbers that change from step to step and become inputs of programs."""
+"""Python numbers that change between steps and become inputs of programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 class ChangingNumbers:
     """The Python numbers that have changed between calls of a step, by the expressions that read them.
 
-    A number is a constant in its first program, and a graph input from its second value on. If a graph cannot take it as an
-    input, each value gets a program of its own.
+    A number is a constant in its first program, and a graph input from its second value on. A number that cannot be an
+    input gets a program for each value.
 
     Attributes:
         can_be_drawn: whether random numbers that forward draws in Python may be inputs; they are never constants.
@@ -30,7 +30,6 @@ class ChangingNumbers:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """A context in which no number is an input."""
         before, self._can_be_inputs = self._can_be_inputs, False
         try:
             yield
@@ -41,7 +40,7 @@ class ChangingNumbers:
         self._names.update(names)
 
     def give_up(self, names: Collection[str], why: str, words: Sequence[str] = ()) -> None:
-        """Makes numbers constants from now on; ``words`` are their names in the user's code."""
+        """Makes numbers constants from now on; ``words`` are the user's names for them."""
         logger.info("%s: constant in each program, because %s", ", ".join(sorted(names)), why)
         for name in names:
             self._given_up.setdefault(name, f"{' and '.join(words)}: {why}" if words else why)

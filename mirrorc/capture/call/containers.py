@@ -1,4 +1,4 @@
-"""Takes containers apart, and rebuilds them around other children without running their constructors."""
+"""Takes containers apart, and rebuilds them without running their constructors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mirrorc.user.slots import slots_of
 
 
 class Parts(NamedTuple):
-    """The parts of a container: its kind, a hashable detail, and its children with their paths, attributes last."""
+    """A container's kind, a hashable detail, and its children with their paths, attributes last."""
 
     kind: str
     detail: tuple[Any, ...]
@@ -27,7 +27,7 @@ class Parts(NamedTuple):
 
 
 def flatten_container(value: Any, path: str) -> Parts | None:
-    """The parts of a container at ``path``; None for any other value.
+    """The parts of a container; None for any other value.
 
     Raises:
         TypeError: the container cannot be rebuilt.
@@ -54,7 +54,7 @@ def flatten_object(value: Any, path: str) -> Parts:
     """The attributes of an object as `Parts`.
 
     Raises:
-        TypeError: the object's class is based on one written in C.
+        TypeError: a base of the object's class is written in C.
     """
     cls = type(value)
     if _if_made(object, cls) != "object":
@@ -76,7 +76,7 @@ def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, pat
 
 
 def unflatten_container(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any:
-    """Rebuilds a container from its kind and children; runs under the tracer."""
+    """Rebuilds a container; runs under the tracer."""
     names = detail[-1]
     entries = children[: len(children) - len(names)]
     if kind == "list":
@@ -125,7 +125,7 @@ _WITH_ATTRIBUTES = ("kind of tuple", "kind of list", "kind of dict", "kind of Or
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(cls: type) -> str:
-    """The kind of a container's class: "" for a class of no container, "refused" for a container that cannot be rebuilt."""
+    """ "refused" for a container that cannot be rebuilt; "" for a class that is not a container."""
     plain = {dict: "dict", list: "list", tuple: "tuple", types.MappingProxyType: "mappingproxy", deque: "deque"}
     if cls in plain or cls is defaultdict:
         return plain.get(cls, "defaultdict")

@@ -1,4 +1,4 @@
-"""Tracks the argument sizes that change from call to call and become symbols."""
+"""Tracks which sizes of arguments change between calls and become symbols."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _SizeHistory:
-    """The sizes of one dimension of an argument, from which it becomes symbolic.
+    """The sizes that one dimension of an argument has had.
 
     Attributes:
         sizes: the sizes in the first call.
-        spared: the sizes in one later call, which do not make the dimension symbolic, such as a shorter last batch's.
+        spared: sizes in one later call that do not make the dimension symbolic.
     """
 
     sizes: frozenset[int] = frozenset()
@@ -33,11 +33,7 @@ class _SizeHistory:
     is_symbolic: bool = False
 
     def add(self, sizes: Iterable[int], *, spares_larger: bool | None = None) -> None:
-        """Adds the sizes in one call.
-
-        Args:
-            spares_larger: for a number of examples, whether the second call's are spared even if larger; otherwise None.
-        """
+        """``spares_larger`` says, for numbers of examples, whether the second call's are spared even if larger; else None."""
         new = {size for size in sizes if size >= FEWEST_SYMBOLIC} - self.sizes - self.spared
         if self.is_symbolic or not new:
             return
@@ -52,13 +48,13 @@ class _SizeHistory:
 class ChangingSizes:
     """The dimensions of arguments whose sizes change between calls, for each kind of call.
 
-    A dimension becomes a symbol at its second size. Sizes of 0 and 1 do not count, nor does one shorter batch. If only the
-    number of examples changes, this one batch may be larger: a resumed training may begin with the short last batch, and
-    must have the bits of an uninterrupted one.
+    A dimension becomes a symbol at its second size. Sizes of 0 and 1 do not count, nor does one shorter batch, or one
+    larger batch where only the number of examples changes: a resumed training may begin with the short last batch, and
+    must have the bits of an uninterrupted training.
 
     Args:
-        dynamic: None for the rule above; True for symbols from the first call on; False for dimensions marked by
-            `torch._dynamo.mark_dynamic` alone.
+        dynamic: None for this rule; True for symbols from the first call on; False for symbols only where
+            `torch._dynamo.mark_dynamic` marks a dimension.
     """
 
     def __init__(self, *, dynamic: bool | None) -> None:
@@ -91,7 +87,7 @@ class ChangingSizes:
             _warn_of_marked(leaf.path, dim, min(marked))
 
     def note_program(self, call: Call, purpose: Hashable) -> None:
-        """Counts a program with symbols; after too many programs, sizes in such calls are numbers."""
+        """After `_MOST_PROGRAMS` programs with symbols, sizes in such calls are numbers."""
         key = _kind(call, purpose)
         self._num_programs[key] = self._num_programs.get(key, 0) + 1
         if self._num_programs[key] >= _MOST_PROGRAMS:
@@ -104,7 +100,7 @@ class ChangingSizes:
         self._refusals.setdefault((_kind(call, purpose), has_one_example), why)
 
     def why_not(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> str:
-        """The reason why sizes in such calls are not symbols; empty if they may be."""
+        """Why sizes in such calls are numbers; empty if they may be symbols."""
         return self._refusals.get((_kind(call, purpose), has_one_example), "")
 
 

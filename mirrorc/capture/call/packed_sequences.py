@@ -1,4 +1,4 @@
-"""Padded sequences, traced in place of packed ones: their shapes do not depend on the lengths of the sequences."""
+"""Padded sequences, traced in place of packed ones so that shapes do not depend on lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.torch_internals import traced_file
 
 
 class PaddedSequences:
-    """Padded sequences in place of a PackedSequence in a trace. Recurrent modules use it like a tensor.
+    """Stands for a PackedSequence in a trace. Recurrent modules use it like a tensor.
 
     Args:
         values: [batch, time, ...], zeros after the end of each sequence. The time may exceed the longest length.
@@ -28,7 +28,7 @@ class PaddedSequences:
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
-        """The class that isinstance() uses in a trace: PackedSequence, but PaddedSequences in torch's recurrent modules."""
+        """What isinstance() sees in a trace: PackedSequence, but PaddedSequences in torch's recurrent modules."""
         return PaddedSequences if traced_file() in ("", rnn.__file__) else PackedSequence
 
     @property
@@ -66,9 +66,9 @@ def _refuse_parts() -> NoReturn:
 
 
 def padded_parts(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Values [batch, time, ...], lengths [batch], and whether these are in descending order.
+    """Returns values [batch, time, ...], lengths [batch], and whether the lengths are in descending order.
 
-    The time is rounded up by at most a quarter, so that batches of different lengths share shapes.
+    The time is rounded up by at most a quarter, so that batches share shapes.
     """
     if isinstance(sequences, PaddedSequences):
         return sequences.values, sequences.lengths, sequences.is_sorted

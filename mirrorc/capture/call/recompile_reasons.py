@@ -17,7 +17,7 @@ _MOST_CHARACTERS = 40  # of one value
 
 @dataclass(frozen=True)
 class CallKind:
-    """The properties of a call's arguments on which its program is specialized, by argument name."""
+    """What a program is specialized on, by argument name."""
 
     tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
     constants: dict[str, str]
@@ -58,7 +58,7 @@ def _constants_in(structure: Structure) -> Iterator[Constant]:
 
 
 def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:
-    """Descriptions of the arguments in which calls differ, with some of the values: ``the shape of 'x' ([4, 7], [4, 9])``."""
+    """Texts such as ``the shape of 'x' ([4, 7], [4, 9])``, with some of the values."""
     names = dict.fromkeys(name for kind in kinds for name in (*kind.tensors, *kind.constants))
     changes = [text for name in names if (text := _change_of(name, kinds))]
     return (

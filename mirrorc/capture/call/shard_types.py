@@ -17,13 +17,13 @@ ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
-    """The types that a shard's tensors have on a device. A copy to the device makes a tensor with gaps or overlaps dense."""
+    """The types of a shard's tensors on a device. A copy to it makes tensors with gaps or overlaps dense."""
     moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
     return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
 
 
 def types_run(shards: Shards, call: Call, devices: Sequence[Device]) -> Iterator[list[ShardTypes]]:
-    """Yields, for each replica, the types of its shard, or of each of its microbatches; an empty list without examples."""
+    """Yields a list for each replica: the types of its shard or microbatches; empty without examples."""
     for replica, (tensors, device) in enumerate(zip(shards.tensors, devices, strict=True)):
         if not shards.num_examples[replica]:
             yield []
@@ -40,9 +40,9 @@ SymbolicDims = tuple[frozenset[int], ...]
 def graphs_to_capture(
     shards: Shards, call: Call, devices: Sequence[Device], symbolic: SymbolicDims = ()
 ) -> tuple[list[ShardTypes], tuple[tuple[int, ...], ...]]:
-    """The distinct types of shards and microbatches to capture graphs for, and the indices of each replica's graphs.
+    """Returns the distinct types to capture, and the indices of each replica's graphs among them.
 
-    Types that differ in symbolic sizes alone share a graph.
+    Types that differ only in symbolic sizes share a graph.
     """
     types_of = list(types_run(shards, call, devices))
     kind_of = {types: _kind(types, symbolic) for types_of_replica in types_of for types in types_of_replica}
@@ -81,7 +81,7 @@ def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
 
 
 def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-    """The tensors of each shard or microbatch that has examples, on the first device."""
+    """The tensors of each shard or microbatch that has examples, copied to the first device."""
     data = []
     for replica, types in enumerate(types_run(shards, call, devices)):
         sizes = shards.microbatches[replica] if shards.microbatches else ()
@@ -98,7 +98,7 @@ def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[
 def leaves_of(
     distinct: Sequence[ShardTypes], data: Sequence[Sequence[torch.Tensor]] | None, device: torch.device, model_name: str
 ) -> list[Sequence[torch.Tensor]]:
-    """For each of the distinct types, the first tensors of these types in the data; uninitialized tensors if ``data`` is None.
+    """For each of ``distinct``, the first tensors of these types in the data; uninitialized tensors if ``data`` is None.
 
     Raises:
         CaptureError: the data lacks one of the types.
@@ -126,7 +126,7 @@ def _types_of_microbatches(types: ShardTypes, call: Call, sizes: Sequence[int]) 
 
 
 STAND_IN_SIZE = 2
-"""The number of examples in the graph of a worker without examples: normalization needs that many."""
+"""The number of examples in the graph of a worker that has none: normalization needs two."""
 
 
 def _stand_in_types(types: ShardTypes, call: Call) -> ShardTypes:
@@ -140,7 +140,7 @@ def grown_examples(types: ShardTypes, call: Call, device: torch.device) -> list[
 
 
 def grown_types(types: ShardTypes, call: Call) -> ShardTypes:
-    """The types of a shard with one more example, dense, with the order of dimensions in memory unchanged."""
+    """The types of a shard with one more example: dense, with the same order of dimensions in memory."""
     grown = []
     for (size, stride, dtype), leaf in zip(types, call.leaves, strict=True):
         shape = [size[0] + 1, *size[1:]] if leaf.split else list(size)

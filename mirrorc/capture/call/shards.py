@@ -1,4 +1,4 @@
-"""Splits the tensors of a call into shards, one for each replica."""
+"""Splits the tensors of a call into a shard for each replica."""
 
 from __future__ import annotations
 
@@ -58,12 +58,11 @@ def split_call(
 ) -> Shards:
     """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
 
-    A batch too small for all replicas is split among the first ones.
+    A batch too small for all replicas is split among the first replicas.
 
     Args:
-        fewest: the least size of a shard or microbatch, if the batch has that many examples. Ignored for shards if an
-            argument is a `PerReplica`.
-        microbatches: the number of microbatches in a shard, if it has enough examples.
+        fewest: the least size of a shard or microbatch, if the batch has that many examples. If an argument is a
+            `PerReplica`, it limits microbatches only.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []
@@ -84,7 +83,7 @@ def split_call(
 def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
     """The sizes of the shards that `split_call` makes; raises its errors.
 
-    Consecutive shards keep their sizes if they are concatenated and split again among as many replicas.
+    Consecutive shards, concatenated and split again among as many replicas, keep their sizes.
     """
     for leaf in call.leaves:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
@@ -104,7 +103,7 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Materializes lazy conjugates and negatives, as compiled regions read memory as it is."""
+    """Materializes lazy conjugates and negatives: compiled regions read the raw memory."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 

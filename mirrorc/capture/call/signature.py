@@ -1,4 +1,4 @@
-"""The arguments of a step: arguments of the model's forward, and the target of the loss."""
+"""The arguments of a step: those of forward, and the target of the loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class Signature:
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool = True) -> tuple[Call, Shards]:
-        """Flattens and splits the arguments of a call. An evaluation needs no target."""
         if self._takes_target and "target" not in kwargs:
             args, kwargs = self._with_target(args, kwargs, trains=trains)
         of_model = {k: v for k, v in kwargs.items() if k != "target" or not self._takes_target}

@@ -1,4 +1,4 @@
-"""The outputs of a step beside its loss."""
+"""The outputs of a step other than its loss."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mirrorc.errors import CaptureError
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of a program's steps beside their loss.
+    """The outputs of a program's steps other than their loss.
 
     Attributes:
         ways: how each output is gathered, see `mirrorc.ir.ops.gather`.
-        unknown: a sentence on outputs that may lie along the batch, which no trace can tell; empty without one.
+        unknown: a sentence on outputs that may have a row for each example, if no trace could tell; else empty.
     """
 
     ways: Mapping[str, str]
@@ -34,7 +34,7 @@ class Outputs:
         return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
 
     def of_no_examples(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The outputs of a worker without examples: rows are empty, sums are 0, and means are NaN."""
+        """The outputs of a worker without examples: rows are empty, sums are 0, means are NaN."""
         outputs = {}
         for name, (shape, dtype) in self._types.items():
             if self.ways[name] == "concatenated":
@@ -67,14 +67,14 @@ def outputs_of(
     sizes: Sequence[int],
     other: TracedOutputs | None,
 ) -> Outputs:
-    """The outputs of a program, derived from the outputs of its graphs.
+    """Derives a program's outputs from the outputs of its graphs.
 
-    A tensor lies along the batch if its first dimension equals the number of examples in each of several sizes: a single size
-    may equal it by coincidence.
+    A tensor has a row for each example if its first dimension equals the number of examples for each of several
+    numbers. For a single number, this may be coincidence.
 
     Args:
         sizes: the number of examples in each graph, followed by that in ``other``.
-        other: the outputs of one more trace with another number of examples, or None.
+        other: the outputs of one more trace with another number of examples.
     """
     each = [*traced, *([other] if other is not None else [])]
     first = each[0]
@@ -151,7 +151,6 @@ def _way(
 
 
 def _common(places: Sequence[OutputLeaf], shard_of_replica: Sequence[int | None]) -> OutputLeaf:
-    """The leaf of all graphs' outputs; a constant that differs between the graphs becomes a PerReplica."""
     first = places[0]
     if first.kind is not LeafKind.CONSTANT or all(is_same_constant(first.value, place.value) for place in places[1:]):
         return first
@@ -162,7 +161,7 @@ def _common(places: Sequence[OutputLeaf], shard_of_replica: Sequence[int | None]
 
 
 def is_same_constant(value: Any, other: Any) -> bool:
-    """Tests whether constants are equal, with equal signs of zeros; mutable objects must be identical."""
+    """Mutable objects must be identical; other objects equal, with equal signs of zeros."""
     if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
         if has_hash(value):
             return Constant(value) == Constant(other)

@@ -22,17 +22,18 @@ from mirrorc.torch_internals import StandIns, give_values, results_with_stand_in
 
 @torch.compiler.allow_in_graph
 def summed(value: torch.Tensor) -> torch.Tensor:
-    """Marks an output of forward or of the loss, so that a step with ``return_outputs`` returns its sum over the replicas.
+    """Marks an output of forward or of the loss, so that a step with ``return_outputs`` returns its sum over the
+    replicas.
 
-    Without the mark, a step returns the mean over examples of a floating-point scalar, and a `PerReplica` of any other scalar.
-    The value itself does not change. Of the results computed from it, only those of ``detach()``, conversions and reshapes
-    keep the mark.
+    Without the mark, a step returns the mean over examples of a floating-point scalar, and a `PerReplica` of any other
+    scalar. The value itself does not change. Only ``detach()``, conversions and reshapes keep the mark.
 
     Args:
-        value: a tensor, such as a count or a sum over the examples of a shard, whose shape does not depend on their number.
+        value: a tensor whose shape does not depend on the number of examples, such as a count or a sum over a shard's
+            examples.
 
     Raises:
-        TypeError: the value is no tensor.
+        TypeError: the value is not a tensor.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"summed takes a tensor, not {type(value).__name__}: make one of it with torch.tensor")
@@ -49,7 +50,7 @@ _noted = threading.local()
 
 @contextlib.contextmanager
 def noted_marks() -> Iterator[list[torch.Tensor]]:
-    """Collects the tensors that `summed` returns in this thread, each in memory of its own, while plain PyTorch runs."""
+    """Collects the results of `summed` in this thread while plain PyTorch runs. Each has its own memory."""
     before, _noted.marked = getattr(_noted, "marked", None), []
     try:
         yield _noted.marked
@@ -75,7 +76,7 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class TracedOutputs:
-    """The outputs of a traced call beside its loss; ``types`` has the order of the graph's results."""
+    """The outputs of a traced call other than its loss; ``types`` has the order of the graph's results."""
 
     structure: Structure
     leaves: tuple[OutputLeaf, ...]
@@ -86,7 +87,7 @@ class TracedOutputs:
 def read_outputs(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], model_name: str
 ) -> TracedOutputs:
-    """Reads the outputs of a traced call, and makes its graph return the loss and the detached tensors."""
+    """Also makes the traced graph return the loss and the detached tensors."""
     try:
         results, stand_ins = results_with_stand_ins(traced, leaves)
         again, others = results_with_stand_ins(traced, leaves)
@@ -179,15 +180,11 @@ _OF_PYTHON = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.Me
 
 
 class UnreadableOutputError(MirrorcError):
-    """Raised for an output that no step can rebuild. The text continues the model's name."""
+    """Raised for an output that a step cannot rebuild. In messages, the model's name precedes its text."""
 
 
 class OutputReader:
-    """Flattens outputs to a structure and its leaves.
-
-    Attributes:
-        gathered: the leaves that replicas compute, by name.
-    """
+    """Flattens outputs to a structure and its leaves; ``gathered`` has the leaves that replicas compute, by name."""
 
     def __init__(self, loss: torch.Tensor, arguments: Sequence[torch.Tensor]) -> None:
         self.leaves: list[OutputLeaf] = []
@@ -214,11 +211,11 @@ class OutputReader:
         return self.leaf(path, kind, name)
 
     def source_of(self, tensor: torch.Tensor, path: str) -> tuple[LeafKind, Any]:
-        """The kind of a tensor's leaf: CONSTANT, with the tensor itself, or GATHERED, with its entry of ``gathered``."""
+        """The kind of a tensor's leaf: CONSTANT, with the tensor, or GATHERED, with its entry of ``gathered``."""
         raise NotImplementedError
 
     def parts(self, value: Any, path: str) -> Parts:
-        """The parts of a container or an object; refuses one that contains itself or cannot be rebuilt."""
+        """Refuses an object that contains itself or cannot be rebuilt."""
         if len(path) > _LONGEST_PATH:
             self.refuse("a container that holds itself", path[:40] + "...")
         try:
@@ -237,7 +234,7 @@ _LONGEST_PATH = 1000
 
 
 class _TraceReader(OutputReader):
-    """Reads the outputs of a trace from two builds of them. An object in both builds is older than the trace."""
+    """Reads a trace's outputs from two builds of them. An object in both builds existed before the trace."""
 
     gathered: dict[str, fx.Node]
 

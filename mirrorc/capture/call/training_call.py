@@ -14,16 +14,15 @@ from mirrorc.torch_internals import forward_signature
 
 
 class TrainingCall(nn.Module):
-    """A module whose forward computes the loss from a flat list of tensors, for the tracer.
+    """A module whose forward computes the loss from a flat list of tensors.
 
-    The loss is the result of ``loss_fn`` (without it, of the model), or the item or attribute ``loss`` of that result, or its
-    first item. With ``keeps_outputs``, forward also returns the model's outputs and the rest of the result of ``loss_fn``.
+    `loss_in` takes the loss from the result of ``loss_fn``, or of the model without a ``loss_fn``. If
+    ``keeps_outputs``, forward also returns the model's outputs and what `beside_loss` takes from the result.
 
     Attributes:
         plain: `Call.plain` of the current call; set before guards are checked.
-        numbers: the Python numbers that may become inputs of the graph.
         trained_elsewhere: the ids of the parameters that open steps train.
-        data: the tensors of each shard or microbatch, for a front end that needs data; otherwise None.
+        data: the tensors of each shard or microbatch; None if the front end needs no data.
     """
 
     trains = True
@@ -64,14 +63,13 @@ class TrainingCall(nn.Module):
         return (loss, outputs) if self.keeps_outputs else loss
 
     def containers(self) -> list[str]:
-        """The names of the containers among the arguments, in the order in which `rebuilding` builds them."""
         parameters = forward_signature(self.model).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return paths_of_containers(self.structure, names)
 
 
 def loss_in(result: Any) -> Any:
-    """The loss in the result of a model or a loss function, or None; runs under the tracer."""
+    """The result itself if it is a tensor, else its item or attribute ``loss``, else its first item, else None."""
     if isinstance(result, torch.Tensor):
         return result
     if isinstance(result, dict):
@@ -82,7 +80,7 @@ def loss_in(result: Any) -> Any:
 
 
 def beside_loss(result: Any) -> Any:
-    """The outputs in a loss function's result: the items after the loss (a single one by itself), or the whole object."""
+    """The outputs in a loss function's result: the item or items after the loss, or the whole object."""
     if type(result) is not tuple and type(result) is not list:
         return result
     return result[1] if len(result) == 2 else tuple(result[1:])

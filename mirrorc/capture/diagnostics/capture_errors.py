@@ -1,4 +1,4 @@
-"""Errors for models that cannot be captured, with remedies."""
+"""Errors, with remedies, for models that cannot be captured."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, use
 
 
 class LoneExampleError(CaptureError):
-    """Raised if an operator of torch refuses a shard of one example, as it normalizes over the examples."""
+    """Raised if a torch operator refuses a shard of one example because it normalizes over the examples."""
 
 
 class UnreadableError(CaptureError):
-    """Raised for Python that a tracer cannot follow. ``why`` continues "cannot capture" and the model's name."""
+    """Raised for Python that a tracer cannot follow. In messages, "cannot capture" and the model's name precede ``why``."""
 
     def __init__(self, refusal: str, why: str) -> None:
         super().__init__(f"{refusal} Or leave forward and backward to plain PyTorch, with capture='autograd'.")
@@ -28,7 +28,7 @@ class UnreadableError(CaptureError):
 
 
 class HooksMissingError(CaptureError):
-    """Raised if forward would install Hugging Face's hooks for hidden states and attentions, which cannot be traced."""
+    """Raised if forward would install Hugging Face's hooks for hidden states, which cannot be traced."""
 
 
 def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
@@ -88,7 +88,6 @@ def _place(error: Exception) -> tuple[str, str]:
 
 
 def _module(node: fx.Node | None) -> tuple[str, str]:
-    """The module of a node, and its name in a remedy. The module is "" for the model itself; both are "" without a node."""
     if node is None:
         return "", ""
     modules = node.meta.get("nn_module_stack")
@@ -132,7 +131,7 @@ def check_loss(traced: fx.GraphModule, model_name: str) -> None:
 
 
 def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
-    """Returns the loss; refuses it unless it is a real scalar tensor that requires a gradient."""
+    """Refuses a loss that is not a real scalar tensor with a gradient."""
     loss = _checked_loss(loss, model_name)
     if not loss.requires_grad:
         raise CaptureError(
@@ -180,7 +179,7 @@ def _checked_loss(loss: Any, model_name: str) -> torch.Tensor:
 def refuse_written_inputs(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], model_name: str
 ) -> None:
-    """Refuses a forward that writes parameters or arguments in place, or writes a value that requires a gradient to a buffer."""
+    """Refuses writes to parameters or arguments, and writes to a buffer of a value that requires a gradient."""
     if joint.written_inputs:
         kind, name = joint.written_inputs[0]
         if kind == "buffer":

@@ -1,4 +1,4 @@
-"""Buffers to which all replicas write the same value: vectors of spectral norms, and statistics over all replicas."""
+"""Finds buffers to which all replicas write the same value, such as vectors of spectral norms."""
 
 from __future__ import annotations
 
@@ -49,9 +49,6 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
 
 def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
     """Tests whether all captured graphs write the same value to a buffer.
-
-    Args:
-        alike: the result of `written_alike` for each graph.
 
     Raises:
         CaptureError: the graphs compute the value in different ways.

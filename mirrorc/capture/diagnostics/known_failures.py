@@ -1,4 +1,4 @@
-"""Failures of the tracer with a known cause that its message does not name."""
+"""Names causes of tracer failures that the tracer's message does not name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ class KnownFailure:
 
     Attributes:
         reason: what the user's line does; follows a colon in the message.
-        words: texts of which the exception's text must contain one, in upper or lower case.
-        line: a text that the user's line must contain.
-        file: the name of a file that must be among the frames.
-        runs_as_pytorch: whether plain PyTorch can run the line with the result that a step must have.
+        words: lower-case texts, one of which the exception's text must contain.
+        file: how the name of some frame's file must end.
+        runs_as_pytorch: whether plain PyTorch can run the line with the right result.
     """
 
     reason: str

@@ -1,4 +1,4 @@
-"""Losses of torch that contradict ``loss_reduction``."""
+"""Warns of torch losses that contradict ``loss_reduction``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SUM = "sum"
 
 @dataclass(frozen=True)
 class Reduction:
-    """One of torch's losses as a summand of the loss. The line is 0 if unknown."""
+    """A torch loss as a summand of the loss. The line is 0 if unknown."""
 
     function: str
     kind: str
@@ -41,9 +41,9 @@ class Reduction:
 
 
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
-    """The reductions over the batch of torch's losses among the summands of the graph's first output.
+    """The torch losses over the batch among the summands of the graph's first output.
 
-    Multiplied or divided terms are left out, as a divided sum may be a mean.
+    Products and quotients are left out: a divided sum may be a mean.
     """
     reductions: dict[Reduction, None] = {}
     loss = traced.graph.output_node().args[0][0]  # type: ignore[index]
@@ -77,7 +77,6 @@ def _reduction(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _is_of_the_batch(node: fx.Node) -> bool:
-    """Tests whether a value depends on the batch; a penalty on parameters does not."""
     return any(source.op == "placeholder" and leaf_of_placeholder(source) is not None for source in ancestors(node))
 
 

@@ -1,4 +1,4 @@
-"""Effects of forward and loss in Python that a captured step does not repeat."""
+"""Python side effects of forward and loss, which a captured step does not repeat."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Note:
 def dropped_effects(
     traced: fx.GraphModule, text: str, model_name: str, again: Callable[[], fx.GraphModule]
 ) -> tuple[Note, ...]:
-    """Notes on changes of Python objects in a trace, and on prints; changes of state are refused.
+    """Notes on changed Python objects and prints in a trace; refuses changes of state.
 
-    A changed object that the trace also reads is state. It is no state if the next trace gives the same graph and does not
-    repeat the change, as a library that caches facts. Any change is state if the next trace gives another graph.
+    A changed object is state if the trace also reads it, or if the next trace gives another graph. An object that
+    settles is not state: the next trace gives the same graph without the change, as where a library caches facts.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
     _refuse_draws(effects.draws, effects.cached_draws, model_name)
@@ -64,9 +64,9 @@ def dropped_effects(
 
 
 def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
-    """Notes on containers among the arguments from which a trace removes items.
+    """Notes on argument containers from which a trace removes items.
 
-    Other changes of containers are refused: they would be lost, as replicas get copies.
+    Refuses other changes: they would be lost, because replicas get copies.
     """
     effects = python_effects_of(traced)
     paths = call.containers()
@@ -94,7 +94,7 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
 
 
 def users_place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The user's innermost line of a stack, as the continuation of a sentence; empty without such a line."""
+    """The user's innermost line, as the continuation of a sentence; empty if no frame is the user's."""
     frame = _users_frame(stack)
     return f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
 
@@ -130,7 +130,6 @@ def _settles(write: PythonWrite, text: str, again: Callable[[], fx.GraphModule])
 def _refuse_reads_of_next_trace(
     writes: Sequence[PythonWrite], text: str, again: Callable[[], fx.GraphModule], model_name: str
 ) -> None:
-    """Refuses changes that alter the next trace's graph, which may read a length, a missing key or an item."""
     known = [write for write in writes if write.can_be_applied]
     if not known or _is_same_after(known, text, again):
         return

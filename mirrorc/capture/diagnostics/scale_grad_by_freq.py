@@ -1,4 +1,4 @@
-"""Embeddings that divide gradients by the frequency of rows. Replicas count rows in their shards, not in the batch."""
+"""Warns of embeddings that divide gradients by the frequency of rows: replicas count those in their shards."""
 
 from __future__ import annotations
 

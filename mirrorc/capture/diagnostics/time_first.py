@@ -1,4 +1,4 @@
-"""Finds arguments whose dim 0 is the time of a recurrent layer. A step would split them by time, not by examples."""
+"""Finds arguments whose dim 0 is the time of a recurrent layer: a step would split them by time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ _METHODS = {
 
 
 def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
-    """The indices of tensor arguments that reach a recurrent layer with their dim 0 as its time."""
     origins = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
     return tuple(leaf for leaf in origins if leaf is not None)
 
@@ -39,7 +38,7 @@ def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _origin(value: Any) -> int | None:
-    """The index of the tensor argument whose dim 0 a value has kept; None if unsure."""
+    """None if unsure."""
     while isinstance(value, fx.Node):
         if value.op == "placeholder":
             return leaf_of_placeholder(value)

@@ -1,4 +1,4 @@
-"""Tensors that get a gradient in plain PyTorch and not in a step, because no module of the step holds them."""
+"""Finds tensors that get a gradient in plain PyTorch but not in a step, whose modules do not hold them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add
 def untrained_tensors(
     traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], model_name: str
 ) -> tuple[Note, ...]:
-    """A note on tensors outside of all steps that would get a gradient; refuses tensors with a grad_fn."""
+    """A note on tensors that require a gradient and that no step trains. Raises `CaptureError` if one has a grad_fn."""
     untrained = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
     untrained = [pair for pair in untrained if id(pair[1]) not in module.trained_elsewhere]
     if not untrained:
@@ -56,7 +56,7 @@ def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
 
 
 def _leads_to_output(node: fx.Node) -> bool:
-    """Tests whether values that all require a gradient lead from a node to the output, perhaps through in-place writes."""
+    """Follows values that require a gradient, also through in-place writes."""
     order = {node: place for place, node in enumerate(node.graph.nodes)}
     since, waiting = {node: -1}, [node]  # the position from which on a value depends on the node
     while waiting:

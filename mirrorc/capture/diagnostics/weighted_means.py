@@ -1,4 +1,4 @@
-"""Losses whose mean divides by class weights, or by the number of targets that count, instead of by examples."""
+"""Losses whose mean divides by class weights or counted targets instead of examples."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SIGNATURES = {function: inspect.signature(function) for function in (F.cross_en
 
 @dataclass(frozen=True, eq=False)
 class WeightedMean:
-    """A call of a loss of torch that averages over its targets.
+    """A call of a torch loss that averages over its targets.
 
     Attributes:
-        is_weighted: whether it divides by the sum of the targets' class weights.
+        is_weighted: whether it divides by the sum of class weights.
         leaf: the index of the tensor argument with the targets; None if unknown.
     """
 
@@ -79,7 +79,6 @@ def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
 
 
 def _leaf_behind(node: fx.Node) -> int | None:
-    """The index of the tensor argument from which alone a value is derived, such as by a view or a slice; otherwise None."""
     while node.op != "placeholder":
         if len(node.all_input_nodes) != 1:
             return None
@@ -88,7 +87,6 @@ def _leaf_behind(node: fx.Node) -> int | None:
 
 
 def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, ...]:
-    """Sentences on how a step may differ from a run on one device, whatever the batch."""
     remarks: list[str] = []
     for mean in means if num_replicas > 1 else ():
         remarks += _remarks_on_weights(mean)

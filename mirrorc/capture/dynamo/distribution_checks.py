@@ -1,4 +1,4 @@
-"""The argument checks of torch's distributions as asserts on tensors, because a trace cannot branch on tensors."""
+"""Argument checks of torch's distributions as asserts on tensors: a trace cannot branch on tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def _is_made_when_read(kind: type, name: str) -> bool:
 def _begin(
     self: Any, batch_shape: Any = _NO_DIMS, event_shape: Any = _NO_DIMS, validate_args: bool | None = None
 ) -> None:
-    """Replaces `Distribution.__init__`; its parameters have torch's names, for keyword arguments."""
     self._batch_shape, self._event_shape = batch_shape, event_shape
     if validate_args is not None:
         self._validate_args = validate_args

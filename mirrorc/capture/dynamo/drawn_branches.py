@@ -1,4 +1,4 @@
-"""A substitute for `torch.rand` where forward branches on random numbers. They are drawn before each step."""
+"""A substitute for `torch.rand` where forward branches on random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.torch_internals import torch_random, traced_file
 
 
 class _Scalar:
-    """An object that isinstance() takes for a tensor in a trace, except in this file. It lacks the methods of tensors."""
+    """isinstance() in a trace takes it for a tensor, except in this file. It lacks the methods of tensors."""
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
@@ -22,7 +22,7 @@ class _Scalar:
 class DrawnScalarDecides(_Scalar):
     """The result of a comparison of a `DrawnScalar`, which chooses a branch.
 
-    It is no bool, because ``+`` and ``~`` give other results for bools than for boolean tensors.
+    It is not a bool: ``+`` and ``~`` of bools and boolean tensors differ.
     """
 
     def __init__(self, answer: bool) -> None:
@@ -39,8 +39,6 @@ class DrawnScalarDecides(_Scalar):
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
-    """A comparison method. Its result is a tensor if the other operand is one, and otherwise a `DrawnScalarDecides`."""
-
     def method(self: DrawnScalar, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return compare(torch.zeros(self.shape, dtype=self.dtype) + self.number, other)
@@ -53,12 +51,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
 
 
 class DrawnScalar(_Scalar):
-    """A random tensor of one element in a trace, which can only be compared.
-
-    Args:
-        number: its value, between 0 and 1.
-        dtype: float32 or float64.
-    """
+    """A random tensor of one element in a trace. It supports only comparisons, item() and bool()."""
 
     def __init__(self, number: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.number, self.shape, self.dtype = number, shape, dtype
@@ -74,7 +67,7 @@ class DrawnScalar(_Scalar):
     __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
 
     def _rounded(self, other: float) -> float:
-        """Rounds a number to the 24 significant bits of float32, with arithmetic that a trace can follow."""
+        """Rounds to the 24 significant bits of float32, with arithmetic that a trace can follow."""
         if self.dtype == torch.float64 or not 0.0 < other < 1.0:
             return other
         if other <= 2.0**-150:
@@ -96,4 +89,4 @@ def _is_tensor(value: Any) -> bool:
 
 
 DECIDING: Mapping[Callable[..., Any], Callable[..., Any]] = {torch.rand: _rand, torch.is_tensor: _is_tensor}
-"""Functions of torch that draw such numbers or test for tensors, with their substitutes in a trace."""
+"""Functions of torch, with their substitutes in a trace."""

@@ -1,4 +1,4 @@
-"""Traces with Dynamo, and then with torch's joint export."""
+"""Traces with Dynamo, then with torch's joint export."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class DynamoFrontEnd(FrontEnd):
-    """A front end that traces the whole call into one graph without breaks."""
+    """Traces the whole call into one graph without breaks."""
 
     name = "dynamo"
 
@@ -194,7 +194,7 @@ def _trace(
 
 
 def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:
-    """Raises NumbersGivenUp if forward seems to return an input's value: the output would keep the value of this trace."""
+    """If forward seems to return an input's value, the output would keep the value of this trace."""
     inputs = guards_of(traced).inputs
     if inputs is None or outputs is None:
         return
@@ -205,7 +205,7 @@ def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | No
 
 
 def _copy_aliased_loss(graph: fx.Graph) -> None:
-    """Copies a loss that aliases a parameter: the step updates the parameter before it returns the loss."""
+    """The step updates parameters before it returns the loss, which may alias one."""
     output = graph.output_node()
     loss = output.args[0][0]  # type: ignore[index]
     assert isinstance(loss, fx.Node)
@@ -218,7 +218,7 @@ def _copy_aliased_loss(graph: fx.Graph) -> None:
 
 
 class _Explained:
-    """A context manager that shortens the tracer's errors. As a generator it would add frames to the user's traceback."""
+    """Shortens the tracer's errors. A generator would add frames to the user's traceback."""
 
     def __init__(self, model_name: str, leaves: Sequence[torch.Tensor]) -> None:
         self._model_name, self._leaves, self._quiet = model_name, leaves, quiet_fake_tensors()

@@ -38,7 +38,7 @@ TRACED_INSTEAD: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_relu: _rnn_relu,
     **PACKING,
 }
-"""The functions of torch that recurrent modules call, and those that pack sequences, with the functions traced in their place."""
+"""Functions of torch that recurrent modules call or that pack sequences, with their substitutes in a trace."""
 
 
 def _run(
@@ -73,7 +73,7 @@ def _run_layers(
     dropout: float,
     bidirectional: bool,
 ) -> list[torch.Tensor]:
-    """Runs all layers in one call; one by one if there is dropout between them, for masks that follow the graph's seed."""
+    """If there is dropout between layers, they run one by one, so that masks follow the graph's seed."""
     if 0 in values.shape:
         raise RuntimeError(f"Expected sequence length to be larger than 0 in RNN, got an input of {list(values.shape)}")
     device, products = values.device.type, None

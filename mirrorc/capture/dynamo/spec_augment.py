@@ -1,4 +1,4 @@
-"""A substitute for the masking of random spans (SpecAugment) in Hugging Face's speech models."""
+"""A substitute for SpecAugment, the random masking in Hugging Face's speech models."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ def masked_spans(
     attention_mask: torch.Tensor | None = None,
     min_masks: int = 0,
 ) -> torch.Tensor:
-    """A mask of random spans like that of Hugging Face's function, drawn by torch instead of numpy.
+    """A mask of random spans as Hugging Face's function makes, drawn by torch instead of numpy.
 
     Args:
-        shape: the number of rows, and of places in a row.
         mask_prob: the fraction of a row's places that spans cover if they do not overlap.
-        attention_mask: [rows, places], in each row ones and then zeros; spans lie among the ones.
-        min_masks: the least number of spans in a row.
+        attention_mask: [rows, places], ones and then zeros in each row; spans lie among the ones.
     """
     rows, places = shape
     if mask_length < 1:

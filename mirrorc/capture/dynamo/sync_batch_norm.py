@@ -17,7 +17,6 @@ _ONE_VALUE = "a SyncBatchNorm in train mode needs more than one value per channe
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """Replaces `SyncBatchNorm.forward`; computes statistics over the whole batch unless they are read from buffers."""
     self._check_input_dim(input)
     self._check_non_zero_input_channels(input)
     if not self.training and self.running_mean is not None:
@@ -46,11 +45,10 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
 
 
 SYNCHRONIZED: Mapping[Callable[..., Any], Callable[..., Any]] = {nn.SyncBatchNorm.forward: _forward}
-"""The forward of torch's module, with its substitute in a trace."""
+"""The forward of `torch.nn.SyncBatchNorm`, with its substitute in a trace."""
 
 
 def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
-    """The ids of the buffers with statistics of synchronized norms, which are equal on all replicas."""
     norms = {module for root in roots for module in root.modules() if isinstance(module, nn.SyncBatchNorm)}
     return {id(norm._buffers[name]) for norm in norms for name in _BUFFERS if norm._buffers.get(name) is not None}
 

@@ -1,4 +1,4 @@
-"""The front end of plain PyTorch: a graph of operators that run forward and backward."""
+"""The front end of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _FAKE_MODE = FakeTensorMode()  # shared, so that graphs of microbatches of sever
 class AutogradFrontEnd(FrontEnd):
     """Captures a step as operators that run forward and backward as plain PyTorch.
 
-    One operator runs forward, and one operator for each parameter returns its gradient, in the order of backward, so that
-    backward can be split between buckets. This order, the written buffers and the use of random numbers are found by runs
-    on the data of all shards.
+    One operator runs forward. One operator per parameter returns its gradient, so that backward can be split between
+    buckets. First runs on the data of all shards find the order of gradients, written buffers and whether random
+    numbers are drawn.
     """
 
     name = "autograd"
@@ -76,7 +76,7 @@ class AutogradFrontEnd(FrontEnd):
         return Traced(joint, EagerGuards(opaque, call), trials.notes, opaque.recorded.outputs, (remark,), alike)
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """The outputs of a run of the first shard with its first example repeated; None if it fails."""
+        """Runs the first shard with its first example repeated; None if the run fails."""
         shard = (call.data or [()])[0]
         grown = [
             leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]])
@@ -95,10 +95,9 @@ class AutogradFrontEnd(FrontEnd):
 
 
 class EagerGuards:
-    """Guards for a graph of operators that run plain PyTorch.
+    """Guards for operators that run plain PyTorch, which read Python's current state in each run.
 
-    Each run reads Python's current state. Only plain arguments and numbers of modules are guarded, because the parameters in
-    use may depend on them.
+    Only plain arguments and numbers of modules are guarded: the parameters in use may depend on them.
     """
 
     numbers: tuple[int | float, ...] = ()
@@ -125,7 +124,6 @@ class EagerGuards:
         return not self.broken()
 
     def broken(self) -> str:
-        """The name of the first guarded value that has changed; empty if there is none."""
         plain = self._training_call.plain
         for name, value in self._plain.items():
             if plain.get(name) is not value.value and Constant(plain.get(name)) != value:
@@ -137,8 +135,6 @@ class EagerGuards:
 
 
 class _GraphBuilder:
-    """Builds a graph of operators that refer to their `OpaqueCall` by ``number``."""
-
     def __init__(self, call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> None:
         self.call, self.graph = call, fx.Graph()
         self.arguments = [self.placeholder_like(f"leaf_{i}", leaf) for i, leaf in enumerate(leaves)]

@@ -1,4 +1,4 @@
-"""A training call whose forward and backward run as plain PyTorch on each replica."""
+"""A training call that runs as plain PyTorch on each replica."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mirrorc.errors import CaptureError, ExecutionError
 
 
 class OpaqueCall:
-    """Runs forward and backward of a training call, for several replicas at the same time, each on a `ModuleCopy`."""
+    """Runs forward and backward of a training call for several replicas at once, each on a `ModuleCopy`."""
 
     recorded: Recorded
 
@@ -50,7 +50,6 @@ class OpaqueCall:
     # What the operators run
 
     def begin_step(self, used: UsedParameters) -> None:
-        """Sets the record of used parameters for the runs of a step."""
         self._used = used
 
     def forward(
@@ -60,11 +59,7 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Runs forward; returns the loss, a token for backward, the written buffers, and the outputs.
-
-        Raises:
-            ExecutionError: the run differs from the first runs in its writes, draws or results.
-        """
+        """Raises `ExecutionError` if the run differs from the first runs in its writes, draws or results."""
         run = self._checked_run(seed, leaves, parameters, buffers)
         token = self._runs.add(run)
         return [run.loss.detach().reshape(()).clone(), token, *self._written_and_outputs(run)]
@@ -76,7 +71,6 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Runs an evaluation; returns the loss if there is one, the written buffers, and the outputs."""
         run = self._checked_run(seed, leaves, parameters, buffers)
         self.release(run)
         loss = [run.loss.detach().reshape(()).clone()] if self.recorded.loss_dtype is not None else []
@@ -115,7 +109,7 @@ class OpaqueCall:
         return run
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """Returns a parameter's gradient; zeros if this replica has not used the parameter."""
+        """A parameter's gradient; zeros if this replica has not used the parameter."""
         gradient = self.backward(token, tangent).take(place)
         original = self._originals[place]
         if gradient is not None:
@@ -191,7 +185,7 @@ class OpaqueCall:
 
     @contextlib.contextmanager
     def _drawing(self, run: Run, phase: str) -> Iterator[None]:
-        """A context that draws random numbers from the run's stream; without a stream, draws are refused."""
+        """Draws from the run's stream; refuses draws if the run has no stream."""
         if run.stream is not None:
             with run.stream.drawn_from():
                 yield

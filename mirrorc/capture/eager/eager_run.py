@@ -1,4 +1,4 @@
-"""Runs of a training call as plain PyTorch: the state of each run, and the record that all runs share."""
+"""The state of a run of plain PyTorch, and the record that all runs share."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ class Run:
     Attributes:
         copy: the modules that ran forward; backward may run them again.
         parameters, buffers, leaves: the inputs; parameters have gradients after backward.
-        versions: the versions of these inputs before forward.
-        loss: the loss, with its graph until backward; an empty tensor if an evaluation has none.
-        unreached: the indices of the parameters outside of the graph of the loss, in training.
+        loss: has its graph until backward; an empty tensor in an evaluation without a loss.
+        unreached: in training, the indices of parameters outside of the graph of the loss.
     """
 
     copy: ModuleCopy
@@ -71,13 +70,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The results of first runs that the graph of a step assumes for all later runs. Variables are referred to by index.
+    """What the graph of a step assumes of all runs, as first runs have shown. Variables are given by index.
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
         gradients: the trainable parameters, in the order of backward.
-        late: parameters with gradients in several parts, or outside of the graph of the loss.
-        transient: the attributes with an assignment before each read.
+        late: parameters whose gradient comes in several parts, or that are outside of the graph of the loss.
+        transient: the attributes that are assigned before each read.
         alike: the buffers with one value in all runs of a step.
     """
 
@@ -98,7 +97,7 @@ REACHED_OTHERWISE = (
 
 
 def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter with the given value, and with the attributes of the user's parameter."""
+    """A parameter with the given value and the attributes of the user's parameter."""
     parameter = nn.Parameter(value.detach(), original.requires_grad)
     if original.__dict__:
         parameter.__dict__.update(original.__dict__)
@@ -106,7 +105,7 @@ def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Paramete
 
 
 def note_reach(run: Run) -> list[nn.Parameter]:
-    """Sets ``run.unreached``, and returns the leaf parameters in the graph of the loss that are no inputs of the run."""
+    """Sets ``run.unreached``; returns the parameters in the graph of the loss that are not inputs of the run."""
     known = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
     leaves = _leaves_of_loss(run.loss)
     reached = set(map(id, leaves))
@@ -115,7 +114,7 @@ def note_reach(run: Run) -> list[nn.Parameter]:
 
 
 def reached_otherwise(besides: Sequence[nn.Parameter], originals: Mapping[str, nn.Parameter]) -> str | None:
-    """The name of the user's parameter that forward has used instead of a run's own; None without one."""
+    """The user's parameter among ``besides``, which forward has used instead of the run's own; None if there is none."""
     names = {id(original): name for name, original in originals.items()}
     return next((names[id(parameter)] for parameter in besides if id(parameter) in names), None)
 

@@ -21,10 +21,11 @@ _DEEPEST = 8
 
 
 class ModuleCopy:
-    """A structural copy of a module and its submodules, which one thread runs while other threads run other copies.
+    """A structural copy of a module and its submodules. Threads run different copies at the same time.
 
-    The copies share objects with the originals, except tables of parameters, buffers and submodules. References to copied
-    modules become references to the copies: in attributes, bound methods, `functools.partial`, lists, tuples and dicts.
+    The copies share objects with the originals, except tables of parameters, buffers and submodules. References to
+    copied modules become references to the copies: in attributes, bound methods, `functools.partial`, lists, tuples and
+    dicts.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -46,10 +47,10 @@ class ModuleCopy:
     def load(
         self, tensors: Mapping[int, torch.Tensor], transient: Set[Attribute] = frozenset(), **of_root: Any
     ) -> None:
-        """Loads the current attributes of the originals, except ``transient`` ones, which the copies assign before each read.
+        """Loads the originals' attributes, except ``transient`` ones, which the copies assign before each read.
 
         Args:
-            tensors: the parameters and buffers to load, by the ids of the originals'.
+            tensors: the parameters and buffers of the copies, by the ids of the tensors that they replace.
             **of_root: attributes that override those of the root.
         """
         self._loaded = []
@@ -80,7 +81,7 @@ class ModuleCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context in which reads of the originals' transient attributes fail, as runs assign only the copies'."""
+        """Makes reads of the originals' transient attributes fail: runs assign only those of the copies."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient:
             names.setdefault(self._originals[place], set()).add(name)
@@ -88,7 +89,7 @@ class ModuleCopy:
             yield
 
     def run(self, *args: Any) -> Any:
-        """Calls the copy, without TorchScript's profile-guided optimization."""
+        """Runs without TorchScript's profile-guided optimization."""
         with torch.jit.optimized_execution(False) if self._scripts else contextlib.nullcontext():
             return self.root(*args)
 
@@ -100,7 +101,7 @@ class ModuleCopy:
             attributes.clear()
 
     def assigned(self) -> list[Attribute]:
-        """The attributes that were assigned, added or deleted since `load`, without transient ones."""
+        """The attributes assigned, added or deleted since `load`, without transient attributes."""
         assigned = []
         for place, ((_, attributes), loaded) in enumerate(zip(self._pairs, self._loaded, strict=True)):
             changed = [key for key, value in attributes.items() if loaded[0].get(key, _ABSENT) is not value]
@@ -108,7 +109,7 @@ class ModuleCopy:
         return [attribute for attribute in assigned if attribute not in self._transient]
 
     def replaced(self) -> str | None:
-        """The name of a parameter, buffer or submodule (in TorchScript, any attribute) replaced since `load`, or None."""
+        """A parameter, buffer or submodule (in TorchScript, any attribute) replaced since `load`, or None."""
         for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
             for table, before in zip(_TABLES, loaded[1:], strict=True):
                 now = attributes.get(table, {})
@@ -125,7 +126,6 @@ class ModuleCopy:
                 object.__setattr__(module, "__class__", kind)
 
     def _of_copies(self, value: Any, depth: int = 0) -> Any:
-        """A value that refers to copies instead of the originals; the same object if it refers to none."""
         kind = type(value)
         if isinstance(value, nn.Module):
             return self._copies_of_all.get(id(value), value)

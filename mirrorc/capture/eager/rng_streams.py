@@ -1,4 +1,4 @@
-"""A replica's stream of random numbers for code that draws from the generators of the process."""
+"""A replica's random stream, for code that draws from the process's generators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST_WAIT_SECONDS = 3600
 
 
 class ReplicaStream:
-    """A replica's states of the process's generators for the CPU and its GPU, which its draws advance."""
+    """The states that a replica gives to the process's generators for the CPU and its GPU."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
@@ -22,7 +22,7 @@ class ReplicaStream:
 
     @contextlib.contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """A context that draws from the stream, and restores the generators at its end. Others wait for its end."""
+        """Lends the stream's states to the process's generators. Other streams wait until it ends."""
         with contextlib.ExitStack() as stack:
             for device in self._devices:
                 if not lock_of(device).acquire(timeout=_LONGEST_WAIT_SECONDS):

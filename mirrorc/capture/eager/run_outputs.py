@@ -18,7 +18,7 @@ from mirrorc.torch_internals import storage_key
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """The outputs of one run beside its loss; the tensors own their memory and have no gradient."""
+    """The outputs of one run other than its loss. The tensors own their memory and have no gradient."""
 
     record: TracedOutputs
     tensors: Mapping[str, torch.Tensor]
@@ -57,7 +57,7 @@ def read_run(
 
 
 def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:
-    """The name of the first output in which two runs differ, on shards of equal shapes; empty if the runs agree."""
+    """The first output in which two runs on shards of equal shapes differ; empty if they agree."""
     for leaf, other in zip(outputs.leaves, recorded.leaves, strict=False):
         is_other_value = leaf.kind is not LeafKind.CONSTANT and leaf.value != other.value
         if leaf.path != other.path or leaf.kind is not other.kind or is_other_value:

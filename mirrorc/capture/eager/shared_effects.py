@@ -20,7 +20,6 @@ from mirrorc.user.restore import CONTAINERS, can_keep_value, content_of, is_same
 
 @contextlib.contextmanager
 def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
-    """A context that refuses draws from shared generators, and changes of shared collections or tensors."""
     before = random.getstate(), np.random.get_state(legacy=False)
     random.seed()  # a state that a seed in forward does not reproduce
     np.random.seed()
@@ -95,7 +94,7 @@ def _is_same_state(state: Any, other: Any) -> bool:
 
 
 def _buffers_of(module: Any) -> list[torch.Tensor]:
-    """The buffers of a module; none if it is a released copy."""
+    """Empty for a released copy, whose attributes are cleared."""
     table = vars(module).get("_buffers") or {}
     return [buffer for buffer in table.values() if isinstance(buffer, torch.Tensor) and can_keep_value(buffer)]
 

@@ -1,4 +1,4 @@
-"""The gradients of a run, each available as soon as backward has computed it."""
+"""Returns each gradient of a run as soon as backward has computed it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mirrorc.errors import ExecutionError
 class RunGradients:
     """Runs a run's backward, and returns each gradient once it is complete.
 
-    A gradient is complete when torch calls the post-accumulate hook of its parameter. A parameter outside of the graph of
-    the loss can get a gradient only from a backward within backward, which is known at the end.
+    A gradient is complete when torch calls the post-accumulate hook of its parameter. For a ``late`` parameter, whose
+    gradient may come in parts or from a backward within backward, this is the end of backward.
 
     Attributes:
-        arrived: the indices of parameters in the order of their gradients. An index is repeated if its gradient was added to.
+        arrived: the indices of parameters in the order of their gradients; repeated if a gradient was added to.
     """
 
     def __init__(self, run: Run, backward: Callable[[], None], late: Set[int], model_name: str) -> None:
@@ -32,15 +32,14 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """Tests whether backward may pause: a run that draws may not, as it holds the generators of the process."""
+        """Whether backward may pause. A run that draws may not: it holds the generators of the process."""
         return self._run.stream is None
 
     def has(self, place: int) -> bool:
-        """Tests whether backward has begun, and a parameter has its final gradient or is known to get none."""
+        """Whether backward has begun and a gradient is final, or known not to come."""
         return self.has_ended or (self._has_begun and place in self._there)
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
-        """Runs backward; see `mirrorc.custom_ops.eager_calls.OpaqueBackward`."""
         assert not self._has_begun, "a run has one backward"
         self._has_begun, self._on_gradient, self._thread = True, on_gradient, threading.get_ident()
         hooks = [
@@ -57,7 +56,7 @@ class RunGradients:
         self.has_ended = True
 
     def _note(self, place: int, _: torch.Tensor) -> None:
-        """The hook for a complete gradient. For a GPU, it runs in another thread, and only records the gradient."""
+        """The hook for a complete gradient. It calls on_gradient on a CPU only: for a GPU, torch runs it in another thread."""
         if place in self._taken:
             raise ExecutionError(
                 f"backward of {self._model_name} has added to a gradient, of shape {list(self._run.parameters[place].shape)}, "
@@ -72,7 +71,7 @@ class RunGradients:
             self._on_gradient()
 
     def take(self, place: int) -> torch.Tensor | None:
-        """Removes and returns a parameter's gradient; None if it is unused. Runs backward if it has not begun."""
+        """Removes and returns a gradient; None for an unused parameter. Runs backward if it has not begun."""
         if not self._has_begun:
             self.run()
         assert self.has(place), "a gradient is taken when it is there"

@@ -1,4 +1,4 @@
-"""Runs a training call as plain PyTorch, and records the results that all later runs must share."""
+"""Runs a training call as plain PyTorch once, and records what all later runs must share."""
 
 from __future__ import annotations
 
@@ -43,11 +43,7 @@ _OF_DATA = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The results of first runs.
-
-    Attributes:
-        vectors: the vectors of spectral norms after forward, by their indices among the buffers.
-    """
+    """The results of first runs; ``vectors`` are those of spectral norms after forward, by buffer index."""
 
     recorded: Recorded
     written_inputs: list[tuple[str, str]]
@@ -64,7 +60,7 @@ def first_runs(
 ) -> FirstRuns:
     """Runs a training call on copies of all tensors, once for each part of the batch.
 
-    A write or draw of one run counts for all. Any trainable parameter may get a gradient in a later run.
+    A write or draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
     """
     transient: set[Attribute] = set()
     with _explained(model_name), refused_effects(call, model_name):
@@ -143,7 +139,7 @@ def _first_run(
     transient: set[Attribute],
     seed: int,
 ) -> FirstRuns:
-    """Runs one part of the batch, and repeats it without the attributes that it assigns, so that earlier reads of them fail."""
+    """Repeats the run without the attributes that it assigns, so that reads before an assignment fail."""
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     untouched = ReplicaStream(seed, parameters[0].device)
@@ -193,10 +189,7 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> to
 def _written(
     run: Run, opaque: OpaqueCall, before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """The kinds and names of written inputs that a step refuses, and the indices of written buffers.
-
-    Bits are compared, too, to find writes through ``.data`` or numpy.
-    """
+    """Compares bits, too, to find writes through ``.data`` or numpy."""
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
 

@@ -1,4 +1,4 @@
-"""The user's own generators of random numbers, shared by replicas."""
+"""The user's own random generators, which replicas share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class HeldGenerators:
-    """Detects and undoes draws within a context from the user's own generators.
+    """Detects and undoes draws from the user's generators.
 
-    Generators of Python's random and of numpy are found only as attributes of modules, generators of torch everywhere.
+    Generators of Python's random and numpy are found only as attributes of modules, those of torch everywhere.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -65,7 +65,6 @@ class _Drawing(TorchFunctionMode):
 
 
 def _is_torchs(generator: torch.Generator) -> bool:
-    """Tests for one of torch's default generators, of which each replica has its own stream."""
     return generator is torch.default_generator or any(
         generator is default for default in torch.cuda.default_generators
     )

@@ -1,1 +1,1 @@
-"""Front ends, their guards, the fallback chain."""
+"""Front ends, their guards, and the fallback between them."""

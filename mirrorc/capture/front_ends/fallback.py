@@ -1,4 +1,4 @@
-"""Front ends that are tried in turn."""
+"""Tries front ends in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Climbed(Generic[T]):
-    """The first capture, and the reasons of the front ends above."""
+    """The first capture that succeeded, and why earlier front ends failed."""
 
     result: T
     front_end: FrontEnd
@@ -43,7 +43,7 @@ class Climbed(Generic[T]):
 
 
 class Ladder:
-    """Front ends, those of the fastest programs first. The first alone refuses models for their meaning."""
+    """Front ends in order of preference. Only an `UnreadableError` of the first one leads to the next."""
 
     def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
         self._front_ends = tuple(front_ends)
@@ -75,7 +75,6 @@ def _why(error: CaptureError) -> str:
 
 
 def _joined(of_first: tuple[FrontEnd, CaptureError], of_last: tuple[FrontEnd, CaptureError]) -> CaptureError:
-    """An error of the user's code, the cause of the last one, comes first."""
     (above, first), (below, last) = of_first, of_last
     kind = LoneExampleError if isinstance(last, LoneExampleError) else CaptureError
     refusal = first.refusal if isinstance(first, UnreadableError) else first
@@ -95,5 +94,5 @@ _OWN_FOLDER = Path(__file__).parents[2]
 
 
 def ladder_named(name: object) -> Ladder:
-    """The front ends of ``capture=``: all for "auto"."""
+    """The front ends of ``capture=``: all rungs for "auto"."""
     return Ladder(rungs() if isinstance(name, str) and name == AUTO else [front_end_named(name)])

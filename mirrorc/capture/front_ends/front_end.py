@@ -29,7 +29,6 @@ class Traced:
     """The result of a front end.
 
     Attributes:
-        notes: warnings to give, once.
         alike: the paths of further buffers with one value on all replicas.
     """
 
@@ -46,11 +45,11 @@ class Traced:
 
 
 class FrontEnd(ABC):
-    """Traces a training call on example tensors, with guards on other Python state.
+    """Traces a training call on example tensors, with guards on Python state.
 
     Attributes:
-        words: how steps run the capture, after a colon.
-        needs_data: it runs the data of all shards.
+        words: how steps run the capture; follows a colon.
+        needs_data: whether it runs the data of all shards.
     """
 
     name: ClassVar[str]
@@ -65,29 +64,29 @@ class FrontEnd(ABC):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
-        """Traces a call to one functional graph, of an `EvaluationCall` forward alone.
+        """Traces a call to one functional graph; an `EvaluationCall` has only a forward.
 
-        ``stack`` keeps contexts open until the graph is restructured. Shapes, strides and dtypes of ``leaves`` are
-        fixed in the graph.
+        ``stack`` keeps contexts open until the graph is restructured. The graph fixes shapes, strides and dtypes of
+        ``leaves``.
 
         Raises:
             CaptureError: with the user's line, the reason and a remedy.
         """
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """The outputs of a call on tensors of other sizes; None if unknown."""
+        """The outputs for tensors of other sizes; None if unknown."""
         return None
 
 
 AUTO = "auto"
-"""Stands for the ladder of front ends: the first one that can capture a model is used."""
+"""Stands for the first front end that can capture the model."""
 
 _front_ends: dict[str, FrontEnd] = {}
 _rungs: list[FrontEnd] = []
 
 
 def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
-    """Registers a front end; as a rung, "auto" tries it after earlier ones."""
+    """If ``is_rung``, "auto" tries the front end after the rungs registered before."""
     if front_end.name in _front_ends:
         raise ValueError(f"there is a front end {front_end.name!r} already: give this one another name")
     _front_ends[front_end.name] = front_end
@@ -106,7 +105,7 @@ def rungs() -> list[FrontEnd]:
 
 
 def front_end_named(name: object) -> FrontEnd:
-    """For "auto", the first one that is tried."""
+    """For "auto", the first rung."""
     if isinstance(name, str) and name == AUTO:
         return rungs()[0]
     front_end = _front_ends.get(name) if isinstance(name, str) else None
@@ -135,7 +134,7 @@ def _exclusive() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
-    """Restores the model behind a trace of a call."""
+    """Prepares the process for a trace; restores the model afterwards."""
     with _exclusive(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(restored_tracing_state())

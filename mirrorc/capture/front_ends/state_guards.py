@@ -1,4 +1,4 @@
-"""Checks on the Python state behind a graph."""
+"""Checks the Python state that a graph depends on."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Protocol
 
 
 class Guards(Protocol):
-    """Watches Python state beyond the key of a specialization, in microseconds before every step."""
+    """Checks Python state outside of the key of a specialization, in microseconds before every step."""
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
-        """The Python numbers that the graph takes, as read by `hold`."""
+        """The Python numbers that the graph takes as inputs, as read by `hold`."""
 
     @property
     def draws(self) -> Sequence[object]:
-        """The comparable draws from Python's random and numpy's in each step, in order."""
+        """The draws from Python's random and numpy's in each step, in order."""
 
     def use_draws(self) -> Callable[[], None]:
-        """Advances the generators past the draws of `hold`; gives a function that undoes it."""
+        """Advances the generators past the draws of `hold`; returns a function that undoes this."""
 
     def changed_numbers(self) -> list[str]:
-        """The expressions with other numbers than the graph's constants."""
+        """The expressions whose numbers differ from the graph's constants."""
 
     def hold(self) -> bool:
         """Tests that a trace would read the same state."""
 
     def broken(self) -> str:
-        """The change, with its line, after `hold` was false."""
+        """The change, with its line, after `hold` returned False."""
 
 
 class AllGuards:
@@ -62,4 +62,4 @@ class AllGuards:
 
 
 NO_GUARDS = AllGuards()
-"""For a graph that depends on nothing but the key of its specialization."""
+"""For a graph that depends only on the key of its specialization."""

@@ -55,7 +55,7 @@ def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name
 
 
 class OutsideNames:
-    """Names for the variables of outside modules, in the user's words, and equal in all programs of a step."""
+    """Names variables of outside modules in the user's words, alike in all programs of a step."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # by the id of the tensor
@@ -73,7 +73,7 @@ class OutsideNames:
         return names
 
     def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
-        """The counters of forwards that normalization layers keep, with their names, by the names of the statistics."""
+        """The counters of forwards in normalization layers, with their names, by the names of statistics."""
         counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
         return {
             name: (self._known[id(counter)][1], counter) for name, counter in counters.items() if counter is not None

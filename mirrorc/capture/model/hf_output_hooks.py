@@ -1,4 +1,4 @@
-"""Installs the hooks by which models of Hugging Face collect hidden states and attentions."""
+"""Installs Hugging Face's hooks that collect hidden states and attentions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
-"""The attribute of a model that has the hooks."""
+"""The attribute by which a model shows that it has the hooks."""
 
 
 def install_capturing_hooks(model: nn.Module) -> bool:
-    """Installs the hooks of Hugging Face's models for hidden states and attentions; returns whether there are new ones.
+    """Returns whether there are new hooks.
 
-    The models would install them in the first call that needs them, under a lock that no tracer follows.
+    Models would install them in the first call that needs them, under a lock that no tracer follows.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)

@@ -1,4 +1,4 @@
-"""A model's variables by name, and the Python state of its captured graph."""
+"""A model's variables by name, and the Python state behind its graph."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class ModelState:
-    """The variables of a model and its loss, and a fingerprint of the plain Python state behind their graph.
+    """The variables of a model and its loss, and a fingerprint of the plain Python state that their graph depends on.
 
     Attributes:
-        tensors: the parameters and buffers by variable name, which is the first name in the model. Names of a loss module's
-            begin with ``loss_fn.``.
+        tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
         names: the variable name for each name in `TrainingCall`; tied weights have several.
     """
 
@@ -69,7 +68,7 @@ class ModelState:
         self._added_now = self._find_added()
 
     def names_now(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The current `names`, and descriptions of the tensors added since compilation, by name."""
+        """The current `names`, and descriptions of tensors added since compilation, by name."""
         names, first = dict(self.names), {id(tensor): name for name, tensor in self.tensors.items()}
         added: dict[str, str] = {}
         for path, tensor in _named_tensors(self._roots):
@@ -85,14 +84,14 @@ class ModelState:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def modes(self) -> str:
-        """The modes of modules: "t" for train and "e" for eval."""
+        """A letter for each module: "t" for train, "e" for eval."""
         return "".join("t" if module.training else "e" for module in self._modules)
 
     def check_memory(self) -> None:
         refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
 
     def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
-        """The path of the plain attribute in the model that holds a tensor; ``otherwise`` if there is none."""
+        """The path of the plain attribute that holds a tensor; ``otherwise`` if there is none."""
         paths = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
         return next(paths, otherwise).removeprefix(".")
 
@@ -112,7 +111,7 @@ class ModelState:
         }
 
     def free_changed_numbers(self) -> list[tuple[tuple[str, ...], str]]:
-        """Moves the numbers changed since `note_numbers` from the fingerprint to the guards.
+        """Moves numbers changed since `note_numbers` from the fingerprint to the guards.
 
         Returns:
             For each number, the names that lead from the root to its module, and its attribute.
@@ -140,10 +139,10 @@ class ModelState:
                             yield root, path, attributes, key
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """A value whose change shows that the captured graph may be invalid.
+        """Changes if the captured graph may have become invalid.
 
         Raises:
-            ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
+            ValueError: a parameter, buffer or submodule was replaced, or a parameter has a hook.
         """
         for description, members, key, member in self._members:
             if _member(members, key) is not member:
@@ -173,8 +172,6 @@ class ModelState:
 
 
 class _Same:
-    """A wrapper that compares an object by identity in a key, and keeps it alive."""
-
     def __init__(self, value: Any) -> None:
         self._value = value
 
@@ -193,14 +190,14 @@ def _named_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.
 
 
 def free_name(name: str, taken: Container[str]) -> str:
-    """The name, with underscores appended until it is not ``taken``."""
+    """Appends underscores to a name until it is not ``taken``."""
     while name in taken:
         name += "_"
     return name
 
 
 def _comparable(value: Any) -> Any:
-    """The form of a value in a fingerprint; None if it is no longer plain, as guards watch it then."""
+    """None for a value that is no longer plain: guards watch it then."""
     if not isinstance(value, _SCALARS):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
@@ -208,12 +205,11 @@ def _comparable(value: Any) -> Any:
 
 
 def _oddity(value: Any) -> str | None:
-    """The text of a negative zero, whose sign guards do not see; None for other values."""
+    """The text of a negative zero, whose sign guards ignore; else None."""
     return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
 
 
 def _is_users_alone(kind: type) -> bool:
-    """Tests for a user's module class whose only bases from torch are Module and containers."""
     torchs = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base.__module__.startswith("torch.")]
     return kind not in torchs and set(torchs) <= {nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict}
 
@@ -223,12 +219,11 @@ def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
-    """The dicts of a module whose sizes show additions."""
     return [vars(module), *(members for _, members in _members_of(module))]
 
 
 def _member(members: Mapping[str, Any], key: str) -> Any:
-    """A member, or None. TorchScript keeps members in objects without ``get``."""
+    """TorchScript keeps members in objects without ``get``."""
     if key not in members:
         return None
     return members[key]

@@ -72,12 +72,11 @@ def _check_script(module: nn.Module, where: str, within: str) -> None:
 
 
 def _loaded(*names: tuple[str, str]) -> tuple[type, ...]:
-    """The classes whose modules are imported; the other classes can have no objects."""
+    """A class whose module is not imported can have no objects."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if hasattr(sys.modules.get(module), name))
 
 
 def _refuse_scripts(root: nn.Module, model_name: str) -> None:
-    """Refuses TorchScript modules, which tracers cannot follow."""
     for path, module in root.named_modules():
         if is_script_module(module):
             why = f"{path.removeprefix('model.')!r} of {model_name}" if path != "model" else model_name

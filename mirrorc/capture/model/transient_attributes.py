@@ -1,4 +1,4 @@
-"""Attributes of modules that forward assigns before each read, so that runs need not save their values."""
+"""Attributes that forward assigns before each read, so that runs need not keep their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WATCHED = "_mirrorc_transient_attributes"
 
 
 class AssignedAttributeError(ExecutionError):
-    """Raised if forward assigns attributes of a module; ``attributes`` is empty if one is a parameter, buffer or submodule."""
+    """Raised if forward assigns attributes; ``attributes`` is empty if one is a parameter, buffer or submodule."""
 
     def __init__(self, text: str, name: str = "", attributes: Sequence[Attribute] = ()) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class AssignedAttributeError(ExecutionError):
 
 
 class ReadBeforeAssignedError(ExecutionError):
-    """Raised if forward reads an attribute before it assigns the attribute in the same run."""
+    """Raised if a run reads an attribute before it assigns it."""
 
     def __init__(self, text: str, name: str = "") -> None:
         super().__init__(text)
@@ -76,8 +76,6 @@ class _TransientAttribute:
 
 
 class _LeftAttribute(_TransientAttribute):
-    """An attribute of a user's module that raises an error on reads while copies run."""
-
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is not None and self._name not in vars(module):
             raise _read_elsewhere(self._name)
@@ -95,7 +93,7 @@ def _read_elsewhere(name: str) -> CaptureError:
 
 @contextlib.contextmanager
 def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
-    """A context in which reads of the given attributes of the original modules raise a `CaptureError`."""
+    """Makes reads of the given attributes of the original modules raise a `CaptureError`."""
     kinds = {module: type(module) for module in modules}
     removed = [
         (vars(module), name, vars(module)[name])
@@ -116,7 +114,7 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
 
 
 def watching_class(kind: type, names: Set[str], attribute: type[_TransientAttribute] = _TransientAttribute) -> type:
-    """A subclass of ``kind`` in which the named attributes are readable only once assigned; ``kind`` itself without names."""
+    """A subclass of ``kind`` whose named attributes are readable only once assigned; ``kind`` itself without names."""
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:
         return kind

@@ -1,1 +1,1 @@
-"""Captures the graphs of all shards as one program."""
+"""Captures a program: a graph for each distinct shard shape."""

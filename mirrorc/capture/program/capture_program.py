@@ -1,4 +1,4 @@
-"""Captures a model, for the shapes of a batch, as a program."""
+"""Captures a model as a program, for the shapes of a batch."""
 
 from __future__ import annotations
 
@@ -55,11 +55,10 @@ from mirrorc.user.optimizer_groups import OptimizerGroups, hyperparameters_by_la
 
 @dataclass(frozen=True)
 class CapturedProgram:
-    """A CAPTURED program, and its sources.
+    """A CAPTURED program, and what its steps read.
 
     Attributes:
-        constants: the tensors in the program other than parameters and buffers.
-        outside: the variables of modules outside of model and loss.
+        constants: tensors other than parameters and buffers.
         differences: sentences on how a step on this batch differs from one device.
         outputs: None if steps return only the loss.
         sizes: None if all sizes are numbers.
@@ -76,7 +75,7 @@ class CapturedProgram:
 
     @property
     def loss_dtype(self) -> torch.dtype | None:
-        """The dtype of the loss; None for an evaluation."""
+        """None for an evaluation."""
         output: Any = self.program.shard_graphs[0].output_node().args[0]
         return output["loss"].meta["val"].dtype if self.program.trains else None
 
@@ -99,12 +98,12 @@ def capture_program(
     symbolic: SymbolicDims = (),
     workers: Workers = ALONE,
 ) -> CapturedProgram:
-    """Captures one graph for each distinct shape of a shard or microbatch; a worker without examples gets one graph.
+    """Captures a graph for each distinct shape of a shard or microbatch; one graph for a worker without examples.
 
     Raises:
         SizesGivenUp: ``symbolic`` dimensions cannot be symbolic.
         CaptureError: the model cannot be captured.
-        ValueError: the model reads a parameter or buffer that was added after `mirrorc.compile`.
+        ValueError: the model reads a variable that was added after `mirrorc.compile`.
     """
     model_name = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)
@@ -233,10 +232,7 @@ def _capture_each(
 
 
 def _with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
-    """Renames constants of several graphs that share a name but are different tensors, to names outside of ``taken``.
-
-    Equal values do not make tensors the same, as one of them may be written later.
-    """
+    """Tensors of equal values are different constants: one may be written later."""
     known: dict[str, torch.Tensor] = {}
     named = []
     for shard, graph in enumerate(captured):
@@ -292,7 +288,7 @@ def _gathered(
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
-    """The outputs of the program. Sets the way of each gather in the graphs, the gather of an evaluation's loss included."""
+    """Also sets ``how`` of each gather in the graphs."""
     size_of: dict[int, int] = {}
     for indices, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
         for shard, size in zip(indices, of_graphs, strict=False):
@@ -323,7 +319,7 @@ def _unique(names: list[str]) -> list[str]:
 
 
 def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
-    """Refuses to read variables added after compilation, which have no memory and no updates."""
+    """Variables added after compilation have no memory and no updates."""
     for node in calls_to(captured.graph, ops.read):
         if node.kwargs["variable"] in added:
             raise ValueError(
@@ -338,7 +334,7 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
-    """The names of constants in the host's memory that operators on GPUs read, as torch permits for scalars."""
+    """Scalar constants in the host's memory, which operators on GPUs may read."""
     reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
     elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
     return {str(node.kwargs["variable"]) for node in elsewhere}

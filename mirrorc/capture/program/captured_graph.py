@@ -42,13 +42,11 @@ class CapturedGraph:
     """The graph of one shard.
 
     Attributes:
-        graph: its placeholders are the arguments, and its `mirrorc.ir.ops.read` nodes read variables. Its output is a dict:
+        graph: placeholders are the arguments, and `mirrorc.ir.ops.read` nodes read variables. The output is a dict of
             ``loss`` (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
-        constants: the tensors other than variables, by name.
-        outside: the variables of modules outside of model and loss, by name.
-        sparse: the parameters with sparse gradients in torch.
-        sizes: the symbols of the graph; None if all sizes are numbers.
-        size_keys: the key of each argument of the kind SIZE, in order; None for an unused one.
+        constants: tensors other than variables, by name.
+        sparse: parameters with sparse gradients in torch.
+        size_keys: the key of each SIZE argument, in order; None for an unused argument.
     """
 
     graph: fx.Graph
@@ -115,7 +113,7 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """The keys of the numbers that a graph computes from sizes, symbols first. Adds the key of each such node to ``values``."""
+    """Returns the keys, symbols first; notes each node's key in ``values``."""
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:
@@ -135,7 +133,6 @@ def _add_arguments(
     values: dict[fx.Node, Any],
     sizes: Sequence[Any],
 ) -> tuple[list[Argument], fx.Node, dict[Any, fx.Node]]:
-    """Adds placeholders; returns the arguments, the placeholder of the seed (the last one), and the placeholders of sizes."""
     arguments: list[Argument] = []
     nodes_of = {leaf: node for node, leaf in joint.leaf_of.items()}
     for leaf, name in enumerate(leaf_names):
@@ -239,7 +236,7 @@ def _note_checkpoints(values: Mapping[fx.Node, fx.Node], model_name: str) -> Non
 
 
 def _move_before_backward(tangent: fx.Node, results: Sequence[fx.Node]) -> None:
-    """Moves results of forward before backward: AOTAutograd regenerates views of mutated inputs at the end of the graph."""
+    """AOTAutograd regenerates views of mutated inputs at the end of the graph."""
     if not tangent.users:
         return
     first = min(tangent.users)  # nodes compare by their places in the graph
@@ -254,7 +251,7 @@ def _move_before_backward(tangent: fx.Node, results: Sequence[fx.Node]) -> None:
 
 
 def _insert_gathers(graph: fx.Graph, outputs: Mapping[str, fx.Node]) -> None:
-    """Inserts the gathers of outputs, for now all with ``how="apart"``; `call.step_outputs` decides later."""
+    """Sets ``how="apart"`` for now; `call.step_outputs` decides later."""
     first = next((node for node in graph.nodes if node.op != "placeholder"), None)
     for name, value in outputs.items():
         is_early = value.op == "placeholder" and first is not None
@@ -310,7 +307,7 @@ def _outputs(
 
 
 def _without_idle_transpositions(node: fx.Node) -> fx.Node:
-    """The value before transpositions that cancel out: autograd transposes gradients of weights twice."""
+    """Autograd transposes gradients of weights twice."""
     same, wanted = node, node.meta["val"]
     while node.target in TRANSPOSITIONS:
         source = node.args[0]
@@ -328,7 +325,7 @@ def _remove_dead_code(graph: fx.Graph) -> None:
 
 
 def _separate_gradients(graph: fx.Graph) -> None:
-    """Copies each gradient that has other uses, as buckets are summed in place. Gradients of the terms of a sum are one value."""
+    """Buckets are summed in place, so a gradient must have no other use. Terms of a sum share one gradient."""
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])
     gradients: dict[str, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""The total number of rows that replicas of all workers gather, a constant in each graph."""
+"""The number of rows that all replicas gather, a constant in each graph."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _Key = tuple[int, tuple[Any, ...], torch.dtype]
 
 
 class GatheredRows:
-    """The number of rows that all replicas gather, looked up by the rows of one replica.
+    """The rows that all replicas gather, looked up by the rows of one replica.
 
-    At first it is guessed: if a replica's rows are a multiple of its examples, rows are proportional to examples, and
-    otherwise equal on all replicas. The rows in captured graphs then replace the guess, for each type of value. Until other
-    workers report their rows, each of their devices is assumed to gather as many as a device of this worker.
+    A first guess takes rows as proportional to examples if a replica's rows are a multiple of its examples, and
+    otherwise as equal on all replicas. Rows in captured graphs replace it. Until other workers report their rows, their
+    devices count like those of this worker.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GatheredRows:
         self._known: dict[_Key, int] = {}
 
     def of(self, shard: int, more: int = 0) -> RowsOfAll:
-        """A function by which the trace of a shard, with ``more`` additional examples, gets the rows of all replicas."""
+        """Returns a function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` examples."""
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)
@@ -63,7 +63,7 @@ class GatheredRows:
     def capture_until_stable(
         self, capture_all: Callable[[], list[CapturedGraph]], model_name: str
     ) -> list[CapturedGraph]:
-        """Captures until the graphs agree with the rows that they gather. Once is usually enough."""
+        """Usually captures once."""
         for _ in range(_MOST_CAPTURES):
             captured = capture_all()
             if self._learn(captured, model_name):
@@ -110,7 +110,7 @@ class GatheredRows:
                 nodes[place].kwargs = {**nodes[place].kwargs, "before": before}
 
     def _rows_elsewhere(self, place: int, num_meetings: int, local_rows: int) -> tuple[int, int]:
-        """The rows that workers of lower and of higher rank gather in a meeting, or a guess."""
+        """Rows in workers of lower and of higher rank, perhaps guessed."""
         if self._elsewhere is not None and len(self._elsewhere) == num_meetings:
             return self._elsewhere[place]
         return self._guessed_elsewhere(local_rows)

@@ -18,7 +18,7 @@ from mirrorc.torch_internals import NumbersGivenUp, is_drawn
 def captured_with_numbers(
     numbers: ChangingNumbers, capture_all: Callable[[], list[CapturedGraph]], model: str
 ) -> list[CapturedGraph]:
-    """Captures the graph of each kind of shard. A number that cannot be an input of one graph becomes a constant of all."""
+    """A number that cannot be an input of one graph becomes a constant of all graphs."""
     while True:
         inputs = numbers.inputs
         try:

@@ -1,4 +1,4 @@
-"""Captures one step on one shard with a front end."""
+"""Captures one shard with a front end."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ def capture(
     decompositions: Mapping[Any, Callable[..., Any]],
     outside: OutsideNames,
 ) -> CapturedGraph:
-    """Captures one step on one shard.
+    """Captures a step on one shard.
 
     Args:
         variable_names: the variable for each name of a parameter or buffer; tied weights have several names.
-        trained: the variables that the optimizer updates.
     """
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)

@@ -17,7 +17,7 @@ from mirrorc.torch_internals import SizesGivenUp, SizesOfArguments
 
 
 def with_equal_sizes(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
-    """Gives all graphs the same arguments for sizes; an argument that a graph does not use has the key None.
+    """Gives all graphs the same arguments for sizes; the key of an unused argument is None.
 
     Raises:
         SizesGivenUp: a graph has symbols, and replicas exchange values.
@@ -73,7 +73,7 @@ class SymbolicSizes:
         return any(sizes is not None and sizes.symbols for sizes, _ in self.graphs)
 
     def of_shards(self, shards: Shards) -> list[tuple[int | float, ...]] | None:
-        """For each replica, the numbers that its graph takes for its shard; None if a graph does not fit its shard."""
+        """For each replica, the numbers that its graph takes; None if a graph does not fit its shard."""
         if shards.microbatches != self.microbatches:
             return None
         numbers_of_replicas: list[tuple[int | float, ...]] = []

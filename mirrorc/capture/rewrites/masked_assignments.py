@@ -13,7 +13,7 @@ from torch import fx
 def choose_where_masked(graph: fx.Graph) -> None:
     """Rewrites ``x[mask] = value`` to ``x.copy_(torch.where(mask, value, x))`` if the value requires a gradient.
 
-    Backward of the former gathers the gradient at the masked places, whose number depends on the mask.
+    Backward of the assignment gathers the gradient at the masked places, whose number depends on the mask.
     """
     for node in list(graph.find_nodes(op="call_function", target=operator.setitem)):
         place, mask, value = node.args
@@ -32,7 +32,6 @@ def choose_where_masked(graph: fx.Graph) -> None:
 
 
 def _is_masked(place: Any, mask: Any, value: Any) -> bool:
-    """Tests for a mask and a value that requires a gradient and is broadcast to all masked places."""
     if not all(isinstance(arg, fx.Node) for arg in (place, mask, value)):
         return False
     values = [arg.meta.get("example_value") for arg in (place, mask, value)]

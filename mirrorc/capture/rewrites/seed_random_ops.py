@@ -20,10 +20,10 @@ aten = torch.ops.aten
 
 
 def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
-    """Replaces each random operation of a graph by one that draws from a stream of ``seed``; returns their number.
+    """Makes each random operation draw from its own stream of ``seed``; returns the number of operations.
 
-    Dropout becomes the product with a drawn mask. Any other operation becomes an operator of the same schema that runs it
-    under the seed.
+    Dropout becomes the product with a drawn mask. Any other operation becomes an operator of the same schema that runs
+    it under the seed.
     """
     stream = 0
     for node in list(graph.nodes):
@@ -73,7 +73,7 @@ def _replace_dropout(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int)
 
 
 def _draw(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int, keep: float) -> fx.Node:
-    """Inserts the nodes that draw a dropout's mask, with the memory order of its argument, and returns the mask."""
+    """The mask has the memory order of dropout's argument."""
     noted = node.meta["val"][1]
     order = list(range(noted.dim()))  # of dimensions, from the outermost one in memory
     if not noted.is_contiguous():

@@ -1,4 +1,4 @@
-"""Traces lookups with ``sparse=True`` as dense ones, and finds the variables with sparse gradients in torch."""
+"""Traces lookups with ``sparse=True`` as dense, and finds variables whose gradients torch makes sparse."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MEAN, _MAX = 1, 2  # the modes of bags, as the operator numbers them
 
 
 def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], model_name: str) -> frozenset[str]:
-    """Turns lookups with ``sparse=True`` in a tracer's graph into lookups with dense gradients.
+    """Turns lookups with ``sparse=True`` in a tracer's graph into dense ones.
 
     Returns:
-        The paths of the parameters with sparse lookups only. Other parameters have dense gradients in torch.
+        The paths of parameters with sparse lookups only. Other parameters have dense gradients in torch.
     """
     sparse: set[str] = set()
     dense: set[str] = set()
@@ -70,7 +70,7 @@ def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
 
 
 def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
-    """The indices of tensor arguments that a tracer's graph passes to ``embedding_bag`` as offsets."""
+    """The indices of tensor arguments that are offsets of ``embedding_bag`` in a tracer's graph."""
     leaves: set[int] = set()
     for node in _lookups(graph):
         offsets = _arguments_of(node).get("offsets")
@@ -81,7 +81,7 @@ def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], model_name: str) -> None:
-    """Refuses to split offsets, as they count from the first index of the whole batch."""
+    """Refuses to split offsets: they count from the first index of the whole batch."""
     for index in with_offsets:
         leaf = leaves[index]
         if leaf.split:
@@ -109,10 +109,9 @@ def _gradient_of_bags(
     per_sample_weights: torch.Tensor | None,
     padding_idx: int = -1,
 ) -> Any:
-    """The gradient of an embedding bag's table as rows to add, because torch's gradient is as large as the table.
+    """Rows to add, because torch's gradient is as large as the table.
 
-    The row for an index is the gradient of its bag, times its weight if there is one; in mode "mean", divided by the bag's size.
-    Returns NotImplemented in mode "max" or with ``scale_grad_by_freq``.
+    A row is its bag's gradient, times the index's weight if there is one, divided by the bag's size in mode "mean".
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -131,9 +130,9 @@ BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_
 
 
 def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str) -> frozenset[str]:
-    """The parameters with sparse gradients in torch: those among ``looked_up`` whose gradients sum only lookups.
+    """The ``looked_up`` parameters whose gradients sum only lookups. Torch makes these gradients sparse.
 
-    Several lookups in one table become a single one with all rows and indices, in the output of the graph.
+    In the graph's output, several lookups in one table become one with all rows and indices.
     """
     output: Any = graph.output_node().args[0]
     gradients, sparse = dict(output["gradients"]), set()
@@ -154,7 +153,6 @@ def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str)
 
 
 def _summands(gradient: fx.Node) -> list[fx.Node] | None:
-    """The gradients of lookups that a gradient sums; None if it has other summands."""
     if gradient.target is torch.ops.aten.embedding_dense_backward.default:
         return [gradient]
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs:

@@ -1,4 +1,4 @@
-"""Confines operators that address memory by position to the elements of their arguments."""
+"""Confines operators that address memory by position to their arguments."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 
 def confine_strided_reads(graph: fx.Graph) -> None:
-    """Rewrites ``as_strided`` and similar operators to address only elements of their argument, from its first one on.
+    """Makes ``as_strided`` and similar operators address only elements of their argument, from its first element on.
 
-    The memory around a shard or the result of a region differs from that of the trace. A view is replaced by its base, which
-    must be contiguous, unless it is the user's memory.
+    Memory around a shard or a region's result differs from that in the trace. A view is replaced by its base, which
+    must be contiguous, or dense if it is the user's memory.
     """
     for node in [node for node in graph.nodes if node.target in BY_POSITION]:
         names = [argument.name for argument in schema_of(node.target).arguments]

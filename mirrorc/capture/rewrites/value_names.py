@@ -1,4 +1,4 @@
-"""Names the values of a captured graph after the user's modules instead of the tracer's numbering."""
+"""Names the values of a captured graph after the user's modules."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mirrorc.torch_internals import bare_name, is_operator
 
 
 def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Graph:
-    """A copy of a graph with values named after module and operator: ``encoder_fc1_addmm``, ``d_encoder_fc1_mm`` in backward.
+    """Copies a graph, naming values after module and operator: ``encoder_fc1_addmm``, ``d_encoder_fc1_mm`` in backward.
 
-    A value computed outside of modules is named after the latest module among its sources. Names in one module do not depend
-    on other modules.
+    A value from outside of modules is named after the latest module among its sources. Names in one module do not
+    depend on other modules.
     """
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -64,7 +64,7 @@ def _numbered(base: str, counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """The module, variable or argument that names a value; ``since`` is the position of its first use, -1 for arguments."""
+    """``since`` is the position of the first use, -1 for arguments."""
 
     name: str = ""
     since: int = -1
@@ -72,7 +72,7 @@ class _Place:
 
 
 class _Places:
-    """Finds the place that names a value. Nodes must be passed in the order of the graph."""
+    """Nodes must be passed in the order of the graph."""
 
     def __init__(self, graph: fx.Graph, arguments: Sequence[Argument]) -> None:
         self._tangents = placeholders_of(graph, arguments, ArgumentKind.LOSS_WEIGHT)

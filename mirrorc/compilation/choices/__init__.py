@@ -1,1 +1,1 @@
-"""Choices by measurement or by all workers."""
+"""Choices made by measurement or by all workers together."""

@@ -1,4 +1,4 @@
-"""The form in which devices without shared memory exchange gradients."""
+"""Chooses the form in which devices without shared memory exchange gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.passes import FactorGradients, ShareParameters, UpdateAtOwner
 
 @dataclass(frozen=True)
 class Gatherable:
-    """A gradient that devices may gather as factors; bytes are those that a device receives, at most."""
+    """A gradient that devices may gather as factors. Bytes are the most that a device receives."""
 
     variable: str
     whole_bytes: float
@@ -27,8 +27,8 @@ class Gatherable:
 def with_gathered(program: Program, options: StepOptions) -> Program:
     """Notes the gradients that devices gather as factors, with a remark on the bytes of both forms.
 
-    Owners of parameters get whole sums, as do all devices under an algorithm that the user names. With
-    ``exchange="auto"``, the form with fewer bytes wins.
+    Owners of parameters get whole sums, as do all devices under an algorithm that the user names. ``exchange="auto"``
+    takes the form with fewer bytes.
     """
     factoring = next((entry for entry in options.pipeline if isinstance(entry, FactorGradients)), None)
     if program.workers.are_several or not program.trains or program.accumulation is not Accumulation.NONE:

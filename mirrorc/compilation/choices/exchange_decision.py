@@ -1,4 +1,4 @@
-"""The workers' joint decision on the form of each gradient."""
+"""Decides the form of each gradient from the proposals of all workers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Figures:
     """The proposal of a worker.
 
     Attributes:
-        rows: this worker's rows of the factors of each candidate.
+        rows: this worker's number of rows in the factors of each candidate.
         machine: the facts that determine the bits of a product.
         seconds_per_byte, seconds_per_multiplication: of the link and the processor; 0 if not measured.
-        loaded: the choice of an earlier run; that of worker 0 counts.
+        loaded: the choice of an earlier run; only worker 0's counts.
     """
 
     rows: Mapping[str, int]
@@ -35,13 +35,12 @@ class Figures:
 def choose_sent_as_factors(
     candidates: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
 ) -> tuple[tuple[str, ...], str]:
-    """The variables with gradients to send as factors, and a remark on the reason; alike on all workers.
+    """The variables whose gradients are sent as factors, and a remark on why; alike on all workers.
 
-    With a sharded optimizer, each worker makes its part of the gradients alone, so machines may differ in bits.
+    With a sharded optimizer, each part of a gradient is computed on one worker, so machines may differ in bits.
 
     Raises:
-        CommunicationError: the option asks for factors, and the workers' machines would make different gradients of
-            them.
+        CommunicationError: factors are asked for, but the machines would compute different gradients from them.
     """
     candidates = [gradient for gradient in candidates if all(gradient.variable in figures.rows for figures in everyone)]
     if not candidates:
@@ -76,7 +75,7 @@ def choose_sent_as_factors(
 
 
 def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
-    """Empty if workers make the same bits of one product."""
+    """Empty if workers compute the same bits of a product."""
     other = next((rank for rank, number in enumerate(devices_per_worker) if number != devices_per_worker[0]), None)
     if other is not None:
         return (

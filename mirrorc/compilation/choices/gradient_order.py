@@ -1,4 +1,4 @@
-"""The workers' joint order of gradients."""
+"""Gives all workers the chief's order of gradients."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class ChiefGradientOrder(JointChoice):
-    """The chief's order of gradients.
+    """The chief's order of gradients, because workers need the same buckets.
 
-    Workers need the same buckets, but their own orders may differ. An eager backward depends on the values of examples,
-    and a graph on their number.
+    Their orders may differ: an eager backward depends on the values of examples, a graph on their number.
     """
 
     subject = "the order of gradients"
@@ -36,7 +35,7 @@ class ChiefGradientOrder(JointChoice):
         return program.trains and self._options.program_workers.are_several
 
     def observe(self, program: Program) -> None:
-        """Other workers may wait for the first program, whatever captured it."""
+        """Takes the first program, whatever captured it: other workers may wait for its proposal."""
         self._first = self._first or tuple(_gradients(program.shard_graphs[0]))
 
     def propose(self) -> str:
@@ -49,7 +48,7 @@ class ChiefGradientOrder(JointChoice):
         return program.workers.gradient_order in ((), self._names)
 
     def noted_in(self, program: Program) -> Program:
-        """Variables that the chief had frozen follow, sorted by name, as all else may differ between workers."""
+        """Variables that the chief had frozen follow, sorted by name: any other order may differ between workers."""
         if not self.concerns(program):
             return program
         others = sorted(program.variables.keys() - set(self._names), key=_with_numbers, reverse=True)
@@ -69,7 +68,7 @@ def _with_numbers(name: str) -> list[str | int]:
 
 
 def _in_order(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """Other operators keep their places: outline-regions cuts backward after the last gradient of a bucket."""
+    """Other operators keep their places: outline-regions cuts backward after a bucket's last gradient."""
     ordered = copied(graph)
     gradients, end = _gradients(ordered), ordered.output_node()
     known = {name: place for place, name in enumerate(names)}

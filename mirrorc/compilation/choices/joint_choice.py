@@ -1,4 +1,4 @@
-"""The base class of joint choices."""
+"""The base class of choices that all workers make together."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class JointChoice(ABC):
-    """A joint choice of all workers, made in the first training call.
+    """A choice that all workers make together in the first training call.
 
-    Before it, the worker's own proposal decides, to compile early. ``team`` is None for planned workers.
+    Earlier, the worker's own proposal decides, so that it can compile early. ``team`` is None for planned workers.
     """
 
     subject: ClassVar[str]
@@ -28,30 +28,30 @@ class JointChoice(ABC):
 
     @abstractmethod
     def concerns(self, program: Program) -> bool:
-        """Tests for a program with something to choose."""
+        """Tests whether a program has something to choose."""
 
     @abstractmethod
     def observe(self, program: Program) -> None:
-        """Notes facts of a captured program for the proposal."""
+        pass
 
     @abstractmethod
     def propose(self) -> str:
-        """This worker's proposal."""
+        pass
 
     @abstractmethod
     def decide(self, proposals: Sequence[str]) -> None:
-        """Decides by all proposals, by rank; CommunicationError on all workers if they conflict."""
+        """Decides from the proposals by rank. If they conflict, all workers raise CommunicationError."""
 
     @abstractmethod
     def applies_to(self, program: Program) -> bool:
-        """Tests for a program compiled by the present decision."""
+        """Tests whether a program was compiled under the present decision."""
 
     @abstractmethod
     def noted_in(self, program: Program) -> Program:
-        """The program with the present decision."""
+        pass
 
     def consider(self, program: Program, *, in_call: bool) -> None:
-        """Observes a program and decides, with all workers in a training call, else alone."""
+        """Observes a program and decides: with all workers in a training call, otherwise alone."""
         if self._is_final or not self.concerns(program):
             return
         if self._sent is None:

@@ -1,4 +1,4 @@
-"""The state of a step in a checkpoint, so that a restart has the same bits."""
+"""The state of a step in a checkpoint, with which a restart computes the same bits."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class SavedState:
         self._devices = list(options.program_workers.devices_per_worker) or [len(options.devices)]
 
     def state_dict(self) -> dict[str, Any]:
-        """None without a choice; no buffers where the model's are those of all replicas."""
+        """Factors are None before a choice. Buffers are left out where all replicas have the model's buffers."""
         names, buffers = self._exchange.names, self._state.saved_buffers.state_dict(self._state.store)
         choice = {_DEVICES: self._devices, _FACTORS: None if names is None else list(names)}
         return {**choice, _BUFFERS: buffers} if buffers else choice
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the `state_dict` of an earlier run, if it had as many workers and devices.
+        """Loads the `state_dict` of an earlier run; ignores that of a run with other numbers of devices or workers.
 
         Raises:
-            TypeError, ValueError: it is no such state, or has bucket sizes.
-            ExecutionError: another choice was made before.
+            TypeError, ValueError: it is not such a state, or has bucket sizes.
+            ExecutionError: this step has already made another choice.
         """
         names = _checked(state)
         if state[_DEVICES] != self._devices:

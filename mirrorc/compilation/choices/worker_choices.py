@@ -1,4 +1,4 @@
-"""All joint choices of a step."""
+"""The joint choices of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WorkerChoices:
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Enters a training call, in which workers can exchange proposals."""
+        """Marks a training call, in which workers can exchange proposals."""
         self._in_call = self._has_team
         try:
             yield
@@ -30,17 +30,16 @@ class WorkerChoices:
             self._in_call = False
 
     def settle(self, program: Program) -> None:
-        """Makes the open choices for a program; blocks until all workers come."""
         for choice in self._choices if self._in_call else ():
             if choice.concerns(program):
                 choice.settle()
 
     def apply_to(self, program: Program) -> bool:
-        """A program compiled before the first call may differ from the present decisions."""
+        """False for a program compiled before the first call, if decisions have changed."""
         return all(choice.applies_to(program) for choice in self._choices)
 
     def put_into(self, program: Program) -> Program:
-        """The program with all decisions; open ones are made now."""
+        """The program with all decisions; makes open choices now."""
         for choice in self._choices:
             choice.consider(program, in_call=self._in_call)
             program = choice.noted_in(program)

@@ -1,4 +1,4 @@
-"""The form in which workers exchange each gradient: its sum, or its factors."""
+"""Chooses the form in which workers exchange each gradient: its sum, or its factors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AS_IF_ALIKE = "; taken as if all workers had as many examples as this one"
 
 
 class ExchangeChoice(JointChoice):
-    """The form of each gradient, by the batch sizes of the first call, even one that sends nothing."""
+    """Chooses by the batch sizes of the first call, even if that call sends nothing."""
 
     subject = "factors"
 
@@ -45,7 +45,7 @@ class ExchangeChoice(JointChoice):
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The variables with gradients to send as factors; None before a choice."""
+        """The variables whose gradients are sent as factors; None before a choice."""
         return self._names if self._is_final else self._loaded
 
     @property
@@ -53,7 +53,6 @@ class ExchangeChoice(JointChoice):
         return not self._is_final and self._sent is None
 
     def load(self, names: tuple[str, ...]) -> None:
-        """Takes the choice of an earlier run."""
         assert self.is_open, "what all have chosen stays"
         self._loaded = names
 
@@ -87,7 +86,7 @@ class ExchangeChoice(JointChoice):
         return program.workers.sent_as_factors == self._names_for(program)
 
     def noted_in(self, program: Program) -> Program:
-        """Raises ValueError if the workers cannot send the table rows for an optimizer."""
+        """Raises ValueError if workers cannot send the rows that an optimizer takes."""
         is_sent = program.trains and program.accumulation is Accumulation.NONE
         if sends_whole(self._options) and is_sent:
             program = program.with_remarks(_WHOLE_FOR_SYMBOLS)
@@ -101,12 +100,12 @@ class ExchangeChoice(JointChoice):
         return program.with_remarks(self._remark + ("" if self._is_joint else _AS_IF_ALIKE))
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
-        """Accumulated gradients are whole."""
+        """Accumulated gradients are sent whole."""
         is_sent = self.concerns(program) and program.accumulation is Accumulation.NONE
         return (*(self._names if is_sent else ()), *self._rows_of(program))
 
     def _rows_of(self, program: Program) -> tuple[str, ...]:
-        """Workers always send tables with updates by rows."""
+        """Tables with updates by rows are always sent as rows."""
         if not (self._options.program_workers.are_several and program.trains):
             return ()
         variables = program.variables.values()
@@ -152,7 +151,7 @@ class ExchangeChoice(JointChoice):
             )
 
     def _bytes_sent(self, name: str, gradient: torch.Tensor) -> int:
-        """The bytes of a whole sum that takes as long as this gradient does."""
+        """The bytes of a whole sum that takes as long as this gradient, compressed or not."""
         num_elements, dtype = gradient.numel(), gradient.dtype
         num_workers = self._options.program_workers.num_workers
         for entry in self._options.pipeline:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def mirror_snapshot(request: pytest.FixtureRequest) -> Iterator[ProgramSnapshot]:
     """Compares a program with a snapshot stored beside the test: ``assert step.program == mirror_snapshot``.
 
-    ``mirror_snapshot(name="...")`` is another snapshot of the same test, with a name. ``mirror_snapshot(regions=True)`` also
-    compares the bodies of the regions. ``pytest --snapshot-update`` writes snapshots.
+    ``mirror_snapshot(name="...")`` is another snapshot of the same test. ``mirror_snapshot(regions=True)`` also compares the
+    bodies of regions. ``pytest --snapshot-update`` writes snapshots.
     """
     if not request.config.pluginmanager.hasplugin("syrupy"):
         pytest.fail(

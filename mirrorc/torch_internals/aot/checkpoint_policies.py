@@ -10,7 +10,7 @@ _KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def checkpoint_tag(node: fx.Node) -> tuple[int, bool] | None:
-    """The number of an operator's checkpoint, and the policy's choice to keep the result; None outside of checkpoints.
+    """The number of an operator's checkpoint, and whether its result is kept; None outside of checkpoints.
 
     Raises:
         ValueError: the policy asks for something else.

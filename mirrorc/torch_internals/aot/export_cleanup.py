@@ -1,4 +1,4 @@
-"""Removes effect tokens, which order operators, and GPU generator states from an export."""
+"""Removes effect tokens and states of GPU generators from an export."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 
 @contextlib.contextmanager
 def ordered_linalg_checks() -> Iterator[None]:
-    """Checks of ``torch.linalg`` results count as side effects; torch 2.11 would drop them."""
+    """Makes checks of ``torch.linalg`` results side effects: torch 2.11 would drop them."""
     from torch._higher_order_ops import effects
 
     name = "aten::_linalg_check_errors"
@@ -28,7 +28,7 @@ def ordered_linalg_checks() -> Iterator[None]:
 
 
 def remove_effect_tokens(graph_module: fx.GraphModule) -> None:
-    """Checks of ``torch.linalg`` results become asserts."""
+    """Also turns checks of ``torch.linalg`` results into asserts."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._higher_order_ops.effects import with_effects
 

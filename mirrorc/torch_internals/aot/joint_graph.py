@@ -1,4 +1,4 @@
-"""Result of torch's export of a graph."""
+"""The result of torch's export of a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import SizesOfArguments
 
 
 class NumberInput(NamedTuple):
-    """A Python number that a graph takes, and the Python ``text`` that computes it."""
+    """A Python number that a graph takes; ``text`` is the code that computes it."""
 
     name: str
     text: str
@@ -25,17 +25,16 @@ class JointGraph:
     """AOTAutograd's graph of forward and backward, or of forward alone.
 
     Attributes:
-        leaf_of, number_of: by placeholder, the index of the tensor argument or Python number.
-        variable_of: by placeholder (or get_attr node).
-        seed: the replica's, if an operator takes it.
-        tangent, loss: None without backward; there the loss is an output.
+        leaf_of, number_of: the index of the tensor argument or Python number, by placeholder.
+        variable_of: the name of the variable, by placeholder or get_attr node.
+        seed: the replica's seed; None if no operator takes it.
+        tangent, loss: None without backward: an evaluation's loss is an output.
         gradients: by parameter; may be None.
-        buffer_writes: by buffer, the new value.
-        written_inputs: other writes of forward, as ("parameter", name) or ("argument", index), and ("buffer", name) for
-            a value with a gradient.
-        looked_up: parameters with only lookups for sparse gradients, set by the front end.
-        outside: variables outside of model and loss, set by the front end.
-        sizes: None if all are numbers.
+        buffer_writes: the new value, by buffer.
+        written_inputs: other writes of forward: ("parameter", name), ("argument", index), or ("buffer", name) for a
+            value with a gradient.
+        looked_up: parameters with only lookups for sparse gradients.
+        sizes: None if all sizes are numbers.
     """
 
     graph_module: fx.GraphModule

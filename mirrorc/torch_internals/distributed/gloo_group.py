@@ -1,4 +1,4 @@
-"""Private gloo groups that can end at once; torch offers gloo only behind its global groups."""
+"""Private gloo groups that can end at once, unlike torch's global groups."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _opening = threading.Lock()  # a group's listener is the one opened under this l
 class GlooGroup:
     """A group of workers outside of torch's registry.
 
-    One thread at a time launches collectives, in the same order on all workers. A work's ``wait()`` is deaf to signals.
+    One thread at a time launches collectives, in the same order on all workers. Signals do not interrupt ``wait()``.
 
     Args:
         store: with keys for this group alone.
-        timeout_seconds: the bound on a collective and on the first meeting.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -51,11 +50,11 @@ class GlooGroup:
         _groups.add(self)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sums a dense tensor over all workers, in place; all get the same bits."""
+        """Sums a dense tensor in place; all workers get the same bits."""
         return self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
     def all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor], *, is_patient: bool = False) -> Any:
-        """Copies every worker's tensor into that of its rank; ``is_patient`` lifts the timeout."""
+        """Copies every worker's tensor to the tensor of its rank; ``is_patient`` lifts the timeout."""
         from torch.distributed.distributed_c10d import AllgatherOptions
 
         options = AllgatherOptions()
@@ -76,11 +75,11 @@ class GlooGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Tests for a connection closed by another worker; without ``/proc``, always False."""
+        """Whether another worker has closed a connection; always False without ``/proc``."""
         return is_any_closed(self._connected)
 
     def let_go(self) -> None:
-        """Drops the connections in a forked child, which would hide the parent's end."""
+        """Drops the connections in a forked child, where they would hide the parent's end."""
         sockets = open_sockets()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number, inode in self._connected.items():
@@ -90,10 +89,10 @@ class GlooGroup:
         self._connected = {}
 
     def cut(self) -> None:
-        """Ends all collectives, here and on the other workers, with an error; idempotent.
+        """Ends all collectives with an error, here and on the other workers; idempotent.
 
-        A work cannot be cancelled, so connections are closed. Listeners stay open, as gloo ends the process without
-        them.
+        Closes connections, because a work cannot be cancelled. Without listeners, gloo would end the process, so they
+        stay open.
         """
         sockets = open_sockets()
         for number, inode in self._connected.items():
@@ -115,7 +114,7 @@ def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: fl
 
 
 def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
-    """The environment's interfaces, or this machine's address towards the store: its name is often a loopback address."""
+    """The environment's interfaces, or this machine's address towards the store: its name often gives a loopback address."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     store.set(f"address/{rank}", "" if names else _address_towards(_host(store)))
     if names:

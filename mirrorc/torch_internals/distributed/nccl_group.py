@@ -1,4 +1,4 @@
-"""Private NCCL groups that never end the process; torch offers NCCL only behind its global groups."""
+"""Private NCCL groups that never end the process, unlike torch's global groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WITHOUT_ENDING_THE_PROCESS = {  # torch's threads end it for a late worker or a
 
 
 class NcclGroup:
-    """A group of workers with a GPU each, outside of torch's registry. Only a single member was tried on a GPU.
+    """A group of workers with a GPU each, outside of torch's registry. Only a group of one was tried on a GPU.
 
     One thread at a time launches collectives, in the same order on all workers, on the operand's stream. The first
     meeting has no timeout.
@@ -41,7 +41,7 @@ class NcclGroup:
         self.all_reduce(torch.zeros(1, device=device)).wait()  # connects
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sums a dense GPU tensor over all workers, in place; all get the same bits."""
+        """Sums a dense GPU tensor in place; all workers get the same bits."""
         work = self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
         with torch.cuda.stream(self._ends):
             work.wait()  # the stream waits, not the host
@@ -51,11 +51,11 @@ class NcclGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Always False, as NCCL does not report a lost worker."""
+        """NCCL does not report a lost worker."""
         return False
 
     def cut(self) -> None:
-        """Ends everything that runs here with an error, but does not tell the others; idempotent."""
+        """Ends all collectives here with an error; other workers are not told. Idempotent."""
         if self.is_cut:
             return
         self.is_cut = True

@@ -1,4 +1,4 @@
-"""Sockets of this process."""
+"""Finds this process's connections to a port, and notices when a peer closes one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 def open_sockets() -> dict[int, int]:
-    """Inodes of sockets by file number; empty without ``/proc``."""
+    """Inodes of sockets by file descriptor; empty without ``/proc``."""
     inodes: dict[int, int] = {}
     if not os.path.isdir("/proc/self/fd"):  # as on macOS
         return inodes
@@ -24,12 +24,12 @@ def open_sockets() -> dict[int, int]:
 
 
 def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
-    """Sockets connected to a remote port since an earlier `open_sockets`."""
+    """Sockets connected to a remote port since ``before``, an earlier `open_sockets`."""
     return {n: inode for n, inode in open_sockets().items() if before.get(n) != inode and _leads_to(n, port)}
 
 
 def is_any_closed(sockets: Mapping[int, int]) -> bool:
-    """The cost depends on these sockets alone."""
+    """The cost does not depend on other open files."""
     return any(not _is_there(number, inode) or _is_closed(number) for number, inode in sockets.items())
 
 

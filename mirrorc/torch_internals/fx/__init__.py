@@ -1,1 +1,1 @@
-"""Torch.fx and operator schemas."""
+"""torch.fx and operator schemas."""

@@ -1,4 +1,4 @@
-"""Functions for graphs and fake tensors that are faster or log less than torch's public ones."""
+"""Functions on graphs that are faster or quieter than torch's public ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
-    """A graph module that generates its Python code on the first call or read of the code."""
+    """A graph module that generates its code when it is first called or read."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, class_name=class_name)
@@ -36,9 +36,9 @@ def add_node(
     *,
     is_valid: bool = False,
 ) -> fx.Node:
-    """Adds a node like `Graph.create_node`, in a third of the time, without a search for symbolic sizes.
+    """Adds a node as `Graph.create_node` does, in a third of the time. All sizes must be numbers.
 
-    All sizes must be numbers. With ``is_valid``, the name is a valid one from another graph, and is only made unique.
+    If ``is_valid``, the name comes from another graph, and is only made unique.
     """
     names = graph._graph_namespace
     if is_valid and name not in names._used_names and not name[-1].isdigit():
@@ -57,7 +57,7 @@ def add_node(
 def traced_on_fake_tensors(
     function: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
 ) -> fx.Graph:
-    """Traces a function's operators. All ``values`` must have one fake mode, which values of the graph get, too."""
+    """All ``values`` must have one fake mode, which the graph's values also get."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with values[0].fake_mode:
@@ -66,7 +66,7 @@ def traced_on_fake_tensors(
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Silences torch's log of failures on fake tensors; the caller reports the error."""
+    """Silences torch's log of failures on fake tensors."""
     from torch._subclasses.fake_tensor import log
 
     with patch.object(log, "disabled", True):

@@ -1,4 +1,4 @@
-"""Torch operators: schemas, temporary replacement, and calls without a public name."""
+"""Schemas of torch operators, their temporary replacement, and private calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Replaces results of this thread's operators, below autograd, by ``replace(operator, args, kwargs)``.
 
-    If ``replace`` returns NotImplemented, the operator runs. Operators within ``replace`` are not replaced.
+    If that returns NotImplemented, the operator runs. Operators within ``replace`` are not replaced.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,12 +44,12 @@ def writes_argument(target: Any) -> bool:
 
 
 def bare_name(target: Any) -> str:
-    """An operator's name without namespace, overload and in-place suffix: ``add`` for ``aten.add_.Tensor``."""
+    """The name without namespace, overload and in-place suffix: ``add`` for ``aten.add_.Tensor``."""
     return str(target._schema.name.split("::")[-1].strip("_"))
 
 
 def is_composite(target: Any) -> bool:
-    """Tests for an operator that has no kernel, as it is composed of others on every device."""
+    """Tests for an operator without kernels, composed of other operators."""
     return bool(target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
@@ -58,7 +58,7 @@ def lazily_negative(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source to its target in one call, which on GPUs is one kernel and halves the time for small tensors."""
+    """On GPUs one kernel, which halves the time for small tensors."""
     if targets:
         torch._foreach_copy_(targets, sources)
 

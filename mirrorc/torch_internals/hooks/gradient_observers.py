@@ -1,4 +1,4 @@
-"""Observers of gradient clipping and ``zero_grad``."""
+"""Observes gradient clipping and ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ClippingObserver = Callable[[str, Sequence[torch.Tensor]], None]
 ZeroGradObserver = Callable[[Sequence[torch.Tensor]], object]
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-"""Functions of `torch.nn.utils` that change the gradients of their parameters."""
+"""Functions of `torch.nn.utils` that change gradients."""
 
 _of_clipping: list[ClippingObserver] = []
 _of_zero_grad: list[ZeroGradObserver] = []
 
 
 def observe_clipping(observer: ClippingObserver) -> None:
-    """Calls ``observer`` with the function's name and parameters before all `CLIPPING`.
+    """Calls ``observer`` with the function's name and the parameters before each of `CLIPPING`.
 
-    User code may have imported the functions, so the content of a closure cell is replaced.
+    Replaces the content of a closure cell: user code may have imported the functions.
     """
     _of_clipping[:] = [observer]
     for name in CLIPPING:
@@ -55,7 +55,7 @@ def _observed_clipping(name: str, clip: Callable[..., Any]) -> Callable[..., Any
 
 
 def observe_zero_grad(observer: ZeroGradObserver) -> None:
-    """Calls ``observer`` with the parameters after a ``zero_grad`` of torch, unless a subclass's bypasses it."""
+    """Calls ``observer`` with the parameters after torch's ``zero_grad``. A subclass may bypass it."""
     _of_zero_grad[:] = [observer]
     for kind, parameters_of in ((torch.optim.Optimizer, _of_optimizer), (nn.Module, _of_module)):
         if not hasattr(kind.zero_grad, "tells_mirrorc"):

@@ -17,7 +17,7 @@ def is_profiled() -> bool:
 
 
 def seen_by_profiler(job: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps a job for another thread; the calling thread must wait for its end. The job may run once."""
+    """Wraps a job that another thread runs once, while the calling thread waits."""
     functions = _functions()
     if functions is None:
         return job
@@ -50,10 +50,7 @@ class _SharedPointer(ctypes.Structure):
 
 
 class _Functions:
-    """C++ functions of ``at::ThreadLocalStateGuard``, which Python cannot reach.
-
-    ``force_debug_info`` moves its argument and leaves it empty.
-    """
+    """C++ functions of ``at::ThreadLocalStateGuard``. ``force_debug_info`` moves its argument and leaves it empty."""
 
     def __init__(self, core: ctypes.CDLL, torch_cpu: ctypes.CDLL) -> None:
         self.current_debug_info = core._ZN3c1020ThreadLocalDebugInfo7currentEv

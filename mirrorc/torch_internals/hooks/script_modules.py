@@ -1,4 +1,4 @@
-"""Copies of TorchScript modules with other tensors as parameters and buffers."""
+"""Copies TorchScript modules with other tensors as parameters and buffers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _parameter(argument: Any) -> inspect.Parameter:
 
 
 def object_within(module: nn.Module) -> str | None:
-    """An attribute of a TorchScript module with an object that copies would share."""
+    """An attribute of a TorchScript module with an object that copies would share, or None."""
     for part in module.modules():
         for name in _attribute_names(part):
             if _shown(getattr(part, name)) is None:
@@ -50,7 +50,7 @@ def _attribute_names(part: nn.Module) -> list[str]:
 
 
 def _compiled_anew(original: nn.Module) -> nn.Module:
-    """A deep copy would share code, with optimizations from the first runs of any copy."""
+    """A deep copy would share code, optimized in the first runs of any copy."""
     written = io.BytesIO()
     torch.jit.save(original, written)
     return torch.jit.load(io.BytesIO(written.getvalue()))
@@ -60,8 +60,7 @@ class ScriptCopy:
     """A copy of an outermost TorchScript module for one thread.
 
     Attributes:
-        module: can run after `load`.
-        pairs: each module within the original, itself included, and its copy.
+        pairs: each module within the original, including itself, and its copy.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -85,7 +84,7 @@ class ScriptCopy:
             _native(copy).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
 
     def changed(self) -> str | None:
-        """An attribute, no parameter or buffer, that changed since `load`."""
+        """An attribute other than a parameter or buffer that changed since `load`, or None."""
         return next((name for name, copy, _, shown in self._loaded if _shown(getattr(copy, name)) != shown), None)
 
     def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -102,7 +101,7 @@ class ScriptCopy:
 
 
 def _shown(value: Any) -> tuple[Any, ...] | None:
-    """Equal for unchanged values while the first lives; None if the value may hold an object."""
+    """Equal for unchanged values while the first value lives; None if the value may hold an object."""
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), value._version, value.shape
     if isinstance(value, dict):

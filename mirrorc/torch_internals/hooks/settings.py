@@ -16,7 +16,7 @@ from torch.optim import optimizer as of_all
 
 
 def is_structured_trace_on() -> bool:
-    """Tests for TORCH_TRACE or a handler of the user; those of newer versions of pytest do not count."""
+    """Tests for TORCH_TRACE or a handler of the user. Newer pytest's handlers do not count."""
     from torch._logging._internal import LazyTraceHandler, trace_log
 
     asked_for = [handler for handler in trace_log.handlers if not type(handler).__module__.startswith("_pytest.")]
@@ -33,7 +33,7 @@ def trace_artifact(name: str, text: str) -> None:
 
 
 def adagrad_is_fused_on_gpus() -> bool:
-    """Torch 2.13 has it; 2.11 refuses ``fused=True`` for parameters there."""
+    """Torch 2.11 refuses ``fused=True`` for parameters on GPUs; 2.13 takes it."""
     return "cuda_unsupported=True" not in inspect.getsource(torch.optim.Adagrad)
 
 
@@ -43,7 +43,7 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 class UncountedHook:
-    """An optimizer step hook that leaves the step unchanged, for `has_step_hooks`."""
+    """A step hook that leaves the step unchanged, so `has_step_hooks` does not count it."""
 
     def __init__(self, function: Callable[[torch.optim.Optimizer], None]) -> None:
         self._function = function
@@ -70,7 +70,7 @@ def _counts_any(hooks: Mapping[int, object]) -> bool:
 
 
 def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """A class without ``Optimizer.__init__`` lacks them."""
+    """False for an optimizer that does not call ``Optimizer.__init__``."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
@@ -92,7 +92,7 @@ def takes_divisor(kind: type[torch.optim.Optimizer]) -> bool:
 
 @contextmanager
 def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
-    """A fused step within it divides the gradients, and writes the quotients back; others refuse ``grad_scale``."""
+    """A fused step within it divides the gradients, and writes the quotients back. Other steps refuse ``grad_scale``."""
     optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32)  # type: ignore[attr-defined]
     try:
         yield
@@ -101,7 +101,7 @@ def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iter
 
 
 def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests that ``optimizer.step`` is torch's. Patches of LR schedulers and ``torch.compile`` are ignored."""
+    """Ignores patches of ``optimizer.step`` by LR schedulers and ``torch.compile``."""
     of_class = type(optimizer).step
     step = optimizer.__dict__.get("step", of_class)
     if step is not of_class:
@@ -142,11 +142,11 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 _ROUNDED = tuple((backend, of) for backend in ("cuda", "mkldnn") for of in ("matmul", "conv", "rnn"))
-"""Operators whose float32 products torch may round; these keys reflect older and coarser settings, too."""
+"""Operators whose float32 products torch may round. These keys also reflect older and coarser settings."""
 
 
 def torch_modes() -> tuple[Any, ...]:
-    """The settings that determine a captured graph or its compiled code."""
+    """Settings that determine a captured graph or its compiled code."""
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
@@ -166,7 +166,7 @@ def _function_modes() -> tuple[Any, ...]:
 
 
 def is_plain_thread() -> bool:
-    """Neither autocast nor an intercepting mode is active."""
+    """False if autocast or an intercepting mode is active."""
     return (
         not torch.is_autocast_enabled("cpu")
         and not torch._C._len_torch_function_stack()
@@ -179,7 +179,7 @@ no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def dispatch_modes() -> list[str]:
-    """Classes of this thread's `TorchDispatchMode` objects."""
+    """Class names of this thread's `TorchDispatchMode` objects."""
     if not torch._C._len_torch_dispatch_stack():
         return []
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -200,5 +200,5 @@ def has_hooks_on_saved_tensors() -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """The elements fill the memory without gaps or overlaps, in any order."""
+    """Whether the elements fill the memory without gaps or overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -1,1 +1,1 @@
-"""Inductor: compiling a region, its cache, its allocations."""
+"""Inductor: compilation, cache, allocations."""

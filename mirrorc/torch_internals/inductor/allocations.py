@@ -1,4 +1,4 @@
-"""Observation of allocations in compiled code and operators."""
+"""Observes allocations in compiled code and in operators."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 
 class _NoKernel:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Stands for the call of a CPU kernel."""
+        pass
 
     run = __call__  # the GPU's
 
 
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    """The syntax tree of ``call(self, args)`` in a result of `compile_with_inductor`, and a namespace to run it on fake tensors.
+    """The syntax tree of ``call(self, args)`` in a result of `compile_with_inductor`, and a namespace for fake tensors.
 
-    Kernels in the namespace compute nothing; functions for allocations and views are torch's.
+    Kernels in the namespace compute nothing; allocations and views are torch's.
 
     Raises:
         ValueError: the result has no such function, as with Inductor's C++ wrapper.
@@ -59,19 +59,19 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """Counts the tensors and storage objects that use a storage, without the argument itself."""
+    """Counts tensors and storage objects that use a storage, without the argument itself."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A key that live tensors, real or fake, have in common if they share memory."""
+    """Equal for live tensors, real or fake, that share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def peak_allocation(action: Callable[[], object], older: Sequence[torch.Tensor]) -> int:
-    """Calls an action; returns the peak memory in bytes of the tensors that its operators allocate.
+    """The peak bytes of the tensors that operators allocate in ``action``.
 
-    Temporary memory within an operator, and the memory of ``older`` tensors, does not count.
+    Temporary memory within an operator, and the memory of ``older`` tensors, do not count.
     """
     known = {storage_key(tensor) for tensor in older}
     holders: dict[int, int] = {}

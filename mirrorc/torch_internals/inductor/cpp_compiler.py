@@ -1,4 +1,4 @@
-"""Postponement of Inductor's waits for the C++ compiler."""
+"""Postpones Inductor's waits for the C++ compiler."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _unfinished: contextvars.ContextVar[list[Callable[[], None]] | None] = contextva
 def kernels_compiled_together() -> Iterator[None]:
     """Postpones `compile_with_inductor`'s waits for the C++ compiler to the end of the context.
 
-    Compiled regions must not be called before the end, which raises Inductor's error for a kernel.
-    A failure, such as a lack of memory, clears Inductor's loaded kernels, so that later requests can succeed.
+    Compiled regions must not be called before the end, which raises Inductor's error for a kernel. A failure clears
+    Inductor's loaded kernels, so that later requests can succeed.
     """
     _let_waits_be_put_off()
     waits: list[Callable[[], None]] = []
@@ -62,7 +62,7 @@ def forget_instructions() -> None:
 
 @functools.cache
 def _let_waits_be_put_off() -> None:
-    """Patches the wait at the end of each of Inductor's modules, which replaces futures by kernels."""
+    """Each of Inductor's modules ends with a wait that replaces futures by kernels."""
     from torch._inductor.async_compile import AsyncCompile
 
     wait_now = AsyncCompile.wait
@@ -78,10 +78,10 @@ def _let_waits_be_put_off() -> None:
 
 
 def prepare_cpp_compiler() -> None:
-    """Starts Inductor's work before the first kernel of a process, in threads beside the capture.
+    """Starts, in threads beside the capture, what Inductor does before a process's first kernel.
 
-    The slow part is the trial of vector instructions, each of which compiles a cached file and loads it in a new process.
-    Errors are ignored, as compiling a kernel raises them again.
+    The slow part is the trial of vector instructions: each compiles a cached file and loads it in a new process. Errors
+    are ignored: compiling a kernel raises them again.
     """
     _let_instructions_be_tried_together()
     _instructions_tried(os.getpid())
@@ -92,7 +92,7 @@ _MOST_SECONDS = 120.0  # a slower compiler hangs
 
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
-    """Makes Inductor wait for trials in threads. Two threads must not try the same instructions, as a trial changes flags."""
+    """Inductor waits for trials in threads: a trial changes flags, so two threads must not try the same instructions."""
     from torch._inductor import cpu_vec_isa
 
     try_serially = cpu_vec_isa.valid_vec_isa_list
@@ -106,7 +106,7 @@ def _let_instructions_be_tried_together() -> None:
 
 
 def _instructions_tried(process: int) -> threading.Event:
-    """The event of a process's finished trials. A forked child needs a new one, as it lacks its parent's threads."""
+    """A forked child needs a new event: it lacks its parent's threads."""
     with _preparing:
         if process not in _prepared:
             _prepared.clear()

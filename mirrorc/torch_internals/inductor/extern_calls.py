@@ -1,4 +1,4 @@
-"""Direct calls of torch functions in Inductor's code."""
+"""Calls torch functions directly in Inductor's code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @functools.cache
 def call_directly(operator: Any, call: str) -> None:
-    """Makes Inductor generate a direct call for an operator with a Python kernel, to save the dispatcher's time.
+    """Makes Inductor call an operator's Python function directly, to save the dispatcher's time.
 
     Args:
-        operator: an operator that takes only tensors, writes the first, and returns nothing.
-        call: the code of the call, with ``{0}`` for the first argument. It can use the names of Inductor's wrapper, such as
+        operator: takes only tensors, writes the first, and returns nothing.
+        call: the code of the call, with ``{0}`` for the first argument. It can use names of Inductor's wrapper, such as
             ``extern_kernels``.
     """
     from torch._inductor import ir, lowering

@@ -1,4 +1,4 @@
-"""Inductor's decompositions, and compilation of one graph."""
+"""Compiles one graph with Inductor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions that Inductor expects in a graph to compile.
 
-    Dropout is not decomposed, because it gets its own random stream. Operators that passes need are decomposed later, by
-    `compile_with_inductor`.
+    Dropout is left out, because it gets its own random stream. `compile_with_inductor` decomposes operators that passes
+    need.
     """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -35,16 +35,16 @@ _EXPANDED_LATE = (
     torch.ops.aten.gelu.default,
     torch.ops.aten.gelu_backward.default,
 )
-"""Operators that `inductor_decompositions` leaves out because a pass needs them."""
+"""Operators that passes need."""
 
 
 def pools_maxima(target: Any) -> bool:
-    """Tests for the pooling operator of Inductor's decompositions that returns maxima and their places in windows."""
+    """Tests for Inductor's pooling operator, which returns maxima and their places in windows."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_with_offsets"
 
 
 def tells_places_of_maxima(target: Any) -> bool:
-    """Tests for the operator that maps the 8-bit places of `pools_maxima` to 64-bit places in the input."""
+    """Tests for the operator that maps 8-bit places of `pools_maxima` to 64-bit places in the input."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
 
 
@@ -72,7 +72,7 @@ def compile_with_inductor(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Compiles a functional ATen graph, which is changed. Outputs have the graph's strides.
 
-    The returned function takes a list of inputs, which it empties, and returns the outputs.
+    The compiled function empties its list of inputs.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -107,7 +107,7 @@ def _strides_of_outputs(graph: fx.Graph) -> list[Any]:
 
 
 def _keep_strides(graph_module: fx.GraphModule, example_inputs: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Restores the strides of outputs, which torch changes on GPUs by padding the operands of products."""
+    """On GPUs, torch changes strides of outputs by padding the operands of products."""
     from torch._inductor.compile_fx import fake_tensor_prop
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
@@ -132,7 +132,7 @@ _LARGER = 16
 
 
 def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
-    """Adds guards that let CPU loops too short for several threads become at most 16 times as long as the shortest parallel one.
+    """Adds guards that bound CPU loops too short for several threads by 16 times the shortest parallel loop.
 
     Inductor decides by the sizes at compilation which loops are parallel.
     """
@@ -152,7 +152,7 @@ def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
 
 @contextlib.contextmanager
 def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
-    """Adds an environment of symbolic sizes to the fake mode if it has none, without which Inductor does not use its cache."""
+    """Without an environment of symbolic sizes, Inductor does not use its cache."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     if fake_mode is None or fake_mode.shape_env is not None:

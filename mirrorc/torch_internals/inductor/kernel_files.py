@@ -1,4 +1,4 @@
-"""Compilation without Inductor's cached files, and the repair of corrupt ones."""
+"""Compiles without Inductor's cached files, and repairs corrupt ones."""
 
 from __future__ import annotations
 

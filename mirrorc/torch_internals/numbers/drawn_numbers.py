@@ -1,4 +1,4 @@
-"""Random numbers of Python and numpy as inputs of a Dynamo graph, drawn anew before each step."""
+"""Random numbers of Python and numpy as graph inputs, drawn before each step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class DrawnNumbers:
     """The random numbers of a trace, in order. Guards and graphs read them from the module's list ``drawn``.
 
     Attributes:
-        before: the states of the generators before the trace.
         after: their states after the last draws.
     """
 
@@ -63,7 +62,7 @@ class DrawnNumbers:
     def draw(
         self, attempt: object, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, Any]:
-        """Draws a number; returns its index and value. Each attempt of the tracer draws the same numbers."""
+        """Returns a number's index and value. Each attempt of the tracer draws the same numbers."""
         from torch._guards import TracingContext
 
         if attempt is not self._attempt:
@@ -76,21 +75,21 @@ class DrawnNumbers:
         return len(self.calls) - 1, self._numbers[-1]
 
     def draw_again(self) -> None:
-        """Draws the numbers of the next step, and restores the generators."""
+        """Draws the numbers of the next step; restores the generators."""
         before = Generators()
         self._numbers[:] = [function(*args, **kwargs) for function, args, kwargs in self.calls]
         self.after = Generators()
         before.put_back()
 
     def stack_of(self, names: Collection[str]) -> Sequence[traceback.FrameSummary]:
-        """The frames of the first draw among the named numbers, outermost first; empty if none is drawn."""
+        """The frames of the first draw among the named numbers, outermost first; may be empty."""
         places = [int(name[len(_BEGINNING) : -1]) for name in names if is_drawn(name)]
         return self._stacks[min(places)] if places else ()
 
 
 @contextlib.contextmanager
 def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]:
-    """Makes single draws inputs of Dynamo's traces in this thread; restores the generators at the end."""
+    """Makes single draws inputs of Dynamo's traces in this thread; restores the generators."""
     from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
     from torch._dynamo.variables import misc, user_defined
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
@@ -98,7 +97,7 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
     drawn, draw = DrawnNumbers(module), user_defined.call_random_fn
 
     def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """The variable of a drawn number; None if the call is no single draw."""
+        """None if the call is not a single draw of a usual number."""
         if not trace.is_here or not _is_single_draw(function, args, kwargs):
             return None
         constants = tuple(arg.as_python_constant() for arg in args)

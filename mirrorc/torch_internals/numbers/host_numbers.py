@@ -1,4 +1,4 @@
-"""Python numbers that are graph inputs, read and computed on the host before each step."""
+"""Python numbers that are graph inputs, computed on the host before each step."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class NumbersGivenUp(Exception):
     """Raised if numbers cannot be inputs of a graph.
 
     Attributes:
-        names: the expressions of the numbers.
-        words: the users' names of the numbers, if known.
+        words: the user's names of the numbers, if known.
         stack: the frames of a number's random draw, outermost first, if known.
     """
 
@@ -43,7 +42,7 @@ class NumbersGivenUp(Exception):
 
 
 def is_ordinary(value: Any) -> bool:
-    """Tests for a number that can be an input: neither a bool, nan or infinite, nor very large."""
+    """Tests for a number that can be an input: not a bool, nan, infinite, or very large."""
     if type(value) is float:
         return -_LARGEST_FLOAT < value < _LARGEST_FLOAT
     return type(value) is int and -_LARGEST < value < _LARGEST
@@ -60,12 +59,12 @@ class Slot(NamedTuple):
 
 
 class HostNumber(NamedTuple):
-    """A number that Python reads, or computes from earlier ones.
+    """A number that Python reads, or computes from earlier numbers.
 
     Attributes:
-        sources: the expressions from which the number is read or computed.
-        function: the function that computes the number; None for a read.
-        args: the arguments of the function, with a `Slot` for each number; for a read, the code of the expression.
+        sources: the expressions that it comes from.
+        function: computes the number; None for a read.
+        args: of the function, with a `Slot` for each number; for a read, the code of the expression.
     """
 
     kind: type
@@ -82,8 +81,7 @@ class HostNumbers:
     """The numbers of a trace, in the order in which Python reads and computes them.
 
     Attributes:
-        values: the latest value of each number.
-        taken: the indices of the numbers that are inputs of the graph.
+        taken: the indices of numbers that are inputs of the graph.
     """
 
     def __init__(self) -> None:
@@ -100,11 +98,7 @@ class HostNumbers:
         return len(self.numbers) - 1
 
     def add_condition(self, guard: Any) -> None:
-        """Adds a guard on the numbers' symbols.
-
-        Raises:
-            NumbersGivenUp: the guard fails, or needs more than numbers.
-        """
+        """Raises `NumbersGivenUp` if a guard fails, or depends on more than numbers."""
         try:
             holds = _holds(guard, dict(zip(self._symbols, self.values, strict=True)))
         except NotImplementedError as error:
@@ -149,7 +143,7 @@ class HostNumbers:
 
 
 def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
-    """Evaluates a guard without short circuits, to find all unsupported parts."""
+    """Evaluates without short circuits, to find all unsupported parts."""
     if expr in (True, False):
         return bool(expr)
     if isinstance(expr, sympy.Not | sympy.And | sympy.Or):

@@ -1,8 +1,8 @@
-"""Replacement of a Dynamo graph's Python numbers by buffers of its module, with PyTorch's type promotion of a number.
+"""Replaces a graph's Python numbers by buffers of its module, with PyTorch's type promotion of numbers.
 
-A number's 64-bit tensor is converted where it would change the dtype of a result.
-torch's own pass (`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons,
-and computes ``t * 0.1 * 3.0`` in another order.
+A 64-bit tensor is converted where it would change a result's dtype. torch's own pass
+(`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons, and computes ``t * 0.1 *
+3.0`` in another order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUFFER = "mirrorc_number_"
 """The prefix of buffer names; the index in `HostNumbers.taken` follows."""
 
 _WIDE = (torch.float32, torch.float64)
-"""The dtypes in which PyTorch computes with no higher precision inside an operator."""
+"""The dtypes whose operators compute with no higher precision inside."""
 _AUGMENTED = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div"}
 _COMPARISONS = frozenset(
     ["lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal", "not_equal"]
@@ -38,7 +38,7 @@ _FULL = frozenset(["full", "full_like", "new_full", "tensor", "scalar_tensor", "
 
 
 def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostNumbers | None:
-    """Replaces a graph's numbers by buffers; returns the numbers on the host, or None if the graph takes none.
+    """Replaces a graph's numbers by buffers; returns the numbers on the host, or None without numbers.
 
     Raises:
         NumbersGivenUp: a use allows only a number.
@@ -83,11 +83,11 @@ def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.N
 
 
 class _Unsupported(Exception):
-    """Raised if a function takes a number but no tensor; the text names the function."""
+    """The text names the function."""
 
 
 class _Call:
-    """A call with numbers among its arguments. ``operands`` maps each number's node to its 64-bit scalar and its value."""
+    """A call with numbers among its arguments. ``operands`` maps a number's node to its 64-bit scalar and its value."""
 
     def __init__(self, node: fx.Node, operands: Mapping[fx.Node, tuple[fx.Node, int | float]]) -> None:
         if node.op == "call_method" and node.target == "__rpow__":
@@ -124,7 +124,7 @@ class _Call:
             raise _Unsupported(f"{node.target} of another type")
 
     def _give_operand(self) -> None:
-        """Rewrites calls such as ``x * t``, ``x > t``, or ``torch.add(x, y, alpha=t)``."""
+        """Rewrites ``x * t``, ``x > t``, or ``torch.add(x, y, alpha=t)``."""
         first, second = self.node.args
         place = 0 if self._is_number(first) else 1 if self._is_number(second) else None
         other: Any = second if place == 0 else first
@@ -153,7 +153,7 @@ class _Call:
         return dtype.is_floating_point or dtype in (torch.int64, torch.bool)
 
     def _give_as_result(self, dtype: torch.dtype) -> None:
-        """Rewrites calls such as ``torch.where(c, x, t)``, ``x.fill_(t)`` or ``torch.lerp(x, y, t)``."""
+        """Rewrites ``torch.where(c, x, t)``, ``x.fill_(t)`` or ``torch.lerp(x, y, t)``."""
         is_exact = dtype in _WIDE or (self.name == "masked_fill" and dtype.is_floating_point)
         if not is_exact and self.name not in ("where", "fill"):
             raise self._unsupported()

@@ -1,7 +1,7 @@
-"""Dynamo traces with chosen Python numbers as inputs, and a record of how Python computes numbers from them.
+"""Traces with chosen Python numbers as inputs, and records how Python computes other numbers from them.
 
-Dynamo computes with symbols as with exact numbers, and so would round ``t * 0.1 * 3.0`` differently.
-Here each result is a new symbol whose value Python computes.
+Dynamo's symbols are exact, and so would round ``t * 0.1 * 3.0`` differently. Here each result is a new symbol whose
+value Python computes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ class NumberTrace:
     """The numbers of one trace, which runs in this thread.
 
     Attributes:
-        names: the expressions of the numbers that become inputs.
         index_of: the index in ``inputs`` of each node that is a number.
         flags: the nodes of bools computed from numbers.
-        refusal: the error if a number has ended the trace.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -82,7 +80,7 @@ class NumberTrace:
         return known[name]
 
     def follow(self, node: fx.Node, result: Any) -> Any:
-        """The example value of a node: a new symbol if it is computed from numbers, otherwise ``result``."""
+        """A node's example value: a new symbol if it is computed from numbers, otherwise ``result``."""
         numbers = [source for source in node.all_input_nodes if source in self.index_of or source in self.flags]
         if not numbers or node in self.index_of:
             return result
@@ -126,14 +124,14 @@ class NumberTrace:
         return symbol, make(symbol, hint=value, source=source)
 
     def names_at(self, nodes: Collection[fx.Node]) -> list[str]:
-        """The expressions behind numbers; all expressions of the trace if a node is no number."""
+        """The expressions that numbers come from; all of the trace's if a node is not a number."""
         if not all(node in self.index_of for node in nodes):
             return self.inputs.sources
         numbers = (self.inputs.numbers[self.index_of[node]] for node in nodes)
         return list(dict.fromkeys(source for number in numbers for source in number.sources))
 
     def inputs_at(self, nodes: Collection[fx.Node]) -> HostNumbers:
-        """The numbers on the host, of which those at the given nodes are inputs of the graph.
+        """The numbers on the host. Those at ``nodes`` are inputs of the graph.
 
         Raises:
             NumbersGivenUp: a guard on numbers cannot be checked on the host.
@@ -146,7 +144,7 @@ class NumberTrace:
 
 @contextlib.contextmanager
 def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
-    """Makes ordinary numbers at the given expressions inputs of Dynamo's traces in this thread."""
+    """Makes ordinary numbers at these expressions inputs of Dynamo's traces in this thread."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables.builder import VariableBuilder, install_guard
     from torch._dynamo.variables.tensor import SymNodeVariable

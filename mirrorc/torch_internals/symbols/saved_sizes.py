@@ -1,4 +1,4 @@
-"""The texts of symbolic sizes in saved programs, and environments of symbols to read them."""
+"""Writes symbolic sizes of saved programs as texts, and reads them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ _LEAST = 2  # sizes of 0 and 1 are numbers
 
 @dataclass(frozen=True)
 class SizeSymbol:
-    """A symbol of an environment, such as ``s0``.
-
-    Attributes:
-        value: the size at capture.
-        least: the smallest size that the symbol may have.
-    """
+    """A symbol such as ``s0``, with its size at capture and the smallest size that it may have."""
 
     name: str
     value: int
@@ -50,11 +45,7 @@ def _number_in(name: str) -> int | None:
 
 
 class SavedSizes:
-    """A new environment with the given symbols, in which sizes are read from texts.
-
-    Raises:
-        ValueError: torch cannot create the symbols.
-    """
+    """A new environment with the given symbols, in which texts are read as sizes."""
 
     def __init__(self, symbols: tuple[SizeSymbol, ...]) -> None:
         from torch._dynamo.source import ConstantSource
@@ -76,10 +67,10 @@ class SavedSizes:
         self.fake_mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
     def size(self, text: str) -> Size:
-        """The size that a text describes, as written by `text`.
+        """Reads a size that `text` has written.
 
         Raises:
-            ValueError: the text is no expression of the symbols.
+            ValueError: the text is not an expression of the symbols.
         """
         try:
             expression = self._expression(ast.parse(text, mode="eval").body)
@@ -88,10 +79,10 @@ class SavedSizes:
             raise ValueError(f"{text!r:.60} is no size") from error
 
     def text(self, size: Size) -> str:
-        """A size as a text: ``Add(FloorDiv(s0, 2), 1)``.
+        """Writes a size: ``Add(FloorDiv(s0, 2), 1)``.
 
         Raises:
-            ValueError: the size has operations without a text.
+            ValueError: an operation of the size has no text, or the text is read as another size.
         """
         key = size_key(size)
         if isinstance(key, int):

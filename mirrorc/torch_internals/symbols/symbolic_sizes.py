@@ -1,4 +1,4 @@
-"""Symbolic sizes: symbols for sizes of arguments, their names, and guards on them."""
+"""Symbols for sizes of arguments, their names, and guards on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SizesGivenUp(Exception):
 
 
 def mark_symbolic(tensor: torch.Tensor, dims: Sequence[int]) -> None:
-    """Marks dimensions to become symbols in a trace, unless the trace needs their numbers."""
+    """Marks dimensions to become symbols, unless the trace needs their numbers."""
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
@@ -43,14 +43,14 @@ def dims_marked_by_user(tensor: torch.Tensor) -> frozenset[int]:
 
 @contextlib.contextmanager
 def raw_sizes_allowed() -> Iterator[None]:
-    """Silences torch's warning of raw sizes in nodes. The sizes become inputs before any run."""
+    """Silences torch's warning of raw sizes in nodes, which become inputs before any run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw SymInt value")
         yield
 
 
 def symbols_dispatched(*values: Any) -> contextlib.AbstractContextManager[None]:
-    """Enables the Python kernels that some operators need for symbolic sizes, as in a trace."""
+    """Enables the Python kernels that some operators need for symbolic sizes."""
     if not any(map(has_symbols, values)):
         return contextlib.nullcontext()
     from torch._dispatch.python import enable_python_dispatcher
@@ -74,7 +74,7 @@ def environment_of(value: Any) -> int:
 
 
 def size_key(size: Size) -> Any:
-    """A hashable key for a size, which is compared without a guard: a number, or an expression of symbols."""
+    """A hashable key whose comparison adds no guard: a number, or an expression of symbols."""
     if not is_symbolic(size):
         return size
     expression = size.node.expr
@@ -102,7 +102,7 @@ def text_of_size(size: Size) -> str:
 
 
 def size_now(size: Size) -> Any:
-    """The number that a size was at capture, found without a guard. Functions named ``..._now`` use such numbers."""
+    """A size's number at capture, without a guard, as in all functions named ``..._now``."""
     return size.node.hint if is_symbolic(size) else size
 
 
@@ -126,7 +126,7 @@ def num_elements_now(tensor: torch.Tensor) -> int:
 
 
 def num_bytes_now(value: Any) -> int:
-    """The bytes of a tensor's elements at capture; 0 for other values."""
+    """The bytes of a tensor's elements; 0 for other values."""
     return num_elements_now(value) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
@@ -152,7 +152,7 @@ def raw_symbols(value: Any) -> list[Any]:
 
 
 class SizesOfArguments:
-    """The symbols of a graph, with their places in its arguments, the numbers computed from them, and guards on them.
+    """The symbols of a graph, with their places in its arguments, numbers computed from them, and guards.
 
     Raises:
         SizesGivenUp: torch has a guard on a value other than a size of an argument.
@@ -181,7 +181,7 @@ class SizesOfArguments:
         return [symbol for symbol in self._places if symbol not in replaced]
 
     def add(self, value: Any) -> Any:
-        """Registers a number that the graph takes; returns its key, or the number itself if it is constant.
+        """Registers a number that the graph takes; returns its key, or a constant number itself.
 
         Raises:
             SizesGivenUp: the number depends on values other than sizes of arguments.
@@ -196,7 +196,7 @@ class SizesOfArguments:
         return key
 
     def check_symbols(self, value: Any) -> None:
-        """Raises `SizesGivenUp` for data-dependent sizes, such as the number of nonzero elements."""
+        """Raises `SizesGivenUp` for data-dependent sizes, as of nonzero(), and for truth values."""
         others = symbols_in(value) - self._places.keys()
         if others:
             raise SizesGivenUp(f"the size {sorted(map(str, others))[0]} follows from the values of tensors")
@@ -211,7 +211,7 @@ class SizesOfArguments:
         return self._numbers[key] if key in self._numbers else size_of_key(key, self._fake_mode)
 
     def numbers_for(self, tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> tuple[int | float, ...] | None:
-        """The number for each key, given the arguments; 0 for a key of None. Returns None if the arguments do not fit the graph.
+        """The number for each key (0 for None), given the arguments. Returns None if the arguments do not fit the graph.
 
         The graph must be final: torch adds guards while it compiles.
         """
@@ -265,13 +265,13 @@ def _tuple(sizes: Sequence[Size]) -> str:
 
 
 def knowledge_of(tensor: Any) -> tuple[Any, tuple[int, int]]:
-    """The environment of a fake tensor's symbols, and a version that changes with its guards."""
+    """The environment of a tensor's symbols, and a version that changes with its guards."""
     environment = tensor.fake_mode.shape_env
     return environment, (len(environment.guards), len(environment.replacements))
 
 
 def assume_num_elements(tensors: Sequence[torch.Tensor], *, least: float = 0, most: float = math.inf) -> None:
-    """Guards, for each bound, whether the total number of elements of tensors is within it."""
+    """Adds a guard for each bound on the total number of elements."""
     symbolic = [tensor for tensor in tensors if has_symbols(tensor)]
     rest = sum(num_elements_now(tensor) for tensor in tensors if not has_symbols(tensor))
     if symbolic:
@@ -282,7 +282,7 @@ def assume_num_elements(tensors: Sequence[torch.Tensor], *, least: float = 0, mo
 
 @contextlib.contextmanager
 def symbols_by_number() -> Iterator[None]:
-    """Names the symbols of a trace ``s0``, ``s1``, ... in the order of the arguments, with one symbol for each size.
+    """Names a trace's symbols ``s0``, ``s1``, ... in the order of the arguments, with one symbol for each size.
 
     Dynamo would name symbols by a hash, and give equal sizes one symbol.
     """
@@ -294,7 +294,7 @@ def symbols_by_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def numbered_by(number: Callable[[], int] | None) -> Iterator[None]:
-    """Numbers new symbols by the results of ``number``; counts from 0 if it is None."""
+    """Numbers new symbols by the results of ``number``; from 0 if it is None."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def next_id(self: Any, source_name: str) -> int:

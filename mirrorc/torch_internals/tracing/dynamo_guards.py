@@ -1,4 +1,4 @@
-"""Dynamo's guards, without guards on state that mirrorc watches, and with guards that Dynamo lacks."""
+"""Dynamo's guards, without those on state that mirrorc watches, plus guards that Dynamo lacks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ _LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of t
 class DynamoGuards:
     """Checks that a call of a module would still be traced to the same graph.
 
-    Other code watches arguments, parameters and buffers of submodules, hooks of submodules, and torch's modes.
-    Dynamo lacks guards on identities of outside tensors, hooks of outside modules, methods of the classes in use, the sign
-    of zeros, and `os.environ`.
+    Other code watches arguments, parameters and buffers of submodules, hooks of submodules, and torch's modes. Dynamo
+    lacks guards on identities of outside tensors, hooks of outside modules, methods of the classes in use, the sign of
+    zeros, and `os.environ`.
 
     Attributes:
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
-        inputs: the numbers that are inputs of the graph, whose values are not guarded; None without any.
         drawn: the inputs that Python draws, or None; `hold` draws them for the next step.
     """
 
@@ -86,7 +85,6 @@ class DynamoGuards:
         return self.drawn.calls if self.drawn is not None else ()
 
     def use_draws(self) -> Callable[[], None]:
-        """Advances the generators past the draws of `hold`; returns a function that restores them."""
         if self.drawn is None:
             return lambda: None
         before = Generators()
@@ -111,7 +109,6 @@ class DynamoGuards:
         return tuple(numbers)
 
     def changed_numbers(self) -> list[str]:
-        """The expressions of numbers that differ from the graph's constants."""
         changed = []
         for name, value in self._constants.items():
             now = next(iter(_evaluated(name, self._scope)), None)
@@ -180,9 +177,9 @@ def captured_output() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def guarded_results() -> Iterator[None]:
-    """Makes Dynamo guard Python values that forward returns without a look at them, such as a string argument.
+    """Makes Dynamo guard Python values that forward returns without reading them, such as a string argument.
 
-    mirrorc saves such values, while Dynamo's own code reads them in each call.
+    mirrorc saves such values; Dynamo's own code reads them in each call.
     """
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -201,11 +198,7 @@ def guarded_results() -> Iterator[None]:
 def build_guards(
     output: Any, module: nn.Module, inputs: HostNumbers | None = None, drawn: DrawnNumbers | None = None
 ) -> DynamoGuards:
-    """The guards of a captured call.
-
-    Raises:
-        GuardsChange: a guard fails at once, so its value changes with each read.
-    """
+    """Raises `GuardsChange` if a guard fails at once: its value changes with each read."""
     from torch._dynamo import config
     from torch._dynamo.convert_frame import get_traced_fn
     from torch._dynamo.utils import dynamo_timed, get_metrics_context

@@ -1,4 +1,4 @@
-"""Inputs of a traced graph. It reads parameters and buffers from its module, however forward has reached them."""
+"""Makes a traced graph read parameters and buffers from its module, however forward has reached them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ class ReadVariable(NamedTuple):
     """A parameter or buffer that a graph reads from outside of the traced module.
 
     Attributes:
-        words: the user's name for it; empty if no expression reads it.
         root: the module through which it is reached; None for a lone parameter.
-        counter: for a statistic whose version forwards do not change, the buffer that counts the forwards; otherwise None.
+        counter: for a statistic whose version forwards do not change, the buffer that counts the forwards; else None.
     """
 
     tensor: torch.Tensor
@@ -39,17 +38,14 @@ class ReadVariable(NamedTuple):
 
 
 def read_variables_from_module(traced: fx.GraphModule) -> None:
-    """Makes Dynamo's graph read parameters and buffers from its module.
-
-    Forward may reach them from outside, such as through a closure, past the stand-ins of joint export.
-    """
+    """Forward may reach variables from outside, as through a closure, past the stand-ins of joint export."""
     codegen: Any = traced.graph._codegen
     read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
     codegen.dynamo_bytecode_flatten = traced._dynamo_bytecode_flatten = read
 
 
 def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
-    """The tensors that a graph reads besides ``leaves`` and the parameters and buffers of its module."""
+    """Tensors that a graph reads other than ``leaves`` and its module's parameters and buffers."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     known = {*map(id, leaves), *read.named}
@@ -66,7 +62,7 @@ def module_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> 
 
 
 def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The user's expressions for tensors; empty for a tensor that no expression reads."""
+    """The user's expressions for tensors; "" for a tensor that no expression reads."""
     scope = scope_of_guards(module)
     by_id: dict[int, str] = {}
     for name in sorted(names, key=len):
@@ -139,7 +135,7 @@ class _ModulesTensors:
 
 
 def _admit(values: Sequence[Any]) -> None:
-    """Makes a fake mode accept real tensors as inputs, which torch 2.11 does not set here."""
+    """torch 2.11 does not let a fake mode accept real tensors as inputs here."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode()

@@ -1,4 +1,4 @@
-"""The results of a graph of Dynamo's export, as the user's Python objects."""
+"""The results of an exported graph, as the user's Python objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 
 class StandIns:
-    """Tensors that stand for the values of a graph's output. After `give`, only weak references to them remain."""
+    """Tensors that stand for a graph's output values. After `give`, only weak references remain."""
 
     def __init__(self, values: Sequence[object]) -> None:
         self._tensors = [torch.empty(0, device="meta") for _ in values]

@@ -1,4 +1,4 @@
-"""Identity of ``out=`` arguments and results under Dynamo."""
+"""Makes ``out=`` arguments and results one object under Dynamo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unittest.mock import patch
 def returned_out_arguments() -> Iterator[None]:
     """Makes torch functions return the tensor of ``out=`` itself in traces of this thread.
 
-    Dynamo returns another variable, with which ``self.u = torch.mul(a, b, out=self.u)`` would seem to assign an attribute.
+    With Dynamo's other variable, ``self.u = torch.mul(a, b, out=self.u)`` would seem to assign an attribute.
     """
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable

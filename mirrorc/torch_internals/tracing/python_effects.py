@@ -1,4 +1,4 @@
-"""Side effects of a traced forward that a graph lacks: writes to Python objects, prints and logs."""
+"""Side effects of a traced forward that a graph lacks."""
 
 from __future__ import annotations
 
@@ -42,14 +42,13 @@ _WARNED: dict[Any, Any] = {}  # Python's filters show a warning of a line once
 
 @dataclass(frozen=True)
 class PythonWrite:
-    """The changes by forward to an object that is older than the trace.
+    """Forward's changes to an object that is older than the trace.
 
     Attributes:
         source: the expression that reads the object, from ``L['self']`` or globals ``G``.
         parts: suffixes of ``source`` for what has changed: ``.name``, ``['key']``, or ``[`` for a list or set.
-        stack: the frames of the last change, outermost first.
         values: the known values of assigned attributes, by name; new tensors are stand-ins.
-        items: the new items of a container, as `items_of` returns them; `MISSING` if unchanged or unknown.
+        items: a container's new items, as `items_of` returns them; `MISSING` if unchanged or unknown.
         is_constant: whether all changes assign constants to attributes.
         words: the changed part in the user's words, or the whole object if several parts have changed.
     """
@@ -65,7 +64,7 @@ class PythonWrite:
 
     @property
     def is_read_by_changing(self) -> bool:
-        """Tests for a generator or an iterator, as reading it changes it."""
+        """Tests for a generator or an iterator, which a read changes."""
         return (
             self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
         )
@@ -97,7 +96,7 @@ class PythonWrite:
 
 
 def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[str]) -> None:
-    """Makes ``wanted`` an object's attributes. If it is a class, only those named in ``changing`` are set."""
+    """Of a class, sets only the attributes named in ``changing``."""
     if not isinstance(owner, type):
         owner.__dict__.clear()
         owner.__dict__.update(wanted)
@@ -126,7 +125,7 @@ class PythonCall:
 
 @dataclass
 class PythonEffects:
-    """Side effects of one trace. Stacks have their outermost frame first.
+    """Side effects of one trace. Stacks begin with their outermost frame.
 
     Attributes:
         draws: the stacks of draws that steps would not repeat.
@@ -152,8 +151,7 @@ def observed_effects(
     """Observes the trace of a module's call in this thread.
 
     Args:
-        names: the globals of the traced function.
-        makes_arguments: the call's function that builds the containers of its arguments, which are watched; or None.
+        makes_arguments: builds the containers of the call's arguments, which are watched; or None.
     """
     effects, scope = PythonEffects(), {"L": {"self": module}, "G": names}
     with contextlib.ExitStack() as stack:
@@ -223,7 +221,7 @@ def _call_observers(effects: PythonEffects) -> list[tuple[Any, str, Any]]:
 
 
 def _logger(args: Sequence[Any]) -> Any:
-    """The variable of a logger; None if the name of the logger is no constant."""
+    """None if the logger's name is not a constant."""
     from torch._dynamo.variables.misc import LoggingLoggerVariable
 
     if not all(arg.is_python_constant() for arg in args):
@@ -244,7 +242,7 @@ def _level(name: str) -> int:
 
 
 def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeats: bool) -> PythonCall:
-    """Calls a function in the trace unless arguments are unknown; tensors are fake."""
+    """Calls a function in the trace, with fake tensors, if the arguments are known."""
     from torch._guards import TracingContext
 
     stack, has_run = list(TracingContext.extract_stack()), False
@@ -256,7 +254,7 @@ def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeat
 
 
 def _value_of(variable: Any) -> Any:
-    """The value of a variable in the trace; raises an exception if it has none."""
+    """Raises an exception if the variable has no value in the trace."""
     if hasattr(variable, "realize"):
         variable = variable.realize()
     if hasattr(variable, "format_string"):
@@ -268,7 +266,7 @@ def _value_of(variable: Any) -> Any:
 
 
 def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
-    """The lasting changes: of objects older than the trace, to values other than the old ones."""
+    """Changes of objects older than the trace, to other values than before."""
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     writes = []

@@ -1,4 +1,4 @@
-"""Detection of random numbers that steps would not draw anew: Python's, and cached ones."""
+"""Detects random numbers that steps would not draw anew."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 @contextlib.contextmanager
 def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Collects the frames of random draws in traces of this thread; restores the state of ``random``."""
+    """Collects the frames of random draws in traces of this thread; restores ``random``."""
     from torch._dynamo.variables import misc, user_defined
     from torch._guards import TracingContext
 

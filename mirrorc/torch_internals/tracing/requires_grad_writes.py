@@ -1,4 +1,4 @@
-"""Dynamo support for ``x.requires_grad = True`` on computed values, which does not affect gradients of parameters."""
+"""Lets Dynamo trace ``x.requires_grad = True`` on computed values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 def made_leaves() -> Iterator[None]:
     """Lets traces of this thread set ``requires_grad`` to True on computed values.
 
-    The graph does not change, as backward leads from the loss to parameters only.
-    Values older than the trace, their possible aliases, and values with a gradient function are refused.
+    The graph does not change: backward leads from the loss to parameters only. Values older than the trace, their
+    possible aliases, and values with a gradient function are refused.
     """
     from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
 
@@ -39,7 +39,6 @@ def made_leaves() -> Iterator[None]:
 
 
 def _is_separate_leaf(node: Any) -> bool:
-    """Tests for a value that has no gradient function, is no input of its own operation, and has no views yet."""
     value = node.meta["example_value"]
 
     def memory(other: Any) -> int:

@@ -1,4 +1,4 @@
-"""The user's words for Dynamo's expressions, such as ``acts`` in a forward hook of module '0'."""
+"""The user's words for Dynamo's expressions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Reader(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _name(self, node: ast.AST) -> str | None:
-        """The name of an expression; empty for expressions that users do not name, and None for unknown ones."""
+        """ "" for expressions that users do not name, and None for unknown expressions."""
         match node:
             case ast.Subscript(ast.Name("L"), ast.Constant("self")):
                 return ""
@@ -176,7 +176,7 @@ class _Reader(ast.NodeTransformer):
         return False
 
     def _note_place(self, function: ast.expr) -> None:
-        """Sets the place from a function, unless one is set: the first call has the innermost function."""
+        """Keeps the first place, which is that of the innermost function."""
         self.place = self.place or self._place_of(function)
 
     def _place_of(self, function: ast.expr) -> str:
@@ -213,4 +213,4 @@ def _code_of(function: Any) -> Any:
 
 
 def _nothing() -> None:
-    """A function without variables, for its code object."""
+    pass

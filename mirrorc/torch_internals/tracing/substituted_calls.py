@@ -46,7 +46,7 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
 
 @contextlib.contextmanager
 def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[None]:
-    """Makes traces of this thread call the given Python functions with constants, instead of entering them.
+    """Makes traces of this thread call these Python functions with constants, instead of entering them.
 
     A function must return a constant, or a function that the trace enters when it is called.
     """
@@ -68,7 +68,7 @@ def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[N
 
 @contextlib.contextmanager
 def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
-    """Collects the lines at which traces of this thread call a function of torch."""
+    """Collects the lines at which traces of this thread call a torch function."""
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     thread, lines, call = threading.get_ident(), list[int](), TorchInGraphFunctionVariable.call_function
@@ -84,9 +84,10 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def asked_for_class(kind: type) -> Iterator[None]:
-    """Makes isinstance() in traces of this thread use the ``__class__`` of objects of ``kind``, and finds attributes in ``kind``.
+    """For objects of ``kind`` in traces of this thread, makes isinstance() use ``__class__``, and finds attributes in
+    ``kind``.
 
-    This is what Python does. Dynamo uses ``__class__`` for a single class only, and searches it for attributes.
+    Python does both. Dynamo uses ``__class__`` for a single class only, and searches it for attributes.
     """
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -116,7 +117,7 @@ def asked_for_class(kind: type) -> Iterator[None]:
 
 
 def traced_file() -> str:
-    """The file of the code that is being traced; empty outside of a trace."""
+    """The file of the code being traced; empty outside of a trace."""
     from torch._guards import TracingContext
 
     stack = TracingContext.extract_stack()

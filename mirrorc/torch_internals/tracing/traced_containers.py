@@ -1,4 +1,4 @@
-"""Detection of changes to containers that a trace has built itself."""
+"""Detects changes to containers that a trace has built itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ class MadeContainer(NamedTuple):
     """The state of a container right after the tracer has built it.
 
     Attributes:
-        output: the tracer's attempt to build a graph.
-        items: the items of a list, or the keys and values of a dict, in order; None for other kinds.
+        items: a list's items, or a dict's keys and values, in order; None for other kinds.
     """
 
     output: Any
@@ -28,7 +27,6 @@ class ChangedContainer(NamedTuple):
 
     Attributes:
         position: the number of containers built before it.
-        stack: the frames of the change, outermost first; empty if unknown.
     """
 
     position: int
@@ -56,7 +54,7 @@ def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[Chan
 
 
 def _without_defaults(variable: Any, before: Sequence[Any] | None, items: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Returns items without those that a read has added to a defaultdict and would add again."""
+    """A read adds items to a defaultdict, and would add them again."""
     factory = _realized(getattr(variable, "default_factory", None))
     if before is None or items is None:
         return items

@@ -1,4 +1,4 @@
-"""Detection of changes to methods that a trace has entered."""
+"""Detects changes to methods that a trace has entered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Method:
 
 
 class TracedMethods:
-    """Checks that traced methods, the code of traced functions, and classes in their closures are unchanged."""
+    """Checks that traced methods, the code of traced functions, and classes in closures are unchanged."""
 
     def __init__(self, values: Iterable[Any], codes: Sequence[CodeType]) -> None:
         self._traced = set(codes)
@@ -55,7 +55,6 @@ class TracedMethods:
                 self._entries[owner, name] = _looked_up(owner, name)
 
     def _enter_functions(self, functions: Iterable[FunctionType]) -> bool:
-        """Adds the traced ones among functions; returns whether there are any."""
         traced = [function for function in functions if function.__code__ in self._traced]
         for function in traced:
             if id(function) not in self._functions:
@@ -80,7 +79,7 @@ class TracedMethods:
         return not self._others or all(method.is_same() for method in self._others)
 
     def broken(self) -> str:
-        """A description of the first change; empty if there is none."""
+        """The first change, in words; may be empty."""
         for method in (*(_Method(*entry) for entry in self._plain), *self._others):
             if not method.is_same():
                 return f"{method.owner.__name__}.{method.name} was replaced"
@@ -92,7 +91,7 @@ class TracedMethods:
 
 
 def _owners(kind: type, name: str, traced_in: Sequence[type]) -> Sequence[type]:
-    """The classes in which to watch a method: the class itself, or its MRO if ``super()`` may have found the method."""
+    """The classes in which to watch a method: the class itself, or its MRO if ``super()`` may have found it."""
     first = next(base for base in kind.__mro__ if name in vars(base))
     if [first] == traced_in:
         return [kind]

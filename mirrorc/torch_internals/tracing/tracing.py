@@ -1,4 +1,4 @@
-"""Graph capture with Dynamo and AOTAutograd, and the user's line of a failure."""
+"""Captures graphs with Dynamo and AOTAutograd; finds the user's line of a failure."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ from mirrorc.torch_internals.tracing.source_names import source_words
 
 @contextlib.contextmanager
 def restored_tracing_state() -> Iterator[None]:
-    """Restores tracing state after Ctrl-C, which may interrupt torch's own cleanup.
-
-    A stale tracing context makes all later traces fail.
-    """
+    """Restores tracing state after Ctrl-C, which may interrupt torch's own cleanup. Later traces would fail."""
     is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     with torch._guards.tracing(None):
         try:
@@ -75,8 +72,7 @@ def trace_full_graph(
     Args:
         leaves: the tensor arguments; dimensions marked by `mark_symbolic` get symbols.
         makes_arguments: forward's function that builds the containers of its arguments, or None.
-        numbers: the expressions of Python numbers that become graph inputs.
-        guards_results: whether to guard Python values that forward returns without a look at them.
+        guards_results: whether to guard Python values that forward returns without reading them.
         takes_draws: whether Python's random draws become inputs, read from the module's list ``drawn``.
 
     Raises:
@@ -121,7 +117,7 @@ def trace_full_graph(
 
 @contextlib.contextmanager
 def _without_new_graphs(names: dict[str, Any]) -> Iterator[None]:
-    """Removes new graphs of Dynamo from a function's globals, where they would keep the model alive."""
+    """Dynamo's new graphs in a function's globals would keep the model alive."""
     before = set(names)
     try:
         yield
@@ -141,7 +137,7 @@ def _prepare_for_export(traced: fx.GraphModule) -> None:
 
 
 def _add_builtins(traced: fx.GraphModule) -> None:
-    """Adds builtins to the names for Dynamo's code, which torch 2.11 omits."""
+    """Torch 2.11 omits builtins from the names for Dynamo's code."""
     replays: tuple[Any, ...] = (traced._dynamo_bytecode_flatten, traced._dynamo_bytecode_unflatten)
     for replay in replays:
         replay.f_globals = {**vars(builtins), **replay.f_globals}
@@ -213,7 +209,6 @@ def _exported(
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[JointGraph, list[fx.Node]]:
-    """Exports a joint graph, or a forward graph in a context without gradients; returns it and its plain outputs."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -265,7 +260,7 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient:
 
 
 def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
-    """The trace's fake tensors by argument: joint export with real tensors would drop their symbols."""
+    """The trace's fake tensors: joint export with real tensors would drop their symbols."""
     results: Any = traced.graph.output_node().args[0]
     if any(isinstance(node, fx.Node) and is_symbolic(node.meta.get("example_value")) for node in results):
         raise SizesGivenUp("forward returns a number that is computed of sizes")
@@ -274,7 +269,7 @@ def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
 
 
 def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the traced code at an error, outermost first; empty if it failed after tracing."""
+    """The traced code's frames at an error, outermost first; empty if it came after tracing."""
     frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
     cause = error.__cause__ or error.__context__
     return list(frames) if frames or cause is None else traced_frames(cause)
@@ -304,7 +299,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 @functools.cache
 def _mirrorcs_folders() -> tuple[str, ...]:
-    """The folders of the library. In a checkout, passes and runtime lie beside mirrorc."""
+    """In a checkout, passes and runtime lie beside mirrorc."""
     specs = (importlib.util.find_spec(name) for name in ("mirrorc", "mirrorc.passes", "mirrorc.runtime"))
     return tuple(
         f"{folder}{os.sep}" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()

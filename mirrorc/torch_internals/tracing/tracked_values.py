@@ -1,4 +1,4 @@
-"""Comparison of a tracer's variables with the Python objects from before the trace."""
+"""Compares a tracer's variables with the Python objects from before the trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 MISSING = object()
-"""Marker for an absent or unknown value."""
+"""Marks an absent or unknown value."""
 
 
 def content_of(variable: Any) -> Any:
@@ -35,7 +35,7 @@ def changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[st
 
 
 def _items_of(variable: Any) -> dict[Any, Any] | None:
-    """The items of a dict's variable; None if the trace does not know a key."""
+    """None if the trace does not know a key of the dict."""
     keys = {key: key.vt.realize() if hasattr(key.vt, "realize") else key.vt for key in variable.items}
     if not all(key.is_python_constant() for key in keys.values()):
         return None
@@ -43,7 +43,6 @@ def _items_of(variable: Any) -> dict[Any, Any] | None:
 
 
 def attribute_of(real: Any, key: str) -> Any:
-    """An attribute of an object; `MISSING` if there is none."""
     attributes = getattr(real, "__dict__", {})
     return attributes[key] if key in attributes else getattr(real, key, MISSING)
 
@@ -103,14 +102,14 @@ def source_name(variable: Any) -> str:
 
 
 def evaluated(name: str, scope: Mapping[str, Any]) -> Any:
-    """The value of an expression; `MISSING` if it raises an error."""
+    """`MISSING` if the expression raises an error."""
     with contextlib.suppress(Exception):
         return eval(name, dict(scope)) if name else MISSING
     return MISSING
 
 
 def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
-    """The object of a variable, with stand-ins for new tensors; `MISSING` if unknown."""
+    """A variable's object, with stand-ins for new tensors; `MISSING` if unknown."""
     if hasattr(variable, "is_realized"):
         if not variable.is_realized():
             return variable.peek_value()
@@ -131,7 +130,7 @@ def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
-    """A container's new items as a list, or as a dict if ``real`` is one; `MISSING` if unknown."""
+    """A container's new items as a list, or a dict if ``real`` is one; `MISSING` if unknown."""
     items = getattr(variable, "items", None)
     if isinstance(items, list) and isinstance(real, list | tuple | deque):
         held = [stand_in(item, scope) for item in items]
@@ -146,7 +145,7 @@ def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def replace_items(real: Any, items: Iterable[Any]) -> None:
-    """Replaces a container's items without calls of its methods; ``items`` is a dict if the container is one."""
+    """Calls no methods of the container; ``items`` is a dict if the container is one."""
     base: Any = next(base for base in (list, deque, OrderedDict, dict, set) if isinstance(real, base))
     base.clear(real)
     if isinstance(items, dict):

@@ -1,4 +1,4 @@
-"""Value numbering: two values of a program that are computed in the same way have equal numbers."""
+"""Value numbering: values that are computed in the same way have equal numbers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mirrorc.verifier.expressions.rows_and_columns import Number, NumberedColumn
 
 
 class Expressions:
-    """Numbers the expressions of a program, as in all programs that share the tables.
+    """Numbers the expressions of a program. Programs that share the tables number equal expressions alike.
 
     Args:
         numbers: operation and numbers of its arguments -> number of its result.
-        roots: number and layout of a view or a reshaped value -> those of the original value.
-        makers: output, the first node of each number.
+        roots: number and layout of a view or reshaped value -> those of the original value.
+        makers: filled with the first node of each number.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Expressions:
         return self.number("microbatch_seed", ("value", seed), index)
 
     def applied(self, target: Any, *args: Any) -> int:
-        """The number of an operator's result. Arguments are numbers of values (`int`), lists of them, and floats."""
+        """The number of an operator's result. Arguments are numbers of values (`int`), lists of numbers, and floats."""
         wrapped = [Number(a) if type(a) is int else [Number(i) for i in a] if isinstance(a, list) else a for a in args]
         return self._number_application(target, tuple(wrapped), {}, {})
 
@@ -130,7 +130,7 @@ class Expressions:
         return inside[body.output_node().args[0]]  # type: ignore[index]
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """The viewed value's number, if a chain of views leads back to its shape and strides."""
+        """The original value's number, if a chain of views leads back to its shape and strides."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         viewed = (numbered[source], _layout(source))
@@ -174,7 +174,7 @@ class Expressions:
         return whole.number
 
     def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
-        """Numbers a write: afterwards the argument has the number of the written value."""
+        """The argument gets the number of the written value."""
         target, *sources = node.args
         written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
         if node.target is out_products.mm_into:
@@ -213,7 +213,10 @@ class Expressions:
 
 @functools.cache
 def _is_plain(target: Any) -> bool:
-    """Tests for an operator whose result is always numbered by its arguments."""
+    """Tests for an operator whose value number follows from the operator and its arguments' numbers.
+
+    Other operators have rules of their own.
+    """
     may_be_other = any(target in some for some in (LAYOUT_ONLY, DECOMPOSITIONS, REARRANGEMENTS, ROW_READERS))
     return not may_be_other and not writes_argument(target)
 
@@ -228,7 +231,7 @@ def _shape(value: Any) -> Any:
 
 
 def _layout(node: fx.Node) -> Any:
-    """The sizes and strides of a tensor, with zero for strides without effect; None for other values."""
+    """Strides without effect are zero. None for values that are not tensors."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

@@ -1,4 +1,4 @@
-"""The expected results of a shard by the graphs of its microbatches, without the pass that joins them."""
+"""The results that a shard must have, by its microbatches' graphs, not by the pass that joins them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ aten = torch.ops.aten
 
 
 def accumulated_results(program: Program, expressions: Expressions) -> Iterator[tuple[int, str, str, int]]:
-    """Iterates over the results of each replica's shard: the replica, and a result's kind, name and number.
+    """Yields the replica, kind, name and number of each result of each replica's shard.
 
-    The loss is the sum of the microbatches' losses, weighted by examples unless it is a sum. A buffer has the last microbatch's
-    value; each microbatch begins with the buffers of the one before, or with the original ones if all write alike.
+    Losses of microbatches are added, weighted by examples unless the loss is a sum. A microbatch reads the buffers that
+    the one before has written, or the original ones for `Aggregation.SAME`. A buffer gets the last microbatch's value.
     """
     for replica, shards in enumerate(program.shard_of_microbatch):
         sizes = program.microbatches[replica]
@@ -127,5 +127,4 @@ def _put_together(parts: list[int], how: str, sizes: tuple[int, ...], expression
 
 
 def is_accumulated(before: Program, after: Program) -> bool:
-    """Tests for a pass that has joined the microbatches of shards."""
     return bool(before.shard_of_microbatch) and not after.shard_of_microbatch

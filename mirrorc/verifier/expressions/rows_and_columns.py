@@ -1,4 +1,4 @@
-"""Equal numbers for rewrites of row reads (`graph.one_hot_rows`) and of products (`graph.padded_products`)."""
+"""Equal numbers for rewrites of row reads (`graph.one_hot_rows`) and of padded products (`graph.padded_products`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mirrorc.torch_internals import sizes_key
 
 @dataclass(frozen=True)
 class Number:
-    """The number of an expression, wrapped to distinguish it from numbers that are arguments of operators."""
+    """Wraps the number of an expression, to tell it from a number that is an argument."""
 
     number: int
 
 
 class NumberedRows:
-    """The shape and dtype of each expression of a program, and the origin of rows."""
+    """The shape and dtype of each expression, and the operators that make rows."""
 
     def __init__(self, number_application: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number_application = number_application
@@ -35,12 +35,11 @@ class NumberedRows:
             self._op_of[number] = _op_of(node, numbered) if is_of_rows else node
 
     def by_elements(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The number of a node's value, if it depends on only one element of each row; else None."""
+        """None if the value depends on more than one element of a row."""
         element = by_elements(self, _op_of(node, numbered))
         return element.number if element is not None else None
 
     def op_of(self, value: Any) -> ValueOp[Number] | None:
-        """The operator, arguments, shape and dtype of an expression; None if unknown."""
         maker = self._op_of.get(value.number) if isinstance(value, Number) else None
         if not isinstance(maker, fx.Node):
             return maker
@@ -64,7 +63,7 @@ def _op_of(node: fx.Node, numbered: Mapping[fx.Node, Any]) -> ValueOp[Number]:
 
 
 class NumberedColumns:
-    """The padded values of a program, with the numbers of their first columns."""
+    """Padded values, with the numbers of their first columns."""
 
     def __init__(self, number: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number = number
@@ -77,7 +76,7 @@ class NumberedColumns:
             self._first[numbered[node]] = (columns, numbered[node.args[0]])  # type: ignore[index]
 
     def first_columns(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The number of a product, if the node slices its columns from the padded product; else None."""
+        """The number of the product without padding, if the node slices its columns from the padded one; else None."""
         wanted = first_columns(node)
         if wanted is None:
             return None

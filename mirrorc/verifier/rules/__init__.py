@@ -1,4 +1,4 @@
-"""The rules of the verifier, a file for each topic. Importing this package registers them."""
+"""The rules of the verifier by topic. Importing this package registers them."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Rules on accumulated gradients, which a call leaves to a later one."""
+"""Rules on gradients that a call leaves to a later one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.UPDATED)
 def gradients_are_accumulated_once(program: Program) -> Iterator[Violation]:
-    """In a program that accumulates, each replica adds each bucket to its sums once, as packed, and nothing is communicated. No
-    other program adds anything to them.
+    """In a program that accumulates, each replica adds each packed bucket to its sums once, and nothing is communicated. No
+    other program adds to the sums.
     """
     yield from _wrong_uses(program, ops.accumulate, Accumulation.ADDS)
     for where, graph, _ in scopes(program) if program.accumulates else ():
@@ -30,8 +30,8 @@ def gradients_are_accumulated_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def accumulated_gradients_are_added_once(program: Program) -> Iterator[Violation]:
-    """In a program that ends an accumulation, each replica adds its sums to each packed bucket once, and nothing else takes that
-    bucket. No other program takes anything of the sums.
+    """In a program that ends an accumulation, each replica adds its sums to each packed bucket once, and nothing else takes
+    that bucket. No other program takes the sums.
     """
     yield from _wrong_uses(program, ops.add_accumulated, Accumulation.ENDS)
     for where, graph, _ in scopes(program) if program.accumulation is Accumulation.ENDS else ():

@@ -1,4 +1,4 @@
-"""Rules on a call's inputs and outputs: examples, symbolic sizes, outputs, evaluations."""
+"""Rules on examples, symbolic sizes, outputs and evaluations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.w
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def some_replica_has_examples(program: Program) -> Iterator[Violation]:
-    """At least one replica has examples, unless other workers may have some. Before replication, exactly these replicas run a
+    """At least one replica has examples, unless other workers may. Before replication, exactly the replicas with examples run a
     graph.
     """
     if not program.present and not program.workers.are_several:
@@ -35,8 +35,8 @@ def some_replica_has_examples(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED, order=Order.REFERENCES)
 def replicas_without_examples_run_nothing(program: Program) -> Iterator[Violation]:
-    """A replica without examples has no arguments, regions, slots, factors, checks, meetings, outputs, writes of buffers, and
-    no loss. All replicas take part in collectives, commits and updates alike.
+    """A replica without examples has no arguments, regions, slots, factors, checks, meetings, outputs, buffer writes or loss.
+    All replicas take part in collectives, commits and updates.
     """
     for where, graph, _ in scopes(program):
         for node in graph.nodes:
@@ -62,8 +62,8 @@ def _is_of_forward_or_backward(node: fx.Node) -> bool:
 
 @rule(since=Stage.CAPTURED)
 def losses_are_for_training(program: Program) -> Iterator[Violation]:
-    """A program with a loss weight trains. One without it evaluates: it has no buckets, update rules, regions of backward, losses
-    or gradients.
+    """A program with a loss weight trains and returns a loss. Any other evaluates: it has no buckets, update rules, regions of
+    backward, losses or gradients.
     """
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
@@ -105,8 +105,8 @@ _Key = tuple[str, str, object, object]
 
 @rule(since=Stage.CAPTURED, order=Order.OWNERS)
 def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
-    """Every replica with examples gathers the same outputs once, in the same way and of one dtype. Parts of a concatenated output
-    have a row for each example and are alike in all other dimensions. Parts of an averaged or summed output have one shape.
+    """Every replica with examples gathers the same outputs once, in one way and dtype. Parts of a concatenated output have a
+    row for each example and agree in other dimensions. Parts of an averaged or summed output have one shape.
     """
     each: list[tuple[str, list[fx.Node], int | None]] = []
     sizes = program.num_examples if len(program.num_examples) == program.num_replicas else ()
@@ -175,8 +175,8 @@ def _key(node: fx.Node) -> _Key:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def sizes_are_arguments(program: Program) -> Iterator[Violation]:
-    """A captured graph, and its program, take each symbol in the sizes of values as an argument. Operators take values of such
-    arguments, never symbols.
+    """A captured graph takes each symbol in the sizes of its values as an argument of the program. Operators take values of
+    such arguments, never symbols.
     """
     if program.stage is Stage.CAPTURED:
         size_names = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SIZE}

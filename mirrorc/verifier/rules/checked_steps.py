@@ -1,4 +1,4 @@
-"""Rules on checks: they stop a step before any change of state, and cover all losses and gradients."""
+"""Rules on checks, which stop a step before any change of state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from mirrorc.verifier.rules.rule import Order, rule
 
 @rule(since=Stage.REPLICATED)
 def checks_come_first(program: Program) -> Iterator[Violation]:
-    """On every replica, each check comes before all launches, the commit and all writes. A failing check leaves everything
-    unchanged.
-    """
+    """On every replica, each check comes before all launches, the commit and all writes, so a failing check changes nothing."""
     for where, graph, replicas in scopes(program):
         if next(calls_to(graph, ops.check), None) is None:
             continue
@@ -44,8 +42,8 @@ def _changes_something(node: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
-    """If a step is checked, each replica's commit takes `is_finite` of its loss (unless that is scaled) and of all inputs of its
-    updates. Nothing else takes these truth values. All replicas have the same ``otherwise``.
+    """If a step is checked, each replica's commit takes `is_finite` of its loss (unless the loss is scaled) and of all inputs
+    of its updates. Nothing else takes these truth values. All replicas have the same ``otherwise``.
     """
     commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
     for _, graph, _ in scopes(program):

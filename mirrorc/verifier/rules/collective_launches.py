@@ -1,4 +1,4 @@
-"""Rules on collectives: all replicas take part, pending values are waited for, and buckets in flight are not touched."""
+"""Rules on collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mirrorc.verifier.rules.rule import Order, rule
 
 @rule(since=Stage.REDUCED)
 def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
-    """Each participating replica waits for a pending value exactly once, under its own tag; nothing else uses it."""
+    """Each participating replica waits for a pending value exactly once, under its tag; nothing else uses it."""
     for where, graph, replicas in scopes(program):
         for node in calls_to(graph, *ops.LAUNCHES):
             waits = Counter(replica_of(user) for user in node.users if user.target is ops.wait)
@@ -52,7 +52,7 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
-    """A packed bucket, and values computed from it on the way, are used by its reduction alone."""
+    """A packed bucket, and values computed from it on the way, are used only by its reduction."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS, ops.gather_factors):
             for operand in node.all_input_nodes:
@@ -82,7 +82,7 @@ def _leads_to(node: fx.Node, operand: fx.Node) -> bool:
 
 @rule(since=Stage.REDUCED)
 def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
-    """After a `pack`, no region of that replica writes into its slots. A sent value is not written any more."""
+    """After a `pack`, no region of its replica writes into its slots. A sent value is not written any more."""
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         closed: dict[tuple[int | None, str], str] = {}  # by replica and slot, the node behind which no write may come
@@ -135,7 +135,7 @@ def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Me
 
 
 def _written(node: fx.Node) -> Iterator[_Memory]:
-    """The memory that a node writes; a reduction may write its buckets until it is waited for."""
+    """A reduction may write its buckets until it is waited for."""
     yield from ((PARAMETERS, index, 0) for index in written_buckets(node))
     if node.target in (ops.pack, ops.add_accumulated) or node.target in ops.EXCHANGES or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node), pack_of(node)
@@ -152,8 +152,8 @@ def _say_memory(memory: _Memory) -> str:
 
 @rule(since=Stage.REDUCED)
 def collectives_match_their_tags(program: Program) -> Iterator[Violation]:
-    """Reductions compute sums. A value broadcast or sent is a part of the bucket in its tag: gradients summed so far, each once,
-    or new parameters.
+    """Reductions compute sums. A value broadcast or sent is a part of the bucket in its tag: gradients summed so far, each
+    once, or new parameters.
     """
     parts = BucketParts(program)
     for _, graph, _ in scopes(program):
@@ -177,8 +177,8 @@ def collectives_match_their_tags(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
-    """A collective of the mirrored graph joins every replica once. Each bucket or pack is reduced once, or by sends, or made of
-    the factors of all workers. A program that accumulates gradients reduces none.
+    """A collective of the mirrored graph joins every replica once. Each bucket or pack is reduced once, or by sends, or
+    computed from the factors of all workers. A program that accumulates gradients reduces none.
     """
     if program.graph is None or (program.num_replicas == 1 and not program.accumulates):
         return
@@ -208,7 +208,7 @@ def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def links_join_their_devices(program: Program) -> Iterator[Violation]:
-    """A collective's link exists, joins the program's devices, or workers with such devices, and carries that collective."""
+    """A collective's link exists, carries it, and joins the program's devices, or workers with such devices."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             link = node.kwargs.get("link")
@@ -225,8 +225,8 @@ def links_join_their_devices(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED)
 def packs_make_up_their_buckets(program: Program) -> Iterator[Violation]:
-    """Every element of a cut bucket lies in exactly one pack, and no pack is empty. If any bucket is cut, all buckets have
-    packs, numbered from 0 on. Buckets sent as factors are not cut.
+    """Every element of a cut bucket is in exactly one pack, and no pack is empty. If any bucket is cut, all buckets have packs,
+    numbered from 0. Buckets sent as factors are not cut.
     """
     for bucket in program.buckets:
         place = 0
@@ -250,7 +250,7 @@ def packs_make_up_their_buckets(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.PACKED, order=Order.OWNERS)  # rules on updates explain the same better, once there are some
 def packs_keep_their_order(program: Program) -> Iterator[Violation]:
     """The packed values in the output of the mirrored graph are the packs of all buckets, by their numbers. A cut bucket is
-    joined from its own packs, in the order of the elements.
+    joined from its own packs, in the order of elements.
     """
     for graph in program.graphs():
         output: Any = graph.output_node().args[0]

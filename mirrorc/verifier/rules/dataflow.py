@@ -33,11 +33,12 @@ Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 @rule(scope=Scope.PASS, is_about_dataflow=True)
 def dataflow_is_preserved(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
-    """On every replica, the expressions of the loss, of each gradient, check, output, value for a meeting, new value of a buffer,
-    and of each bucket's way to its update stay the same, unless the pass has the attribute changes_dataflow = True.
+    """On every replica, the expressions of the loss, of each gradient, check, output, value for a meeting and written buffer,
+    and the operators on each bucket before its update, stay the same, unless the pass has the attribute changes_dataflow =
+    True.
 
-    Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions'
-    operators. A value and its copy in another memory format are equal, except for an operator that may read memory in order.
+    Expressions are compared by structure: over region calls if the regions are unchanged, else over the regions' operators. A
+    value equals its copy in another memory format, except for an operator that may read memory in order.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged
@@ -70,7 +71,7 @@ def dataflow_is_preserved(before: Program, after: Program, known: KnownFlows | N
 
 
 class KnownFlows:
-    """Numbers expressions over a whole pipeline, and remembers the results of the last program."""
+    """Numbers expressions over a whole pipeline, and remembers the last program's results."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -78,7 +79,11 @@ class KnownFlows:
         self._last: tuple[Program, bool, Flows] | None = None
 
     def flows(self, program: Program, inlined: bool, *, is_new: bool = False, left_out: tuple[str, ...] = ()) -> Flows:
-        """The results of each replica as expressions; ``left_out``: operations to skip on gradients' ways to updates."""
+        """The results of each replica as expressions.
+
+        Args:
+            left_out: operations to skip on gradients' ways to updates.
+        """
         if left_out:
             self._last = None
             return _flows(program, Expressions(program, self._numbers, self._roots, inlined), left_out)

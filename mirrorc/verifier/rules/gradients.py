@@ -37,8 +37,8 @@ from mirrorc.verifier.rules.rule import Scope, rule
 
 @rule(since=Stage.CAPTURED)
 def sparse_tables_have_separate_buckets(program: Program) -> Iterator[Violation]:
-    """The bucket of a table with a row-wise optimizer has no other gradient, and is not updated element by element: its sum
-    has only the rows that were looked up.
+    """The bucket of a table with a row-wise optimizer has no other gradient and is not updated element by element: its sum has
+    only the looked-up rows.
     """
     for bucket in program.buckets:
         if bucket.rule.takes_rows and (
@@ -52,7 +52,7 @@ def sparse_tables_have_separate_buckets(program: Program) -> Iterator[Violation]
 
 @rule(since=Stage.CAPTURED)
 def slots_are_disjoint(program: Program) -> Iterator[Violation]:
-    """Slots lie inside their bucket, one after the other, and have their bucket's dtype and update rule."""
+    """Slots are inside their bucket, one after the other, and have its dtype and update rule."""
     for i, bucket in enumerate(program.buckets):
         if bucket.index != i:
             yield Violation(f"bucket {bucket.index} is at place {i}: buckets are named by their place")
@@ -72,7 +72,7 @@ def slots_are_disjoint(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED)
 def gradients_and_slots_match(program: Program) -> Iterator[Violation]:
-    """Every gradient of backward is in exactly one slot, and no slot is without a gradient."""
+    """Every gradient of backward has exactly one slot, and every slot has a gradient."""
     if not program.buckets and program.stage is Stage.CAPTURED:
         return  # not planned yet
     if not program.buckets and any(variable.update is not None for variable in program.variables.values()):
@@ -145,7 +145,7 @@ def _packs_the_rest(pack: fx.Node, user: fx.Node) -> bool:
 
 @rule(since=Stage.PACKED)
 def gradients_are_in_their_slots(program: Program) -> Iterator[Violation]:
-    """A gradient is packed as that of its own variable and replica."""
+    """A gradient is packed into its own variable's slot, on its own replica."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
             for slot, gradient in zip(packed_slots(program, node), node.all_input_nodes, strict=False):
@@ -190,7 +190,9 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def factors_are_not_variables(program: Program) -> Iterator[Violation]:
-    """A factor of a gradient is neither a variable nor a view of one: an update may write these before the gradient is made."""
+    """A factor of a gradient is neither a variable nor a view of one, which an update may write before the gradient is
+    computed.
+    """
     variables = ViewedVariables(program)
     for graph in program.graphs():
         for node in calls_to(graph, *ops.FACTORED):
@@ -211,7 +213,7 @@ def slots_are_for_their_gradients(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED, scope=Scope.GRAPH)
 def regions_hold_operators_alone(program: Program, graph: fx.Graph) -> Iterator[Violation]:
-    """A region's body has operators of torch and parts of their results: no operation of mirrorc, no call of a region."""
+    """A region's body has operators of torch and items of their results: no operation of mirrorc, no call of a region."""
     region = next((region for region in program.regions.values() if region.graph_module.graph is graph), None)
     for node in graph.nodes if region is not None else ():
         is_allowed = is_compute(node) or node.target is operator.getitem

@@ -1,4 +1,4 @@
-"""Rules on meetings: all replicas with examples take part alike in the collectives of the model."""
+"""Rules on meetings, the collectives of the model."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def workers_without_examples_attend(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def workers_meet_before_they_wait(program: Program) -> Iterator[Violation]:
-    """If the replicas of all workers meet, no device waits for other workers before its last meeting. So no two workers wait for
-    each other.
+    """If the replicas of all workers meet, no device waits for other workers before its last meeting. So no two workers
+    deadlock.
     """
     if not program.meets_workers:
         return
@@ -97,8 +97,8 @@ def workers_meet_before_they_wait(program: Program) -> Iterator[Violation]:
 
 @rule(scope=Scope.PASS, order=Order.REFERENCES)
 def meetings_of_workers_are_preserved(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
-    """A pass keeps the meetings of a worker with the others, and their order: all of them wait there. A worker without
-    examples attends those of the graph that stands in.
+    """A pass keeps the meetings with other workers, and their order, because all workers wait there. A worker without examples
+    attends the meetings of the graph that stands in.
     """
     expected, actual = _met_with_workers(before), _met_with_workers(after)
     if expected != actual:

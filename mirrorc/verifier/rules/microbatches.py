@@ -1,4 +1,4 @@
-"""Rules on microbatches: each example is in one of them, and each adds its gradients once to the same slots."""
+"""Rules on microbatches, which add their gradients to the same slots."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def each_microbatch_gives_its_factors(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def gradients_are_added_where_they_are(program: Program) -> Iterator[Violation]:
-    """A region does not read the content of its slot, unless this is the gradient of an earlier microbatch or region. It then
-    adds to that gradient, and nothing else uses it any more.
+    """A region reads its slot only if an earlier microbatch or region has written a gradient there. It then adds to that
+    gradient, which nothing else uses any more.
     """
     reading = {name: _slots_read(region.graph_module.graph) for name, region in program.regions.items()}
     for graph in program.graphs():

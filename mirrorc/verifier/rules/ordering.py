@@ -1,4 +1,4 @@
-"""Rules on lowered programs: the devices' programs fit together under every interleaving of their threads."""
+"""Rules on lowered programs, which hold under every interleaving of the devices' threads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def collectives_have_the_same_order(program: Program) -> Iterator[Violation]:
 
 
 def _is_collective(node: fx.Node) -> bool:
-    """Tests for a collective or its wait; a receipt is none, as only one device has it."""
+    """Tests for a collective or its wait. A `recv` is none: only one device has it."""
     return node.target in ops.COLLECTIVES or any(n.target in ops.COLLECTIVES for n in node.all_input_nodes)
 
 
@@ -54,7 +54,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _operand_types(node: fx.Node) -> tuple[Any, ...]:
-    """The types of a reduction's operands; empty for a broadcast, of which only the root has one."""
+    """Empty for a broadcast: only its root has an operand."""
     if node.target not in ops.REDUCTIONS:
         return ()
     return tuple(value_type(source.meta.get("val"))[:4] for source in node.all_input_nodes)
@@ -70,7 +70,7 @@ def _describe(node: fx.Node) -> str:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def waits_are_on_the_same_side_of_the_commit(program: Program) -> Iterator[Violation]:
-    """All replicas wait for a collective before their commits, or all after them: a link may need all of them in a wait."""
+    """All replicas wait for a collective before their commits, or all after them: its link may need all of them in a wait."""
     first: dict[tuple[str, int], tuple[bool, str]] = {}
     for where, graph, _ in scopes(program):
         commits = {replica_of(node): node for node in calls_to(graph, ops.commit)}
@@ -91,7 +91,7 @@ def waits_are_on_the_same_side_of_the_commit(program: Program) -> Iterator[Viola
 
 @rule(since=Stage.REDUCED)
 def every_send_is_received(program: Program) -> Iterator[Violation]:
-    """Each send has one receipt of the same tag by its destination, over its link, and each receipt has one send."""
+    """Each send has one receipt, under the same tag, at its destination and over its link. Each receipt has one send."""
     sent: Counter[tuple[Route, Any]] = Counter()
     received: Counter[tuple[Route, Any]] = Counter()
     nodes: dict[tuple[Route, Any], fx.Node] = {}
@@ -115,8 +115,8 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.LOWERED)
 def no_device_waits_forever(program: Program) -> Iterator[Violation]:
-    """Waits form no cycle. A wait comes after the earlier nodes of its own device, and after all launches and sends that it
-    needs. A commit, or a meeting, comes after the earlier nodes of all devices.
+    """Waits form no cycle. A wait comes after earlier nodes of its device, and after all launches and sends that it needs. A
+    commit, or a meeting, comes after earlier nodes of all devices.
     """
     order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
     givers: dict[Route | tuple[str, int], list[tuple[str, str]]] = {}
@@ -146,7 +146,7 @@ def no_device_waits_forever(program: Program) -> Iterator[Violation]:
 
 
 def _places(device: str, node: fx.Node) -> list[tuple[str, str]]:
-    """The places of a node in the graph of waits: of a commit or a meeting, its arrival and its end."""
+    """A commit or a meeting has two places in the graph of waits: its arrival and its end."""
     arrives = node.target is ops.commit or node.target in ops.MEETINGS
     arrival = [(device, f"before {node.name}")] if arrives else []
     return [*arrival, (device, node.name)]

@@ -1,4 +1,4 @@
-"""Rules on partial updates: of a bucket's part by each worker, or of a shard tile by tile."""
+"""Rules on updates of a bucket's part by each worker, and of a share in parts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.SCHEDULED)
 def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Violation]:
-    """If workers shard the optimizer, a bucket with an element-wise update has as many equal parts as there are workers, and each
-    worker updates the part of its rank. Elsewhere there are no parts.
+    """If workers shard the optimizer, a bucket with an element-wise update has as many equal parts as there are workers, and
+    each worker updates the part of its rank. No other bucket has parts.
     """
     is_due = program.workers.shards_optimizer and _is_sharded(program)
     for bucket in program.buckets:
@@ -34,7 +34,7 @@ def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Viol
 
 
 def _is_sharded(program: Program) -> bool:
-    """Tests for an optimizer that is sharded by now; a program that accumulates, or evaluates, updates nothing."""
+    """Tests whether the optimizer is sharded by now. A program that accumulates, or evaluates, updates nothing."""
     is_there = Property.SHARDED in program.properties or program.stage is Stage.LOWERED
     return is_there and program.trains and not program.accumulates
 
@@ -63,8 +63,8 @@ def sums_reach_their_updates(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def new_parameters_are_gathered_once(program: Program) -> Iterator[Violation]:
-    """A bucket updated by parts is gathered once, in the reverse order of the plan, the same for all workers. Each replica
-    launches the gather after its own update of the bucket. No other bucket is gathered.
+    """A bucket updated by parts is gathered once, in the reverse order of the plan, the same for all workers, and after each
+    replica's own update of it. No other bucket is gathered.
     """
     is_there = _is_sharded(program)
     wanted = [bucket.index for bucket in reversed(program.buckets) if bucket.part is not None] if is_there else []

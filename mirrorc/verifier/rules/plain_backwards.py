@@ -1,4 +1,4 @@
-"""Rules on backwards that run as plain PyTorch: a parameter may have no gradient, and gradients are taken as they come."""
+"""Rules on backwards that run as plain PyTorch, where a parameter may have no gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mirrorc.verifier.rules.rule import rule
 @rule(since=Stage.CAPTURED)
 def updates_leave_out_unused_parameters(program: Program) -> Iterator[Violation]:
     """If backward runs as plain PyTorch, updates leave out the parameters that no replica has used. In any other program, each
-    step makes each gradient.
+    step computes each gradient.
     """
     runs_plain = any(next(calls_to(graph, take_gradient), None) is not None for graph in _bodies(program))
     for bucket in program.buckets:

@@ -1,4 +1,4 @@
-"""Violations, the graphs to check, and names for places in them."""
+"""Violations, and the graphs to check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Violation:
 
 
 def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.Graph, list[int | None]]]:
-    """The graphs with operations of the IR, each with its replicas and a function that names a replica."""
+    """Yields graphs with operations of the IR, each with its replicas and a function that names a replica."""
     if program.graph is not None:
         yield lambda replica: str(program.devices[replica or 0]), program.graph, list(range(program.num_replicas))
     for name, module in program.device_graphs.items():
@@ -32,7 +32,7 @@ def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.G
 
 
 def losses_of(graph: fx.Graph) -> list[fx.Node]:
-    """The losses that a graph returns; none in an evaluation, nor of replicas without examples."""
+    """Empty in an evaluation; without losses of replicas that have no examples."""
     output: Any = graph.output_node().args[0]
     return [loss for loss in (output["losses"] if isinstance(output, dict) else [output]) if loss is not None]
 
@@ -47,7 +47,7 @@ def say_pack(bucket: Bucket, *packs: Pack) -> str:
 
 
 def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node | None:
-    """The last node of a replica that belongs to a bucket, where a message reports a missing node."""
+    """A replica's last node of a bucket, where a message reports a missing node."""
     last = None
     for node in graph.nodes:
         if node.kwargs.get("bucket") == bucket and (node.target in ops.COLLECTIVES or replica_of(node) == replica):
@@ -56,7 +56,6 @@ def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node
 
 
 def tag(node: fx.Node) -> tuple[str, int]:
-    """The tag of a collective: its kind, and the number of its pack."""
     return name_of(node), pack_of(node)
 
 
@@ -65,7 +64,7 @@ def writes_variables(node: fx.Node) -> bool:
 
 
 def written_buckets(node: fx.Node) -> list[int]:
-    """The buckets whose parameters a node writes, in the order of their gradients."""
+    """Buckets whose parameters a node writes, in gradient order."""
     if node.target not in ops.UPDATES:
         return []
     return [bucket_of(node)] if "bucket" in node.kwargs else list(node.kwargs["buckets"])  # type: ignore[arg-type]

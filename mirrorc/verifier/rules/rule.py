@@ -18,7 +18,7 @@ class Scope(enum.Enum):
 
 
 class Order(enum.IntEnum):
-    """The order of checks: first rules on which others depend, last rules whose faults others often explain better."""
+    """First rules on which others depend; last rules whose faults others often explain better."""
 
     FORM = 0  # graphs are well-formed
     REFERENCES = 1  # references of nodes are valid, and operations have their arguments
@@ -29,7 +29,7 @@ class Order(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of the verifier; the name and docstring of ``check`` are its name and statement.
+    """A rule of the verifier. The name and docstring of ``check`` are its name and statement.
 
     Attributes:
         since: the first stage at which it holds; None for every stage.
@@ -48,14 +48,13 @@ class Rule:
 
     @property
     def statement(self) -> str:
-        """The first paragraph of the docstring of ``check``."""
         return " ".join((self.check.__doc__ or "").partition("\n\n")[0].split())
 
     def holds_at(self, stage: Stage) -> bool:
         return self.since is None or self.since <= stage
 
     def when(self, program: Program) -> str:
-        """The programs on which the rule holds, for an error message."""
+        """For error messages."""
         if self.scope is Scope.PASS:
             return "on passes"
         if self.since is None:
@@ -74,7 +73,7 @@ def rule(
     order: Order = Order.MEANING,
     is_about_dataflow: bool = False,
 ) -> Callable[[_Check], _Check]:
-    """Registers the decorated function as a rule; it yields a `Violation` for each fault.
+    """Registers the decorated function, which yields a `Violation` for each fault.
 
     Raises:
         ValueError: another rule has this name, or the function has no docstring.
@@ -95,12 +94,12 @@ def rule(
 
 
 def withdraw(check: Callable[..., Any]) -> None:
-    """Removes a rule, for tests."""
+    """For tests."""
     _RULES[:] = [registered for registered in _RULES if registered.check is not check]
 
 
 def rules() -> list[Rule]:
-    """All rules, by order and stage, with rules on passes last."""
+    """In checking order; rules on passes are last."""
     return list(_RULES)
 
 

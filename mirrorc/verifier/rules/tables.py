@@ -1,4 +1,4 @@
-"""Rules on a program's tables: references in its graphs are valid."""
+"""Rules on a program's tables, and on references to them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def references_lead_somewhere(program: Program) -> Iterator[Violation]:
-    """Variables, buckets, regions and gradients named by nodes and slots are in the program, and no bucket is empty."""
+    """Variables, buckets, regions and gradients that nodes and slots name are in the program. No bucket is empty."""
     for bucket in program.buckets:
         if not bucket.slots:
             yield Violation(f"bucket {bucket.index} has no slots")
@@ -120,7 +120,7 @@ def _num_needed(symbol: Callable[..., Any]) -> int:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def arguments_are_in_order(program: Program) -> Iterator[Violation]:
-    """A replica takes the program's arguments, all of them, in their order."""
+    """A replica takes all of the program's arguments, in their order."""
     names = [argument.name for argument in program.arguments]
     for graph in program.graphs():
         taken: dict[int | None, list[str]] = {}

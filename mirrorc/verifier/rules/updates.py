@@ -1,4 +1,4 @@
-"""Rules on writes to variables: the writing nodes, and their order."""
+"""Rules on writes to variables, and their order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WANTED: dict[Any, str] = {
 
 @rule(since=Stage.UPDATED)
 def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
-    """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket; a program that
+    """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket. A program that
     accumulates gradients updates none.
     """
     parts = BucketParts(program)
@@ -68,7 +68,6 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
 
 
 def _is_for(program: Program, node: fx.Node, index: int, part: Part | None) -> bool:
-    """Tests for the sum that an update needs, or the new parameters or rows that a store needs, from their owner."""
     if part is None:
         return False
     bucket = program.buckets[index]
@@ -91,9 +90,9 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
 
 @rule(since=Stage.UPDATED, order=Order.OWNERS)
 def a_step_commits_once(program: Program) -> Iterator[Violation]:
-    """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and their
-    waits, operators on variables), and before every write of a variable. Only waits for sums over workers may follow an early
-    commit. All replicas commit early, or none does, and only if workers exchange sums.
+    """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and their waits,
+    operators on variables), and before every write of a variable. Only waits for sums over workers may follow an early commit.
+    All replicas commit early, or none does, and only if workers exchange sums.
     """
     variables = ViewedVariables(program)
     yield from _early_alike(program)
@@ -145,8 +144,8 @@ def _is_sum_over_workers(node: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED)
 def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
-    """Shared parameters with an element-wise update get shares of the sum, an owner gets all of it alone, and all others get
-    the whole sum. Rows for a row-wise optimizer are gathered by all.
+    """A bucket of shared parameters with an element-wise update is reduced by shares, a bucket with an owner to its owner
+    alone, and any other whole. Rows for a row-wise optimizer are gathered by all replicas.
     """
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
@@ -166,7 +165,7 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def owners_update_alone(program: Program) -> Iterator[Violation]:
-    """A bucket with an owner is updated by its owner alone. All other replicas store the owner's result behind the update."""
+    """Only its owner updates a bucket with an owner. All other replicas store the owner's result after the update."""
     owned = {bucket.index: bucket for bucket in program.buckets if bucket.has_owner}
     if not owned:
         return
@@ -202,7 +201,7 @@ def _owner(program: Program, bucket: Bucket) -> str:
 @rule(since=Stage.UPDATED)
 def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
     """A replica writes a variable, or lets other workers write it, only after its own uses of the variable and of views of it.
-    Its loss is none of these.
+    Its loss is not a view of a written variable.
     """
     variables = ViewedVariables(program)
     for where, graph, replicas in scopes(program):
@@ -236,8 +235,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
-    """Before a device writes shared parameters, it waits for a reduction launched by each device after its last use of any, or
-    makes an early commit reached by each device after that. If messages make sums, any commit will do for synchronous devices.
+    """Before a device writes shared parameters, it waits for a reduction, or passes an early commit, which each device reaches
+    after its last use of variables. If messages make sums, synchronous devices may pass any commit.
     """
     shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:
@@ -266,7 +265,7 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
 
 
 def _sums_by_messages(program: Program) -> bool:
-    """Tests for a bucket of shared parameters with a sum made of messages, so that no reduction of it is waited for."""
+    """Messages make the sum of a bucket, so no reduction of it is waited for."""
     reduced = {
         bucket_of(node)
         for _, graph, _ in scopes(program)

@@ -1,4 +1,4 @@
-"""Rules on single values: definition, type, replica."""
+"""Rules on single values."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def rows_stay_rows(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def devices_gather_their_factors(program: Program) -> Iterator[Violation]:
-    """A bucket is gathered if the plan says so. An all_gather takes each replica's own packed bucket, with all gradients left
-    as factors; a replica without examples packs none.
+    """A bucket is gathered if the plan says so, and only then. An all_gather takes each replica's own packed bucket, with all
+    gradients left as factors. A replica without examples packs none.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
@@ -67,8 +67,8 @@ def devices_gather_their_factors(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def stored_rows_are_those_of_the_step(program: Program) -> Iterator[Violation]:
-    """If the optimizer writes only the gradient's rows of a table, these rows may be taken of its result. Every replica that
-    stores them has gathered that gradient, and so their indices.
+    """Only if the optimizer writes just the gradient's rows of a table may these rows be taken of its result. Every replica
+    that stores them has gathered that gradient, and so their indices.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.updated_rows, ops.store_rows):
@@ -108,7 +108,7 @@ def _is_left(gradient: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED)
 def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
-    """A compressed sum goes into the exchange of its bucket, or pack, alone. All replicas of a worker compress theirs. The sum
+    """A compressed sum goes only into the exchange of its bucket, or pack. All replicas of a worker compress theirs. The sum
     over workers is decompressed before anything else takes it, and nothing else is decompressed.
     """
     for where, graph, _ in scopes(program):
@@ -145,8 +145,8 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def parts_include_the_residual(program: Program) -> Iterator[Violation]:
-    """A value of which a worker sends a part includes the residual of earlier steps, on all its replicas. It goes into that
-    exchange of its bucket, or pack, alone, which keeps the rest.
+    """If workers exchange parts of their sums, each replica adds the residual of earlier steps first. Only the exchange of its
+    bucket, or pack, takes the result, and keeps the new residual.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.add_unsent):

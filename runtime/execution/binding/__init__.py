@@ -1,4 +1,4 @@
-"""Functions of nodes. Importing this package imports the files that register how operations run."""
+"""Binds nodes to functions. Importing this package registers how operations run."""
 
 from mirrorc.runtime.execution.binding import accumulate, clipping, compression, reserved_blocks, updates
 from mirrorc.runtime.execution.binding.binder import binds

@@ -1,4 +1,4 @@
-"""Functions of the nodes that accumulate gradients over calls."""
+"""Functions of nodes that accumulate gradients over calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Binds a device's graph to memory, regions and links: the function of each node."""
+"""Binds each node of a device's graph to a function over memory, regions and links."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class Binder:
     """Provides the functions that run the nodes of a lowered program, for the present layout of memory.
 
     Args:
-        constants: tensors from the capture that are neither parameters nor buffers.
-        progress: records the updates; None for a program without need, see `progress_of`.
-        unused: bucket -> places of the slots whose updates the last committed step leaves out.
+        constants: see `Executor`.
+        progress: records the updates; None as in `progress_of`.
+        unused: see `UsedVariables.unused`.
 
     Attributes:
         visitors: (wait, node that reads its share) -> the visitor that does the node's work part by part.
         deferred: wait -> the embedding-table gradients that it defers until the update.
         all_deferred: the values of ``deferred`` for the present layout.
-        pieces: pieces of all shares in buckets with gradients left as factors.
+        pieces: pieces of all shares with gradients left as factors.
         summed_pieces: the subset of ``pieces`` that a reduction sums; other workers' sums may overwrite their memory.
     """
 
@@ -113,7 +113,6 @@ class Binder:
             deferred.forget()
 
     def bind(self, replica: int, node: fx.Node) -> Any:
-        """The function that runs a node on a replica, or a `Constant`, `TwoPartCall` or `Asking`."""
         if node.op == "call_module":
             return asking(self.program, node, self.regions[replica][str(node.target)])
         if node.target is operator.getitem or is_compute(node):
@@ -213,7 +212,7 @@ class Binder:
         return pack
 
     def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        """The function of a `pack` of sparse rows; it sums the rows only if no other replica has any."""
+        """The function sums sparse rows only if no other replica has any."""
         flat, is_left = self.state.store.buckets[bucket_of(node)], is_left_to_shares(node)
         whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
 
@@ -224,7 +223,7 @@ class Binder:
         return pack
 
     def _wait_for_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-        """The function of a wait for sparse rows; if a node uses them, it sums them or collects their indices."""
+        """The function sums sparse rows, or collects their indices, only if a node uses the result."""
         collective: Any = node.args[0]
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
         flat, pack = self.state.store.buckets[bucket], pack_of(node)
@@ -436,7 +435,7 @@ class Binder:
 
 
 def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Moves a constant to a device of its own type. Others stay: regions may be compiled for a number on the host."""
+    """A constant of another device type stays: regions may be compiled for a number on the host."""
     return constant.to(device) if constant.device.type == device.type else constant
 
 
@@ -456,7 +455,6 @@ def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torc
 def _zeros(
     whole: torch.Tensor, plain: Sequence[torch.Tensor], of_shares: FactoredBucket | None
 ) -> Callable[..., torch.Tensor | FactoredBucket]:
-    """The function of a `pack` without gradients: zeroes ``plain``, and returns ``of_shares`` or else ``whole``."""
 
     def pack(**_: Any) -> torch.Tensor | FactoredBucket:
         for part in plain:

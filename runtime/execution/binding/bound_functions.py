@@ -1,4 +1,4 @@
-"""Functions of a program's graphs, bound to the memory of its variables."""
+"""Functions of a program's graphs, bound to memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from mirrorc.runtime.profiling.recorder import Recorder
 
 
 class BoundFunctions:
-    """The functions of all replicas, bound anew when the memory layout changes; those in ``pausing`` yield at
-    `pauses_at`.
-    """
+    """One function per replica, bound anew for each memory layout. Those in ``pausing`` yield at `pauses_at`."""
 
     def __init__(self, program: Program, binder: Binder, recorder: Recorder | None) -> None:
         self._program, self._binder, self._recorder = program, binder, recorder

@@ -1,4 +1,4 @@
-"""Functions of the nodes that compress sums for other workers, and decompress the sums over workers."""
+"""Functions of nodes that compress and decompress sums for other workers."""
 
 from __future__ import annotations
 

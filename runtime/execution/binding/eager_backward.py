@@ -19,12 +19,10 @@ from mirrorc.runtime.codegen.graph_function import GraphFunction
 
 
 class Asked:
-    """A request of a replica's function for gradients of an eager backward, before the call of the region that reads
-    them.
+    """A request for gradients of an eager backward, before the call of the region that reads them.
 
     Args:
-        are_last: True to wait for the end of the backward, so that its exceptions are raised before the region's call.
-        token, tangent: identify the backward.
+        are_last: True to wait for the end of the backward, so that it raises exceptions before the region's call.
     """
 
     def __init__(self, taken: TakenGradients, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
@@ -69,7 +67,7 @@ def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
     """
     call: Any = function.call
     if function.pauses:
-        return functools.partial(_steps, call)  # what it yields besides, it yields
+        return functools.partial(_steps, call)  # it passes on what else the function yields
     return functools.partial(_uninterrupted, call)
 
 
@@ -116,9 +114,7 @@ class _Driven:
             self.request, self.result, self.has_ended = None, end.value, True
 
     def run_backward(self, asked: Asked) -> None:
-        """Runs the requested backward, and resumes the function meanwhile. The backward's exceptions are raised at the
-        request.
-        """
+        """Resumes the function while the backward runs. The backward's exceptions are raised at the request."""
         try:
             asked.backward.run(functools.partial(self._go_on_within, asked))
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Interleaves the replicas of a small step in the caller's thread, as waking threads takes longer than computing."""
+"""Interleaves the replicas of a small step in the caller's thread, because waking threads takes longer than computing."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def pack_of_cut_bucket(
     """The function of a `pack` in a bucket that is cut into several packs.
 
     The first pack with elements of a gradient copies the whole gradient into its slot, unless a region has. Later packs
-    must not copy it again, as elements of earlier packs may be sums by then.
+    must not copy it again: elements of earlier packs may be sums by then.
     """
     pack = next(candidate for candidate in bucket.packs if candidate.number == pack_of(node))
     elements = whole[pack.start : pack.stop]
@@ -40,7 +40,6 @@ def pack_of_cut_bucket(
 
 
 def _is_copied_before(gradient: Any, pack: fx.Node) -> bool:
-    """Test for a gradient that an earlier pack has copied."""
     return any(other.target is ops.pack and other < pack for other in gradient.users)
 
 

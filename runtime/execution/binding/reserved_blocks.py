@@ -1,4 +1,4 @@
-"""Functions of the nodes that reserve persistent memory for regions."""
+"""Functions of nodes that reserve persistent memory for regions."""
 
 from __future__ import annotations
 

@@ -36,10 +36,7 @@ class _Output:
 
 
 class StepOutputs:
-    """Joins the replicas' outputs of a step.
-
-    On CPUs, each replica writes its part of a concatenated output into the whole while the step runs.
-    """
+    """Joins the replicas' outputs. On CPUs, each replica writes its part of a concatenated output while the step runs."""
 
     def __init__(self, program: Program) -> None:
         self._devices = [device.torch_device for device in program.devices]
@@ -83,7 +80,7 @@ class StepOutputs:
         return write
 
     def take(self, num_examples: Sequence[int] = ()) -> dict[str, Any]:
-        """The outputs of the ended step, by name; an output that is kept apart is a list of the replicas' values."""
+        """Outputs by name. An output that is kept apart is a list of the replicas' values."""
         for parts in self._parts.values():
             for part in parts.values():
                 reserve_for_caller(part)

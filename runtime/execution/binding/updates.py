@@ -1,4 +1,4 @@
-"""Functions of the nodes that update parameters."""
+"""Functions of nodes that update parameters."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def _in_parts(
 
 
 def _usual(factor: torch.Tensor) -> float | None:
-    """A CPU factor as a number, if a kernel may divide gradients by its inverse with an equal result; else None, and
-    for 1.
-    """
+    """A CPU factor as a number; None if it is 1, or if dividing by its inverse may change the result."""
     if factor.device.type != "cpu":
         return None
     number = factor.item()

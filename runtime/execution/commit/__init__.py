@@ -1,1 +1,1 @@
-"""Commit of a step: the barrier of its replicas, finite checks, updates deferred behind it."""
+"""Commit of a step: barrier, finite checks, and updates deferred behind it."""

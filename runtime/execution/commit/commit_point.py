@@ -26,10 +26,10 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class OtherWorkers:
-    """The connection to the other workers at the commit.
+    """The other workers at the commit.
 
     Attributes:
-        vote: votes with the other workers, see `Team.vote`; once it is called, nothing on this worker stops the step.
+        vote: votes with them, see `Team.vote`; once it is called, nothing on this worker stops the step.
         exchange_texts: returns each worker's name and text.
     """
 
@@ -42,10 +42,10 @@ def _nothing() -> None:
 
 
 class CommitPoint:
-    """Commits a step on all replicas or on none.
+    """Commits a step on all replicas or on none, or skips it.
 
-    The first replica past the barrier decides the step, unless it was stopped before. Either is a single operation,
-    indivisible for threads and signals. A step may also be skipped.
+    The first replica past the barrier decides the step, unless it was stopped before. Decision and stop are single
+    operations, indivisible for threads and signals.
 
     Args:
         settle: called by each replica of a committed step, before it goes on.
@@ -79,7 +79,7 @@ class CommitPoint:
 
     @property
     def is_skipped(self) -> bool:
-        """Test for a step without updates on all replicas; its loss is returned."""
+        """True if all replicas leave out the step's updates. Its loss is returned."""
         return self._decision.get("step") is SKIPPED
 
     @property
@@ -99,7 +99,7 @@ class CommitPoint:
         self._rendezvous = self._make_rendezvous()
 
     def stop(self) -> bool:
-        """Stops the step unless it is decided; returns True if it is stopped. Replicas that come later raise `Aborted`."""
+        """Stops the step unless it is decided; returns True if it is stopped. Later replicas raise `Aborted`."""
         return self._decision.setdefault("step", _STOPPED) is _STOPPED
 
     def revoke(self) -> None:
@@ -113,7 +113,7 @@ class CommitPoint:
         self._decide(SKIPPED)
 
     def _decide(self, decision: str, numbers: torch.Tensor | None = None) -> None:
-        """Decides the step, as all workers do; raises `Aborted` if it is stopped."""
+        """Raises `Aborted` if the step is stopped."""
         if self._workers is None:
             if self._decision.setdefault("step", decision) is not decision:
                 raise Aborted
@@ -143,7 +143,7 @@ class CommitPoint:
         self._rendezvous.abort()
 
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
-        """Records that a replica is past all that can fail, and its numbers for all replicas; never blocks."""
+        """Records that a replica is past all that can fail, with its numbers for all. Never blocks."""
         if numbers:
             self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
         self._rendezvous.announce(replica)
@@ -182,7 +182,7 @@ class CommitPoint:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context in which replicas pass without a decision, because calls are captured and not run."""
+        """A context in which replicas pass without a decision, because calls are only captured."""
         self._is_suspended = True
         try:
             yield

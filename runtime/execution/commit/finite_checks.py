@@ -1,4 +1,4 @@
-"""Commits of steps only if all losses and reduced gradients are finite."""
+"""Commits that need finite losses and finite reduced gradients."""
 
 from __future__ import annotations
 
@@ -27,21 +27,19 @@ from mirrorc.runtime.workers.protocol.vote import Vote
 
 @dataclass(frozen=True)
 class Examined:
-    """A value and the sum of its elements: if the sum is finite, all elements are. Otherwise, the sum may have
-    overflowed, and the elements are examined.
-    """
+    """A value and the sum of its elements. A finite sum proves finite elements; another one may have overflowed."""
 
     value: torch.Tensor
     total: torch.Tensor
 
 
 def examined(value: torch.Tensor) -> Examined:
-    """Sums a value's elements, without synchronizing with a GPU."""
+    """Sums without synchronizing with a GPU."""
     return Examined(value, sum_of(value))
 
 
 def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool) -> bool:
-    """Test for finite sums; with ``at_once``, a GPU is synchronized once for all of them."""
+    """Test for finite sums; ``at_once`` synchronizes a GPU only once."""
     totals = [value.total for value in values if isinstance(value, Examined)]
     totals += sums_of_all([value.visitor for value in values if isinstance(value, ExaminedShare)])
     if at_once and totals:
@@ -51,11 +49,7 @@ def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool
 
 @dataclass(frozen=True)
 class ExaminedShare:
-    """A share whose visitor has summed its parts, except for deferred tables.
-
-    Attributes:
-        deferred: the share's deferred tables; None if its wait defers none.
-    """
+    """A share whose visitor has summed its parts, except for ``deferred`` tables, if any."""
 
     value: torch.Tensor
     visitor: SumVisitor
@@ -68,7 +62,7 @@ class Fault:
 
     Attributes:
         variable: the gradient's variable; empty for the loss.
-        place: offset of the examined elements in their bucket: replicas may have examined the same elements.
+        place: offset of the elements in their bucket: several replicas may have examined them.
     """
 
     variable: str
@@ -80,9 +74,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class _Range:
-    """The elements of a checked value that belong to a variable's gradient, and their offset in the bucket; no variable
-    for a loss.
-    """
+    """Elements of a checked value that belong to one gradient, and their offset in the bucket. A loss has no variable."""
 
     variable: str
     place: int
@@ -153,9 +145,7 @@ class CheckedCommit(CommitPoint):
         return False if self.is_skipped else self._numbers_for_all(met)
 
     def _make_vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
-        """The vote, with the soundness of sums that all workers have; losses, parts of sums and accumulated gradients
-        are local.
-        """
+        """Reports only sums that all workers have: losses, parts of sums and accumulated gradients are local."""
         has_sound_sums = not any(fault.variable in self._known_to_all for fault in self._all_faults())
         return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)
 
@@ -190,7 +180,7 @@ class CheckedCommit(CommitPoint):
                 yield f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
 
     def _gradient_messages(self, faults: Sequence[Fault]) -> Iterator[str]:
-        """Describes the first non-finite gradient; elements that several replicas examined count once."""
+        """Elements that several replicas examined count once."""
         names = {fault.variable for fault in faults}
         first = next((name for name in self._program.variables if name in names), None)
         if first is not None:

@@ -1,4 +1,4 @@
-"""Visits of a share's parts as they are made, to measure or bound them while they are in cache."""
+"""Measures or bounds a share's parts while they are in cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Looker(Visitor):
         pass
 
     def take_small(self) -> list[torch.Tensor]:
-        """Hands over the small parts, for a single operator call over those of several visitors."""
+        """Takes the small parts, so that one operator call serves several visitors."""
         small, self._small = self._small, []
         return small
 
@@ -76,14 +76,14 @@ def norm_of(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.
 
 
 class SumVisitor(Looker):
-    """Adds up each part; a finite sum proves all elements finite."""
+    """Sums each part: a finite sum proves all elements finite."""
 
     def look_at(self, part: torch.Tensor) -> torch.Tensor:
         return sum_of(part)
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:
-    """The sum of all elements, of float16 in float32."""
+    """Sums a value's elements, those of float16 in float32."""
     return value.sum(dtype=_dtype_of_sum(value.dtype))
 
 
@@ -113,7 +113,7 @@ class BoundVisitor(Visitor):
 
 
 def visitors_of(wait: fx.Node) -> dict[fx.Node, Visitor]:
-    """Visitors for the nodes that read the share of a wait, and for a clip in place if no other node reads it."""
+    """Visitors for norms and finite checks of a wait's share, and for a clip by value if nothing else reads the share."""
     visitors: dict[fx.Node, Visitor] = {}
     for user in wait.users:
         if user.target is ops.norm:

@@ -15,7 +15,7 @@ from mirrorc.messages.wording import numbered
 
 
 class UpdateProgress:
-    """Records the step's updates, from the threads of devices, in a program that commits early or gathers parameters."""
+    """Records the updates of a step; the devices' threads call it."""
 
     def __init__(self, program: Program) -> None:
         self._num_buckets = len(program.buckets)
@@ -67,7 +67,7 @@ def progress_of(program: Program) -> UpdateProgress | None:
 
 
 def is_noted(node: fx.Node) -> bool:
-    """Test for a node that writes parameters: an update, or the wait for parameters of other workers."""
+    """Test for an update, or for a wait for parameters of other workers."""
     return node.target in ops.UPDATES or (
         node.target is ops.wait and any(source.target is ops.gather_parameters for source in node.all_input_nodes)
     )

@@ -1,4 +1,4 @@
-"""Parameters that no replica of a step has used, whose updates are left out."""
+"""Parameters that no replica of a step has used: their updates are left out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mirrorc.runtime.state.evaluation_state import EvaluationState
 class UsedVariables:
     """Determines the used parameters when a step commits; updates leave out the others.
 
-    An accumulated gradient counts as use, and so does a parameter in a bucket with partial exchange, since the sent
-    elements may be of an earlier step.
+    An accumulated gradient counts as use. So does a parameter in a bucket with partial exchange, since the sent elements
+    may be of an earlier step.
     """
 
     def __init__(self, program: Program, state: ProgramState) -> None:
@@ -40,7 +40,7 @@ class UsedVariables:
         self._begun, self._num_users = begun if self._places else None, None
 
     def tell(self) -> torch.Tensor | None:
-        """Reports the parameters used by this process as ones and zeros, float64 [number]; None if none can be unused."""
+        """This process's used parameters as ones and zeros, float64 [number]; None if none can be unused."""
         used = self._begun
         if used is None:
             return None
@@ -71,5 +71,5 @@ class UsedVariables:
                 self._state.accumulated.note_unused(left_out)
 
     def unused(self, bucket: int) -> Set[int]:
-        """The places of a bucket's slots whose updates the last committed step leaves out."""
+        """Indices of a bucket's slots whose updates the last committed step leaves out."""
         return self._unused.get(bucket, frozenset())

@@ -1,4 +1,4 @@
-"""Gradient accumulation: sums of gradients on each replica until the next update."""
+"""Gradient accumulation over calls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_vi
 
 @dataclass(frozen=True)
 class Examples:
-    """Example counts of a call.
+    """Example counts of a call, on this worker and on all.
 
     Attributes:
-        calls_elsewhere: examples of earlier calls with sums on other workers.
-        present_before: replicas with examples on earlier workers.
+        calls_elsewhere: examples of the calls that other workers have accumulated.
+        present_before: replicas with examples on workers of lower rank.
         num_present: replicas with examples on all workers; 0 without other workers, where the local count applies.
     """
 
@@ -68,9 +68,9 @@ class _Counts:
 class AccumulatedGradients:
     """Sums of gradients on each replica, over the calls since the last update, in the dtype of their parameters.
 
-    All examples' losses have one weight, with which the first call's loss has weight 1. With loss scaling, it has the
-    call's fraction of the last update's examples, rounded down to a power of two, so that float16 overflows as in a
-    loop with divided losses. The updating step corrects for both.
+    All examples' losses have the same weight, chosen so that the first call's loss has weight 1. With loss scaling, that
+    loss has the call's fraction of the last update's examples, rounded down to a power of two. float16 then overflows as
+    in a loop with divided losses. The updating step corrects for both.
 
     Attributes:
         share: the factor of the sums in the running step.
@@ -165,7 +165,6 @@ class AccumulatedGradients:
         total.add_(packed) if self.num_calls else total.copy_(packed)
 
     def add_to(self, bucket: int, replica: int, packed: torch.Tensor, elements: slice = slice(None)) -> None:
-        """Adds a replica's sum, if there is one, to packed gradients of ``elements``."""
         if self.num_calls:
             packed.add_(self._sums.flat[bucket][replica][elements], alpha=self.share)
 
@@ -179,7 +178,7 @@ class AccumulatedGradients:
         self.is_torn = True
 
     def clear(self) -> None:
-        """Drops the sums and keeps their memory; idempotent."""
+        """Drops the sums, but not their memory; idempotent."""
         self._counts, self.is_torn = _Counts(), False
         if self._sums.aside:
             self._sums = _Sums(self._sums.plan, self._sums.flat)

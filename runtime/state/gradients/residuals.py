@@ -1,4 +1,4 @@
-"""Residuals of gradient compression (error feedback): the unsent part is added to the next step's gradients."""
+"""Residuals of gradient compression (error feedback)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_vi
 
 @dataclass(frozen=True)
 class _Unsent:
-    """Residuals by bucket, in the bucket's layout.
+    """Residuals by bucket, in the bucket's layout. Fields with ``new`` are of the running step.
 
     Attributes:
-        new: residuals of the running step.
         aside: residuals of variables in no bucket.
-        new_scale: loss scale of the running step; None between steps.
-        state: payload results of the last step, by variable; equal on all workers.
-        new_state: payload results of the running step, possibly in flight.
+        new_scale: its loss scale; None between steps.
+        state: payload results by variable; equal on all workers. New ones may be in flight.
     """
 
     plan: tuple[Bucket, ...] = ()
@@ -68,7 +66,7 @@ class UnsentGradients:
         self._program = program
 
     def _is_for(self, program: Program) -> bool:
-        """Test for the program of the present layout, by its device graphs, since its remarks may be replaced."""
+        """Compares device graphs, because a program's remarks may be replaced."""
         return self._program is not None and program.device_graphs is self._program.device_graphs
 
     def begin(self, program: Program, scale: float) -> None:
@@ -76,7 +74,7 @@ class UnsentGradients:
         self._unsent = replace(unsent, new_scale=scale if is_sent else None, new_state=dict(unsent.state))
 
     def add(self, bucket: int, elements: slice, share: torch.Tensor) -> torch.Tensor:
-        """Returns a replica's share of the sum plus the residual of these elements."""
+        """Returns the share plus the residual of these elements."""
         unsent = self._unsent
         assert unsent.new_scale is not None, "the step has begun"
         residual = unsent.residuals[bucket][elements]
@@ -117,7 +115,7 @@ class UnsentGradients:
         self._unsent, self._program = _Unsent(aside=aside, state=dict(state)), None
 
     def forget(self) -> None:
-        """Drops everything, on all workers, after a step that only some of them completed."""
+        """Drops everything, on all workers, after a step that only some completed."""
         self._replace({}, {})
 
     def _of_variables(self) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ def note_rows(flat: FlatBucket, buckets: Sequence[FactoredBucket], replica: int,
 
 
 def rows_written(flat: FlatBucket, replica: int) -> torch.Tensor:
-    """A copy of the table rows that the step updates on a replica, 1-D, sorted by index."""
+    """A copy of the table rows that the step updates, 1-D, sorted by index."""
     (table,) = slot_views(flat.parameters[replica], flat.bucket)
     return table.index_select(0, flat.touched[replica]).reshape(-1)
 

@@ -1,4 +1,4 @@
-"""The user's optimizers over buckets: flat ones if element-wise, otherwise their own `step`."""
+"""The user's optimizers over buckets: flat if element-wise, otherwise their own `step`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class BucketOptimizers:
     views of replica 0's flat state, so ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
-        is_captured: True for capture in CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as
-            torch's fused kernels require.
+        is_captured: True for CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as torch's fused
+            kernels require.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class BucketOptimizers:
 
     @property
     def leave_gradients(self) -> bool:
-        """Test for updates that leave gradients unchanged; torch's foreach implementations may use their memory."""
+        """Test for updates that leave gradients unchanged; torch's foreach implementations may write them."""
         return not any(group.get("foreach") for group in self.groups.hyperparameters)
 
     def lay_out(self, buckets: Sequence[FlatBucket]) -> Laid:
@@ -83,12 +83,11 @@ class BucketOptimizers:
         return Laid(state, state.shown())
 
     def _keeps_dealt_state(self, buckets: Sequence[FlatBucket]) -> bool:
-        """Test for sharded state that can stay: its buckets are equal, and the user has not changed it."""
         are_same = [flat.bucket for flat in buckets] == [flat.bucket for flat in self._state.buckets]
         return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
 
     def are_dealt_otherwise(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for state that is sharded by other buckets, so that it must be gathered first."""
+        """Test for state sharded by other buckets, which must be gathered first."""
         elementwise = [bucket for bucket in buckets if bucket.rule.elementwise]
         are_others = self.are_sharded and elementwise != [flat.bucket for flat in self._state.buckets]
         return are_others and self.is_dealt and not self.is_stale()
@@ -123,13 +122,11 @@ class BucketOptimizers:
         return parameter
 
     def is_stale(self) -> bool:
-        """Test for the user's changes to optimizer state: a load, a write in place, or a step."""
+        """Test for the user's load, write in place, or step."""
         return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for buckets that can hold the user's state: equal entries and scalars for all parameters of a bucket,
-        unless some may be unused in a step.
-        """
+        """Test for equal state entries and scalars within each element-wise bucket, unless its parameters may be unused."""
         return all(
             len({state_signature(state) for state in self._user_states(bucket)}) == 1
             for bucket in buckets
@@ -191,7 +188,7 @@ class BucketOptimizers:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Marks the flat optimizers as capturable, as torch's Adam requires; outside of captures torch would warn."""
+        """Makes flat optimizers capturable, as torch's Adam requires; outside of captures torch would warn."""
         groups = [flat.optimizer.param_groups[0] for flat in self._state.optimizers.values()]
         groups = [group for group in groups if "capturable" in group]
         for group in groups:
@@ -268,7 +265,9 @@ class BucketOptimizers:
         return update_memory(optimizer, index, bucket.dtype, first.device, state)
 
     def user_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
-        """Bytes of state in optimizers that step by themselves; None before their first step."""
+        """Bytes of the state of optimizers whose own `step()` runs, for these buckets; None if they have no state and have not
+        stepped.
+        """
         states = [
             self.groups[bucket.rule.group][0].state.get(parameter, {})
             for bucket, parameters in buckets
@@ -285,7 +284,7 @@ class BucketOptimizers:
         """Steps the user's optimizers of these buckets on replica 0's parameters, as a training loop would.
 
         Args:
-            unused: for each bucket, the positions of slots without a gradient.
+            unused: for each bucket, the indices of slots without a gradient.
         """
         flats = self._store.buckets_of(self.owner)
         owners = {id(self.groups[flats[index].bucket.rule.group][0]) for index in buckets}
@@ -325,7 +324,7 @@ def _gradients(flat: FlatBucket, reduced: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _dense_parts(value: Any) -> list[torch.Tensor]:
-    """The dense tensors of a state entry; the momentum of sparse gradients is sparse."""
+    """The momentum of sparse gradients is sparse."""
     if not isinstance(value, torch.Tensor):
         return []
     return [value._indices(), value._values()] if value.is_sparse else [value]

@@ -1,4 +1,4 @@
-"""The user's optimizer over flat memory: a bucket on one replica, or a shard of it."""
+"""The user's optimizer over flat memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class UpdateMemory:
     """Memory of an element-wise update besides parameters and gradients.
 
     Attributes:
-        state: entry of the state -> dtype, for tensors of bucket length.
-        scalars: entry of the state -> dtype, for scalars.
-        temporary_bytes: temporary bytes per element.
+        state: entry -> dtype, for tensors of bucket length.
+        scalars: entry -> dtype, for scalars.
+        temporary_bytes: per element.
     """
 
     state: Mapping[str, torch.dtype]
@@ -76,7 +76,7 @@ class FlatOptimizer:
         return self.optimizer.state[self.parameter]
 
     def make_state(self) -> None:
-        """Creates the state that the class's constructor creates, such as Adagrad's in torch 2.11; only trials need it."""
+        """Creates what the class's constructor creates, such as Adagrad's state in torch 2.11; only trials need it."""
         kind = type(self._source)
         taken = inspect.signature(kind).parameters
         group = {
@@ -182,7 +182,7 @@ class PartOptimizer:
         return {key: value for key, value in part.state.items() if key in SCALAR_STATE}
 
     def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
-        """Saves the state that a range's first update has created; other elements stay zero until theirs."""
+        """Other elements' state stays zero until their first update."""
         whole = self._whole.state
         for key, value in made.items():
             if key in SCALAR_STATE or not isinstance(value, torch.Tensor):
@@ -228,7 +228,7 @@ def update_memory(
     device: torch.device,
     known_state: Mapping[str, Any],
 ) -> UpdateMemory:
-    """Measures the memory of an element-wise update with a copy of the optimizer on a few elements."""
+    """Measures an element-wise update with a copy of the optimizer on a few elements."""
     flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
     tried = FlatOptimizer(optimizer, group, flat)
     tried.make_state()

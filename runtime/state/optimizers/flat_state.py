@@ -1,4 +1,4 @@
-"""Flat state of element-wise optimizers: one optimizer per bucket and replica, and their common state entries."""
+"""Flat state of element-wise optimizers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shown:
 
 
 class FlatState:
-    """Flat optimizers over a layout of buckets, with the state of the user's optimizers."""
+    """Flat optimizers, one per bucket and replica, with the user's state."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class FlatState:
                 self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
-        """A bucket's flat optimizers by replica, without replicas whose share is empty."""
+        """Without replicas whose share is empty."""
         keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
         return {
             replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
@@ -111,9 +111,7 @@ class FlatState:
             optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Gives each replica its range of a state entry: a view to the first that updates and to those that share its
-        parameters, a copy to others.
-        """
+        """Replicas that share the first updating replica's parameters get a view of their range, others a copy."""
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
         home = flat.bucket.owner_of_parameters(next(iter(replicas)))
@@ -153,7 +151,7 @@ class FlatState:
         return [*made, *(id(value) for flat in self.buckets for value in self._first(flat).state.values())]
 
     def parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """Iterates over sharded state as (bucket, entry, this worker's part), in one order on all workers."""
+        """Sharded state as (bucket, entry, this worker's part), in one order on all workers."""
         for flat in self.buckets:
             if flat.bucket.part is not None:
                 for key in sorted(self.whole.get(flat.bucket.index, {})):
@@ -163,7 +161,7 @@ class FlatState:
         """Views of replica 0's state, for the user's optimizer.
 
         Args:
-            gathered: whole tensors of all `parts`; without it, a `DealtState` stands for each.
+            gathered: whole tensors of all `parts`; without it, `DealtState` stands for each.
         """
         by_slot = {flat.bucket.index: slots[0] for flat in self.buckets if (slots := self._slots_of(flat))}
         numbers = {

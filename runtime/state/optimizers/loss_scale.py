@@ -27,8 +27,6 @@ def _owner_of(scaler: torch.amp.GradScaler) -> LossScale | None:
 
 
 class LossScale:
-    """The scale of each step's loss, read from and written to the user's scaler."""
-
     def __init__(self, scaler: torch.amp.GradScaler, devices: Sequence[Device]) -> None:
         self._scaler, self._devices = scaler, devices
         _IN_USE[scaler] = weakref.ref(self)

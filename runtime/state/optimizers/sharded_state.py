@@ -19,7 +19,7 @@ _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Inter
 
 
 class DealtState:
-    """A placeholder in an optimizer's state for a tensor sharded over workers. Every use raises an error."""
+    """A placeholder for state sharded over workers. Every use raises an error."""
 
     __slots__ = ("dtype",)
 

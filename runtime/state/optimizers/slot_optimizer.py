@@ -23,7 +23,7 @@ class SlotOptimizer:
 
     Attributes:
         numbers: scalar state entries, one value per slot, 1-D.
-        made: for each slot, True if its parameter has state.
+        made: by slot, True if its parameter has state.
     """
 
     def __init__(self, whole: FlatOptimizer, bucket: Bucket, elements: tuple[int, int]) -> None:
@@ -52,7 +52,7 @@ class SlotOptimizer:
         return self._whole.divides_gradients
 
     def update(self, gradient: torch.Tensor, unused: Collection[int], divisor: float | None = None) -> None:
-        """Runs one step, without the slots at positions ``unused``."""
+        """Runs one step, without the slots of the indices ``unused``."""
         if self._are_alike and not unused:
             self._update_all(gradient, divisor)
             return

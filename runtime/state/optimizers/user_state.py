@@ -16,7 +16,7 @@ from mirrorc.torch_internals import copy_each
 class ShownNumbers:
     """Scalars of buckets, each repeated for every parameter of its bucket.
 
-    A write to them may count no version, so their values are compared before every step. Scalars of one dtype and
+    A write to them may not count a version, so their values are compared before every step. Scalars of one dtype and
     device are adjacent, next to a reference copy.
     """
 
@@ -40,15 +40,14 @@ class ShownNumbers:
         copy_each(self._written, self._compared)
 
     def are_as_written(self) -> bool:
-        """Test for unchanged values; not possible on GPUs."""
+        """Tests whether the values on the CPU are unchanged. Those on GPUs are not compared: that would wait for the GPU."""
         return all(map(torch.equal, self._compared, self._written))
 
 
 class ShownState:
     """Snapshot of the state in the user's optimizers after mirrorc's last write.
 
-    The comparison before every step loops in C over identities of states, names and values. Version counters reveal
-    writes in place.
+    The comparison before every step loops in C over identities and names. Version counters reveal writes in place.
     """
 
     def __init__(self) -> None:

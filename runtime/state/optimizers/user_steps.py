@@ -1,4 +1,4 @@
-"""Detection of optimizer steps outside of the compiled step, on parameters that it updates."""
+"""Detection of optimizer steps outside of the compiled step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InternalSteps:
 
 
 class UserSteps:
-    """Watches the user's steps of optimizers, and of other optimizers with the same parameters, by hooks.
+    """Watches, by hooks, the user's steps of these optimizers and of others with the same parameters.
 
     Version counters are not enough: torch's fused implementations write without a count. A class that skips
     ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do.
@@ -81,7 +81,7 @@ class UserSteps:
             any(callback() for callback in [method() for method in self._when_idle] if callback is not None)
 
     def _end_of_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Runs in every thread after every step of any optimizer except flat ones, which call no hooks."""
+        """Runs in every thread after every step of any optimizer except flat ones."""
         if any(optimizer is parameters for parameters in self._optimizers):
             return
         parameters, stepped = self._watched_parameters(), _ids_of_parameters(optimizer)

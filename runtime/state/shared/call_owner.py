@@ -12,7 +12,7 @@ class Callers:
     """Serializes the calls of steps over common variables; see `mirrorc.calls.call_lock.ExclusiveCalls`.
 
     Attributes:
-        now: the running call's thread and owner, under the key "now"; a dict that all these steps share.
+        now: the running call's thread and owner, under the key "now"; all these steps share the dict.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Callers:
         _callers.add(self)
 
     def join(self, others: Sequence[Callers]) -> None:
-        """Serializes the calls of several groups of steps; raises an error if calls of several of them run now."""
+        """Serializes the calls of several groups of steps; raises an error if several run now."""
         apart = {id(callers.now): callers.now for callers in (self, *others)}.values()
         running = [calls for calls in apart if calls]
         if len(running) > 1:

@@ -64,7 +64,7 @@ def begin_use(held: HeldState) -> None:
 
 
 def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], written: Collection[int]) -> None:
-    """Refuses variables that an open step has on other devices, if either step may write them."""
+    """Refuses only variables that either step may write."""
     if _first_elsewhere(held, tensors, written) is not None:
         gc.collect()  # an unreachable step holds nothing
     conflict = _first_elsewhere(held, tensors, written)
@@ -99,9 +99,7 @@ def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
 def take_in(
     hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
 ) -> None:
-    """Adds variables of modules outside of the model to a step, and merges the states of open steps with them if
-    possible.
-    """
+    """Adds variables of modules outside of the model to a step; merges in the states of open steps with them, if possible."""
     held, ids = hold.held, {id(tensors[name]) for name in written if name in tensors}
     _refuse_elsewhere(held, tensors.values(), ids)
     either = held.trained() | ids
@@ -113,7 +111,7 @@ def take_in(
 
 
 def _merge(states: Sequence[HeldState], *, is_running: bool = False) -> HeldState | None:
-    """Merges states into the first; None for incompatible states, or for one in use without ``is_running``."""
+    """Merges states into the first; None for incompatible states, or for a state in use without ``is_running``."""
     is_ready = is_running or len(states) == 1 or not any(held.callers.now for held in states)
     if not states or not is_ready or not all(a.can_merge_with(b) for a, b in combinations(states, 2)):
         return None

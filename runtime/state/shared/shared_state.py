@@ -1,4 +1,4 @@
-"""Variables and optimizer state of steps over the same parameters, with their consistency."""
+"""Variables and optimizer state of steps over the same parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Hold:
-    """A step's reference to a shared state, which ends with the step; a merge of states replaces its attributes."""
+    """A step's reference to a shared state, until the step ends. A merge of states replaces its attributes."""
 
     def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, model_name: str) -> None:
         self.held, self.store, self.optimizers, self.model_name = held, store, optimizers, model_name
@@ -33,9 +33,9 @@ class HeldState:
     Steps take turns in one memory without copies. Their optimizers update equal or disjoint sets of parameters.
 
     Attributes:
-        layout: number of the present layout; functions are bound anew when it changes.
+        layout: number of the layout; functions are bound anew when it changes.
         was_behind: True if a user's write since the last training step was already mirrored.
-        gradients_writer: the writer of the present gradients in the buckets; None after a failure.
+        gradients_writer: the writer of the gradients in the buckets; None after a failure.
         remark: the reason for copies between steps; empty without copies.
     """
 
@@ -72,9 +72,7 @@ class HeldState:
         return self.trained() | (buffers - self._unwritten)
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
-        """The name of the first common variable that this side or, by the ids ``written``, the other may write; else
-        None.
-        """
+        """Name of the first common variable that either side may write, or None; ``written`` has the ids of the other side's."""
         either = self.written().union(written)
         common = (tensor for tensor in tensors if id(tensor) in self.store.names)
         return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
@@ -86,9 +84,7 @@ class HeldState:
         return any(id(tensor) in self._read and self._read[id(tensor)]() is tensor for tensor in tensors)
 
     def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:
-        """Test for a new step that can share this memory: equal devices, and optimizers of equal or disjoint
-        parameters.
-        """
+        """Test for equal devices, and optimizers of equal or disjoint parameters."""
         parameters = groups.parameters()
         each = [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
         are_apart = all(parameters == other or parameters.isdisjoint(other) for other in each)
@@ -195,9 +191,7 @@ class HeldState:
             self.store.free_buckets(optimizers.owner)
 
     def free_forgotten(self) -> None:
-        """Frees the state of unreachable steps. The garbage collector may run in any thread, so it only empties their
-        sets.
-        """
+        """Frees the state of unreachable steps: the garbage collector, which may run in any thread, only empties their sets."""
         for optimizers, holds in list(self._optimizers.items()):
             if not holds:
                 self._free(optimizers)

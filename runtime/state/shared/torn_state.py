@@ -1,4 +1,4 @@
-"""Torn state: parameters and optimizer state between two steps, refused until the user restores them."""
+"""Torn state: parameters and optimizer state between two steps."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ class TornState:
         return list(dict.fromkeys(left))
 
     def guard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Makes `state_dict` of the model, its modules and the optimizers raise an error, and copies and pickles of the
-        model.
-        """
+        """Makes copies and pickles of the model raise an error, and `state_dict` of its modules and of the optimizers."""
         refusal = _Refusal(self)
         owners = [owner for owner in model.modules() if self.concerns([*map(id, owner.parameters(recurse=False))])]
         self._handles += [module.register_state_dict_pre_hook(refusal) for module in owners]
@@ -95,7 +93,7 @@ class TornState:
 
 
 class _Refusal:
-    """A hook that raises an error when torn state is saved, or when the model with the hook is copied."""
+    """Raises an error when torn state is saved, or when the model with this hook is copied."""
 
     def __init__(self, torn: TornState) -> None:
         self._torn = torn

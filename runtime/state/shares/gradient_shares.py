@@ -22,7 +22,6 @@ from mirrorc.runtime.state.shares.pieces import (
 
 
 def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
-    """The pieces of a replica's share, in order."""
     start, stop = bucket.made(replica, num_replicas)
     number_of = {slot.place: number for number, slot in enumerate(factored)}
     pieces: list[Piece] = []
@@ -80,10 +79,10 @@ class MadeShare:
 
 @dataclass(frozen=True)
 class UnmadeShare:
-    """A pending share of a sum with complete inputs.
+    """A share of a sum that is not added up yet, with complete inputs.
 
     Attributes:
-        buckets: of all participating replicas; the first one holds parts without other memory.
+        buckets: of all participating replicas; the first one takes the sum, except parts with other memory.
         start, stop: the share's elements. Gaps between slots are in no piece.
         change: applied to each finished part.
     """
@@ -157,5 +156,5 @@ def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
 
 
 def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """Peak temporary bytes of `make_share`; ``factors`` (maybe fake) by replica, factored gradient and part."""
+    """Peak temporary bytes of `make_share`; ``factors`` (maybe fake) by replica, factored gradient and microbatch."""
     return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

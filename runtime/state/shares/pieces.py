@@ -1,4 +1,4 @@
-"""Pieces of a share: ranges of elements, each made by the class for its form of gradient."""
+"""Pieces of a share: ranges of elements, made by a class for each form of gradient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Visit:
 
     Attributes:
         function: takes a 1-D part, without zero rows of a table.
-        writes: permission to write the part; zeros stay zero.
+        writes: True if the function may write the part; zeros must stay zero.
         defer: takes a piece that may be made later; None without deferral.
     """
 
@@ -51,7 +51,7 @@ Factors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class FactoredBucket:
-    """A replica's bucket, 1-D, with unwritten slots of factored gradients; ``factors`` by gradient and part."""
+    """A replica's bucket, 1-D. Slots of factored gradients are not written; ``factors`` is by gradient and microbatch."""
 
     tensor: torch.Tensor
     factors: Sequence[Sequence[Factors]]
@@ -70,7 +70,7 @@ class Piece(ABC):
         """Makes the sum over all replicas in ``total``, 1-D, part of the first replica's bucket."""
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """As `make`, with a visit of the elements in parts, maybe before the next is made."""
+        """As `make`, and visits the elements in parts, perhaps each before the next is made."""
         self.make(buckets, total)
         self.visit_made(total, visit)
 
@@ -82,17 +82,17 @@ class Piece(ABC):
         return self.stop - self.start
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """Upper bound of a part of `make_parts`, in elements; 0 if it does not apply."""
+        """Upper bound of a part of `make_parts`, in elements; 0 for a piece made in the bucket."""
         return 0
 
     def make_parts(
         self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
     ) -> None:
-        """Makes the sum in parts, in reused memory, and passes each to ``take`` before the next."""
+        """Makes the sum in parts, in reused memory; passes each part to ``take`` before the next is made."""
         raise NotImplementedError(f"{type(self).__name__} is made in the bucket")
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
-        """Drops the record of earlier writes, since the bucket may have been overwritten."""
+        """Drops the record of writes, since the bucket may have been overwritten."""
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         return 0
@@ -134,9 +134,7 @@ class FactoredPiece(Piece):
 
     @abstractmethod
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Writes the sum over replicas in ``total``, 1-D, with the content of the last step; ``factors`` by replica and
-        part.
-        """
+        """Overwrites ``total``, 1-D, which has the last step's content; ``factors`` by replica and microbatch."""
 
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
         self.add_up(self.factors_in(buckets), total)

@@ -23,7 +23,7 @@ OwnRows = tuple[torch.Tensor, torch.Tensor]
 class TablePiece(Rectangle):
     """A rectangle of a table's gradient, in memory that is zero except for the few rows of a step.
 
-    ``written`` has the rows of the last step, from the rectangle's first on; None for unknown content.
+    ``written`` has the last step's rows, counted from the rectangle's first; None for unknown content.
     """
 
     padding_idx: int = -1
@@ -70,7 +70,7 @@ class TablePiece(Rectangle):
         return self._sizes()[0]
 
     def rows_and_places(self, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-        """A part's 2-D rows, and their row numbers in the table, in this rectangle or others."""
+        """A microbatch's rows, 2-D, and their row numbers in the table, inside this rectangle or not."""
         rows, indices = factors
         return rows.reshape(-1, rows.shape[-1])[:, self.columns], indices.reshape(-1)
 

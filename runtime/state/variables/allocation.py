@@ -1,4 +1,4 @@
-"""Allocation of a layout's memory: flat buckets, and per-replica variables."""
+"""Allocation of memory for buckets and per-replica variables."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def allocate_per_replica(
     devices: Sequence[Device],
     counted: Collection[str],
 ) -> None:
-    """Allocates buffers of one dtype side by side, so that one addition aggregates them, and enters them in the layout."""
+    """Allocates buffers of one dtype side by side, so that one addition aggregates them."""
     kinds: dict[tuple[torch.dtype, Aggregation], list[Variable]] = {}
     for variable in variables:
         kinds.setdefault((variable.dtype, variable.aggregation), []).append(variable)
@@ -81,7 +81,7 @@ def allocate_per_replica(
 
 
 def shared_copies(tensor: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
-    """Tensors of an unwritten variable, one per replica: the user's tensor, and one copy per other torch device."""
+    """One tensor per replica: the user's, and one copy per other torch device."""
     original, copies = tensor.detach(), {}
     copies[original.device] = original
     for device in devices:

@@ -1,4 +1,4 @@
-"""Layout of variables: flat buffers, one per bucket and replica, with the variables as views."""
+"""Layout of variables in flat buffers, one per bucket and replica."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 
 
 def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Memory for gradients; empty for sparse rows.
+    """A bucket's memory, empty for sparse rows. Gaps between slots are zero.
 
-    Gaps between slots are zero. Slots are not initialized, so unused pages stay untouched.
+    Slots are not initialized, so unused pages stay untouched.
     """
     if bucket.rule.takes_rows:
         return torch.empty(0, dtype=bucket.dtype, device=device)
@@ -52,8 +52,6 @@ def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
 
 
 class Moved(enum.Enum):
-    """Kinds of variables with new memory in a layout."""
-
     NOTHING = enum.auto()
     BUFFERS = enum.auto()  # buffers first written by this program
     BUCKETS = enum.auto()  # parameters and gradients of the program's buckets, and maybe buffers
@@ -67,10 +65,10 @@ class Layout:
         moved: variables with new memory since the layout before.
         planned: owner (the number of a step's optimizers) -> its buckets. Owners with common parameters share the
             memory of equal buckets.
-        aggregates: the per-replica buffers' aggregates in the user's model.
-        separate: variables with a separate tensor on every replica.
+        aggregates: per-replica buffers' aggregates in the user's model.
+        separate: variables with a tensor on every replica.
         homes: variable laid out here -> the future memory of the user's tensor; None if it stays in its memory.
-        program: weak reference to the last program of the layout.
+        program: the last program of the layout.
     """
 
     moved: Moved = Moved.NOTHING
@@ -100,9 +98,7 @@ class Layout:
         )
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
-        """A copy with another layout's variables under new names, without its buckets; and the former names of the
-        added variables.
-        """
+        """A copy with another layout's variables under new names, but not its buckets; and the added variables' former names."""
         taken = {name for name in other.values if names[name] not in self.values or name in other.separate}
         both = replace(
             self,
@@ -114,9 +110,7 @@ class Layout:
         return both, taken
 
     def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
-        """A copy with only these variables, and those in buckets or memory in common with them; and the names of its
-        variables.
-        """
+        """A copy with these variables, all in buckets, and any that share memory with these; and the names of its variables."""
         aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
         remaining = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
         values = {name: values for name, values in self.values.items() if name in remaining}
@@ -126,7 +120,7 @@ class Layout:
     def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
         """Removes buckets that conflict with a new plan.
 
-        Returns another owner's buckets with an equal layout, to be shared; None if there are none.
+        Returns another owner's buckets of equal layout, to be shared, or None.
         """
         self.planned.pop(owner, None)
         for other, flats in list(self.planned.items()):

@@ -12,7 +12,7 @@ _COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class Members:
-    """The tensors of a store. It is immutable, since a call in another thread may iterate over it.
+    """The tensors of a store. Immutable, since a call in another thread may iterate over them.
 
     Attributes:
         names: id of a tensor -> its name.
@@ -28,7 +28,7 @@ class Members:
     def with_added(
         self, tensors: Mapping[str, torch.Tensor], counters: Mapping[int, int], *, are_guarded: bool = False
     ) -> Members:
-        """A copy with further tensors; some may be members already, under the same name."""
+        """A copy; some tensors may be members already, under the same name."""
         new = tensors.keys() - self.tensors.keys()
         return Members(
             {**self.tensors, **tensors},
@@ -64,7 +64,7 @@ class Members:
 
 
 def counters_among(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
-    """Maps the ids of a model's statistics to the ids of their counters, which are buffers of the same module."""
+    """Ids of a model's statistics -> ids of their counters, which are buffers of the same module."""
     counters = {}
     for name, tensor in tensors.items():
         counter = tensors.get(f"{name.rpartition('.')[0]}.{_COUNTER}".removeprefix("."))

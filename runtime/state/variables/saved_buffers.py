@@ -1,4 +1,4 @@
-"""Values of per-replica buffers in a checkpoint: the model has their aggregate alone."""
+"""Per-replica buffers in a checkpoint: the model has their aggregate alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MODEL, _REPLICAS = "model", "replicas"
 class SavedBuffers:
     """Per-replica buffers of a checkpoint, until a training program has memory for them.
 
-    Replicas get the saved values only if the model's buffer is that of the checkpoint, too. Steps over one model share the
-    buffers that were loaded: the first step to run restores them for all.
+    Replicas get the saved values only if the model's buffer is that of the checkpoint, too. Steps over one model share
+    loaded buffers: the first step to run restores them for all.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SavedBuffers:
         """Loads the result of `state_dict`.
 
         Raises:
-            TypeError, ValueError: the argument is no such result, or is of another model or number of devices.
+            TypeError, ValueError: the argument is not such a result, or is of another model or number of devices.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"replica_buffers of a step's state is a dict, as state_dict() gives it, not {state!r:.80}")
@@ -51,7 +51,6 @@ class SavedBuffers:
         self._unknown = {name: buffer for name, buffer in copies.items() if name not in store.tensors}
 
     def write(self, store: StepVariables) -> None:
-        """Writes the loaded values to the replicas that have memory for them."""
         if not self._unknown and not store.loaded_buffers:
             return
         foreign: list[str] = []
@@ -93,7 +92,7 @@ def _check(name: str, buffer: Any, store: StepVariables) -> None:
 
 
 def have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Test for equal bits, on any devices; NaN equals itself."""
+    """Compares bits on any devices; NaN equals itself."""
     one, other = one.detach().cpu().contiguous(), other.detach().cpu().contiguous()
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

@@ -1,4 +1,4 @@
-"""The variables of a step under its own names, in a store shared with other steps."""
+"""The variables of a step under its own names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mirrorc.runtime.state.variables.variables import VariableStore
 
 
 class StepVariables:
-    """A step's view of a store: its variables, and the buckets of its optimizers.
+    """A step's view of a store that it shares: its variables, and the buckets of its optimizers.
 
     Args:
         names: the step's name -> the store's name.
@@ -82,16 +82,15 @@ class StepVariables:
         return {name: loaded[other] for name, other in self._names.items() if other in loaded} if loaded else {}
 
     def load_buffers(self, buffers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces the buffers that wait by others of this step's variables."""
+        """Replaces the buffers that wait for memory."""
         self.take_loaded_buffers(self.loaded_buffers)
         self._store.loaded_buffers |= {self._names[name]: buffer for name, buffer in buffers.items()}
 
     def take_loaded_buffers(self, names: Collection[str]) -> dict[str, Mapping[str, Any]]:
-        """Removes these buffers, and returns them."""
         return {name: self._store.loaded_buffers.pop(self._names[name]) for name in names}
 
     def per_replica(self) -> dict[str, list[torch.Tensor]]:
-        """The buffers that have a value on each replica, by name, in order of replicas."""
+        """Buffers with a value on each replica, by name."""
         names = [
             name for name, other in self._names.items() if name in self.tensors and self._store.has_per_replica(other)
         ]
@@ -142,7 +141,7 @@ class StepVariables:
 def names_in_store(tensors: Mapping[str, torch.Tensor], store: VariableStore, model_name: str) -> dict[str, str]:
     """The store's name for each of a step's tensors: the present name, or a new one.
 
-    If a new name is taken, all new names get the model's name as a prefix, so that a module's variables stay together.
+    If a new name is taken, all new names get the model's name as a prefix, which keeps a module's variables together.
     """
     new = [name for name, tensor in tensors.items() if id(tensor) not in store.names]
     prefix = ""

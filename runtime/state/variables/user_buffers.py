@@ -1,4 +1,4 @@
-"""Per-replica buffers: their aggregate in the user's model, and the user's writes to it."""
+"""Per-replica buffers: their aggregate in the user's model, and writes to it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Member:
-    """A buffer's range of the aggregate (``now``) and of its copy (``then``); ``is_counted`` if its module counts its
-    forwards.
-    """
+    """A buffer's range of the aggregate (``now``) and of its copy (``then``); ``is_counted`` if its module counts forwards."""
 
     name: str
     place: slice
@@ -34,8 +32,8 @@ class _Member:
 class ShownBuffers:
     """Buffers of one dtype side by side, so that one addition aggregates them all.
 
-    A copy of the last aggregate reveals the user's writes, because batch normalization writes its statistics without a
-    version count. On a GPU the comparison would synchronize, so buffers of modules that count their forwards
+    Batch normalization writes its statistics without a version count, so a copy of the last aggregate reveals the user's
+    writes. On a GPU the comparison would synchronize. Buffers of modules that count their forwards
     (``num_batches_tracked``) are not compared there: `VariableStore` reads the counter.
 
     Args:
@@ -70,9 +68,7 @@ class ShownBuffers:
         return other
 
     def aggregate(self, written: Mapping[str, Aggregation], present: Sequence[int]) -> None:
-        """Aggregates the present replicas' values in the user's model. Unwritten buffers keep their exact bits, since a
-        mean of equal numbers may be rounded.
-        """
+        """Aggregates the present replicas' values. Unwritten buffers keep their bits: a mean of equal numbers may be rounded."""
         kinds = {written[name] for name in self.names if name in written}
         if not kinds or not present:
             return

@@ -1,4 +1,4 @@
-"""Store of the variables of all replicas, with detection of the user's writes."""
+"""Store of all replicas' variables, with detection of the user's writes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class VariableStore:
     """Memory of every variable on every replica.
 
     The user's parameters are views of replica 0's flat buffers. Devices of one memory share variables that no step
-    writes. Each replica has its own copy of a buffer that forward writes, and the user's buffer shows their aggregate
-    after every step. The user's writes between steps are detected and mirrored.
+    writes. A buffer that forward writes has a copy on each replica; after every step, the user's buffer shows their
+    aggregate. The user's writes between steps are detected and mirrored.
 
     Several steps may hold a store, see `step_variables`; ``owner`` is the number of a step's optimizers.
 
     Attributes:
-        loaded_buffers: buffers of a checkpoint, by name, until they have memory on each replica; see `SavedBuffers`.
+        loaded_buffers: a checkpoint's buffers by name, until replicas have memory for them; see `SavedBuffers`.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
@@ -72,7 +72,7 @@ class VariableStore:
     def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
         """Prepares a merge with another store under new names; returns its commit, idempotent from any point.
 
-        Per-replica variables stay in their memory. Common variables must be equal in both stores.
+        Per-replica variables stay in place. Common variables must be equal in both stores.
         """
         members = self._members.joined(other._members, names)
         layout, taken = self._layout.joined(other._layout.without_buckets(other.tensors), names)
@@ -87,7 +87,7 @@ class VariableStore:
         return put_in_place
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Drops variables whose tensors have other ids, except those in common memory with the rest."""
+        """Keeps variables whose tensors have these ids, all in buckets, and any that share memory with these."""
         layout, names = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
         watched = {name: watched for name, watched in self._watched.items() if name in names}
         self._copies.keep_only(names)
@@ -112,11 +112,10 @@ class VariableStore:
         return self._layout.values[name]
 
     def has_per_replica(self, name: str) -> bool:
-        """Tests for a buffer with a value of its own on each replica."""
         return name in self._layout.separate and not isinstance(self.tensors[name], torch.nn.Parameter)
 
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
-        """The tensors that a program reads of a variable, in order of replicas.
+        """The tensors that a program reads, in order of replicas.
 
         A program that does not write a per-replica buffer reads its aggregate.
         """
@@ -131,12 +130,11 @@ class VariableStore:
     def lay_out(self, program: Program, owner: int = 0) -> Layout:
         """Allocates memory for a program's variables and copies their values; the user's tensors stay in place.
 
-        Parameters with new memory from the user get new flat memory, since the user may hold the old one. Other owners'
-        buckets stay unless the new ones contain their parameters, or the user has moved these.
+        Parameters with new memory from the user get new flat memory, since the user may hold the old one. Another owner's
+        buckets stay unless the new ones contain its parameters, or the user has moved one.
 
         Raises:
-            ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or other
-                processes.
+            ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or process.
         """
         old, moved = self._layout, self._moved_by_user()
         if old.program() is program and not moved:
@@ -190,6 +188,7 @@ class VariableStore:
         return {self.names[id(tensor)] for tensor in moved if memory_of(tensor) not in others}
 
     def adopt(self, layout: Layout) -> None:
+        """Puts a layout in place: the user's tensors get its memory as their ``.data``."""
         for name, home in layout.homes.items():
             if home is not None:
                 self.tensors[name].data = home
@@ -208,13 +207,13 @@ class VariableStore:
         return has_plan and all(name in self._layout.values for name in names)
 
     def has_changes(self) -> bool:
-        """Test for variables that `mirror_changes` would mirror, limited to writes with a version count."""
+        """Test for what `mirror_changes` would mirror, limited to writes with a version count."""
         return any(watched.has_changed() for watched in self._watched.values())
 
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
         """Mirrors the user's writes since the last step; returns True if a variable has new memory.
 
-        Parameters with ids in ``stepped`` count as written regardless of their versions.
+        Parameters with ids in ``stepped`` count as written.
 
         Raises:
             ValueError: a variable has a new shape or dtype, or shares memory with another one.
@@ -241,8 +240,8 @@ class VariableStore:
         return any(has_moved)
 
     def _keeps_its_bits(self, name: str) -> bool:
-        """Test for an unwritten aggregate. Its version may have changed: BatchNorm loads its counter from itself if a
-        state_dict lacks it.
+        """Test for an unwritten aggregate. Its version may have changed: BatchNorm loads its counter from itself if it is not in
+        a state_dict.
         """
         return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
 
@@ -257,7 +256,7 @@ class VariableStore:
             mirror_first(flat.parameters)
 
     def _mirror(self, name: str) -> bool:
-        """Mirrors a written variable; returns True if it has new memory."""
+        """Returns True if the variable has new memory."""
         tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
         if name in self._layout.separate:
             assert watched.home is not None
@@ -275,7 +274,7 @@ class VariableStore:
         return has_moved
 
     def count_update(self, owner: int) -> None:
-        """Counts a version of each updated parameter, so that autograd refuses a stale backward."""
+        """Counts a version of each updated parameter: autograd then refuses a stale backward."""
         count_write(self._trained.get(owner, []))
 
     def aggregate(self) -> None:

@@ -1,4 +1,4 @@
-"""A user's tensor, with its version and address when mirrorc last used it."""
+"""Versions and addresses of the user's tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 
 @dataclass
 class Watched:
-    """A tensor when mirrorc last used it. ``home`` is its memory in mirrorc's buffers; None for the tensor's own
-    memory.
-    """
+    """A tensor when mirrorc last used it. ``home`` is its memory in mirrorc's buffers, or None."""
 
     tensor: torch.Tensor
     version: int
@@ -46,7 +44,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def leave_homes_of_others(changed: Collection[Watched], watched: Collection[Watched]) -> None:
-    """Gives separate memory to each tensor that the user put into another variable's home, as in a swap."""
+    """Gives memory to each tensor that the user put into another variable's home, as in a swap."""
     homes = {memory_of(entry.home) for entry in watched if entry.home is not None}
     for entry in changed:
         is_home = entry.home is not None and entry.tensor.data_ptr() == entry.home.data_ptr()

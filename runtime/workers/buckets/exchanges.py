@@ -28,11 +28,11 @@ from mirrorc.runtime.workers.team.team import Team
 class Exchanges(Communicator):
     """Exchanges the buckets of a program over gloo.
 
-    Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to launch
-    sends the whole bucket, or the factors of all devices. All workers send in the order of the bucket plan.
+    Devices first add up their gradients, each its share, in the memory of the first replica. The last device to launch sends
+    the whole bucket, or the factors of all devices. All workers send in the order of the bucket plan.
 
     Args:
-        packs: numbers of the exchanged packs; without cut buckets, those of the buckets.
+        packs: numbers of the exchanged packs, or of the buckets if none is cut.
         made: for each pack of factors, the range of elements that each device computes.
     """
 
@@ -57,7 +57,6 @@ class Exchanges(Communicator):
         self.reset()
 
     def say_packs(self, bucket_of_pack: Mapping[int, int]) -> None:
-        """Makes error messages name packs."""
         self.unit = self._joint.unit = "pack"
         self._in_words = {pack: f"{pack} of bucket {bucket_of_pack[pack]}" for pack in self._in_words}
 
@@ -176,7 +175,7 @@ _KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges,
 
 
 def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]:
-    """The communicators between workers, by name of the link; empty if the program has no exchange, or is not to be run.
+    """Communicators between workers, by link; empty without exchanges or without a team.
 
     Raises:
         ExecutionError: the link has no such runtime, or does not leave sums in memory that can be sent.

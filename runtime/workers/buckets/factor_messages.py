@@ -1,4 +1,4 @@
-"""Messages between workers for buckets whose gradients are left as factors."""
+"""Messages between workers for gradients that are left as factors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ALIGNMENT = (
 )
 
 NumRows = Sequence[Sequence[Sequence[int]]]
-"""The number of rows of each part of a gradient, by gradient and replica of one worker."""
+"""Numbers of rows in one worker, by gradient, replica and microbatch."""
 ReplicaFactors = list[list[Factors]]
-"""A replica's factors, of each gradient, of each part; empty without examples."""
+"""A replica's factors, by gradient and microbatch; empty without examples."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class FactorMessage:
         return sum(_aligned(number * kind.num_bytes) for _, _, number, kind in self._pieces(num_rows))
 
     def views(self, message: torch.Tensor, num_rows: NumRows) -> list[list[list[list[torch.Tensor]]]]:
-        """Views of the rows in a message, [bytes] uint8: by replica, gradient, part and factor."""
+        """Views of the rows in a message, [bytes] uint8: by replica, gradient, microbatch and factor."""
         num_replicas = len(num_rows[0])
         views: list[list[list[list[torch.Tensor]]]] = [
             [[[] for _ in worker_rows[replica]] for worker_rows in num_rows] for replica in range(num_replicas)
@@ -47,7 +47,7 @@ class FactorMessage:
         return views
 
     def _pieces(self, num_rows: NumRows) -> Iterator[tuple[tuple[int, int, int], int, int, RowType]]:
-        """Yields, in the order of the message: (gradient, replica, part), the factor, its number of rows, and their type."""
+        """Yields in message order: (gradient, replica, microbatch), factor, number of rows, type of rows."""
         for replica in range(len(num_rows[0])):
             for place, gradient in enumerate(self.gradients):
                 for part, number in enumerate(num_rows[place][replica]):
@@ -64,7 +64,6 @@ class FactorMessage:
                         to.copy_(source)
 
     def read(self, message: torch.Tensor, num_rows: NumRows) -> list[ReplicaFactors]:
-        """The factors, by replica, as views of the message."""
         return [
             [
                 [form_named(gradient.operation).from_rows(rows) for rows in parts]

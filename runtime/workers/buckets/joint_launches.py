@@ -17,7 +17,7 @@ _SLACK_SECONDS = 2.0  # a lane has a timeout of its own, with a better message
 
 
 class JointLaunches:
-    """Lets the last device to arrive launch a collective for all devices; then each device waits until it is done.
+    """Lets the last device to arrive launch a collective for all devices; each then waits until it is done.
 
     Args:
         tags: keys of the collectives; each is launched once in a step.

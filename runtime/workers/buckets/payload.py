@@ -13,7 +13,7 @@ from mirrorc.torch_internals import GlooGroup
 
 
 class SentPart(Protocol):
-    """Payload of a pack in a step, created once all devices of the worker have written their shares."""
+    """The sent part of a pack, made when all devices of the worker have written their shares."""
 
     def launch(self, group: GlooGroup) -> Any:
         """Launches the exchange; returns a work."""
@@ -21,14 +21,15 @@ class SentPart(Protocol):
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
         """Writes these elements of the sum over all workers into ``into``, 1-D; each element is taken once.
 
-        If it ``keeps_rest``, the pack then holds their unsent rest.
+        With ``keeps_rest``, the pack then holds their residual.
         """
 
 
 class SentPayload(SeveralRounds):
-    """A `SentPart` of a user's payload; ``whole`` is the pack with the rest of earlier steps.
+    """A `SentPart` that a user's `mirrorc.compression.Payload` encodes.
 
-    The lane's thread encodes, exchanges and decodes, so all workers launch the rounds of all packs in the same order.
+    ``whole`` is the pack's sum in this worker, with the residual of earlier steps added. The lane's thread encodes, exchanges
+    and decodes, so all workers launch the rounds of all packs in the same order.
     """
 
     def __init__(

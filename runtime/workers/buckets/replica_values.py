@@ -1,4 +1,4 @@
-"""Collectives over the replicas of all workers within the model."""
+"""Collectives that the model calls, over the replicas of all workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SENT_AS = {torch.int16: torch.int64}  # what gloo cannot add; the sum wraps aro
 
 
 class WorkerValues:
-    """Exchanges of values within a program's forward and backward with the replicas of other workers.
+    """Exchanges values with other workers' replicas within a program's forward and backward.
 
     The last present replica launches the sum over all workers. A gather is a sum, too: each worker writes its rows in their
     place, and zeros elsewhere, as integers. Every replica waits until all have come, so all workers launch these sums in the
@@ -46,7 +46,7 @@ class WorkerValues:
         self._rows: dict[int, dict[int, int]] = {number: {} for number in self._meetings}
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor | None = None) -> None:
-        """Leaves a copy of a replica's value, since the replica's next region may overwrite it; never blocks."""
+        """Leaves a copy of a value, since the next region may overwrite it; never blocks."""
         number = _number(node)
         copy = value.clone(memory_format=torch.contiguous_format) if value is not None else None
         with self._joint.lock:
@@ -58,7 +58,7 @@ class WorkerValues:
                 self._joint.send(number, (lambda group: group.all_reduce(message)) if message.numel() else None)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor | None:
-        """The result over all present replicas, contiguous and not shared."""
+        """The result over the present replicas of all workers, contiguous and not shared."""
         number = _number(node)
         meeting = self._meetings[number]
         self._joint.wait(number, self._present.index(replica), f"{meeting.name} {number}")
@@ -96,7 +96,7 @@ def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _as_integers(flat: torch.Tensor) -> torch.Tensor:
-    """A view of the memory in the widest integers that divide it."""
+    """A view in the widest integers that divide the memory."""
     num_bytes = flat.numel() * flat.element_size()
     kinds = (torch.int64, torch.int32, torch.uint8)
     return flat.view(next(kind for kind in kinds if num_bytes % kind.itemsize == 0))

@@ -1,4 +1,4 @@
-"""Buckets with updates sharded over workers: reduce-scatter of sums, all-gather of new parameters."""
+"""Buckets with updates sharded over workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUMS, _PARAMETERS = "sums", "parameters"
 
 
 class ShardedBuckets:
-    """Moves buckets that workers update in shards of equal length, in the order of ranks.
+    """Reduce-scatters sums and all-gathers new parameters, in shards of equal length, in the order of ranks.
 
     Gradients go through an all_to_all, and each worker adds them in the order of ranks. This sends half the bytes of an
     all_reduce; gloo's reduce_scatter is slower.
@@ -44,7 +44,6 @@ class ShardedBuckets:
         self._joint.abort()
 
     def launch_sums(self, bucket: int, whole: torch.Tensor) -> None:
-        """Offers a device's share of the worker's sum; ``whole``, 1-D, is the bucket with all shares."""
         with self._joint.lock:
             if self._joint.is_last((_SUMS, bucket)):
                 received = torch.empty_like(whole)
@@ -53,7 +52,7 @@ class ShardedBuckets:
                 self._joint.send((_SUMS, bucket), lambda group: group.all_to_all(whole, received))
 
     def wait_sums(self, bucket: int, replica: int, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Writes the sum over all workers of elements ``start`` to ``stop`` into ``whole``, and returns these elements."""
+        """Writes the sum over all workers of these elements into ``whole``, and returns them."""
         self._joint.wait((_SUMS, bucket), replica, bucket)
         share = whole[start:stop]
         received = self._received[bucket]
@@ -69,7 +68,6 @@ class ShardedBuckets:
         return share
 
     def launch_parameters(self, bucket: int, whole: torch.Tensor) -> None:
-        """Offers a device's updated share of the parameters; ``whole``, 1-D, is the bucket with all shares."""
         with self._joint.lock:
             if self._joint.is_last((_PARAMETERS, bucket)):
                 parts = whole.view(self._num_workers, -1).unbind()

@@ -16,9 +16,7 @@ _MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at t
 
 
 class LargestElements:
-    """A `SentPart` of the top-k elements of a worker's pack, 1-D, which sets them to zero in the pack. NaN counts as the
-    largest.
-    """
+    """A `SentPart` of the top-k elements of a worker's pack, 1-D, which it sets to zero in the pack. NaN is the largest."""
 
     def __init__(self, whole: torch.Tensor, count: int, num_workers: int) -> None:
         self._count, self._dtype, self._places = count, whole.dtype, index_dtype(whole.numel())
@@ -35,7 +33,7 @@ class LargestElements:
         return group.all_gather(self.message, self.gathered)
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Adds up the workers' elements in the order of ranks. The unsent rest is in the pack already."""
+        """Adds up the workers' elements in the order of ranks. The residual is in the pack already."""
         into.zero_()
         for elements, places in self.of_workers():
             if stop - start < self._num_elements:
@@ -55,7 +53,7 @@ class LargestElements:
 
 
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """The indices of the ``count`` largest of ``magnitudes``, 1-D and non-negative, in any order; NaN is the largest.
+    """Indices of the ``count`` largest of ``magnitudes``, 1-D and non-negative, in any order; NaN is the largest.
 
     On a CPU, ``torch.topk`` takes five times as long, as it moves pairs. So a bound from a sample selects a few candidates too
     many. If there are too few or far too many, ``torch.topk`` runs on all elements.

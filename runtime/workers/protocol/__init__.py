@@ -1,1 +1,1 @@
-"""Messages between workers: header, vote, checksums, counts, stage of a call."""
+"""Messages between workers."""

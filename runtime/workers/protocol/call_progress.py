@@ -14,7 +14,7 @@ class Progress:
 
     Attributes:
         call: number of the call; 0 before the first.
-        num_buckets: number of buckets sent in this call.
+        num_buckets: buckets sent in this call.
     """
 
     call: int = 0

@@ -44,7 +44,7 @@ class Failure:
         rank: of the failed worker; -1 if unknown.
         step: number of the call that it ends; a final failure ends all later calls, too.
         text: its cause, as a clause: "it raised ValueError: ...".
-        is_final: whether the worker cannot go on; otherwise all may call their steps again.
+        is_final: whether the worker cannot go on.
         stage: of the worker that has published the failure.
     """
 

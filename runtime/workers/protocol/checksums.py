@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def updated_as_a_whole(program: Program) -> list[str]:
-    """The parameters whose optimizers are not element-wise; each worker runs these optimizers by itself."""
+    """Parameters whose optimizers are not element-wise; each worker runs these by itself."""
     return [slot.variable for bucket in program.buckets if not bucket.rule.elementwise for slot in bucket.slots]
 
 

@@ -1,4 +1,4 @@
-"""Headers that workers exchange before a call, and the fields in which they must agree."""
+"""Headers that workers exchange before a call, and their agreement."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Header:
         is_fresh: 1 with variables that were not broadcast yet.
         written: digest of the user's writes since the last step; 0 for none.
         schedule: digest of the facts that all programs must share, such as exchanges.
-        variables, hyperparameters, modes: digests; these include variables outside of the model, and the loss scale.
-        num_present: number of this worker's replicas with examples.
+        variables, hyperparameters, modes: digests, with variables outside of the model and the loss scale.
+        num_present: replicas with examples.
         seed: only worker 0's counts.
-        kind: gradient accumulation, see `kind_of`; a guess by a worker that has left. `BESIDES` for a call that does not train,
-            `TURN` for a meeting before a call.
-        num_accumulated: number of examples of the accumulated calls.
-        parameters: digest of the parameters whose optimizers are not element-wise, run by each worker; 0 for none.
+        kind: see `kind_of`; a guess by a worker that has left. `BESIDES` for a call that does not train, `TURN` for a meeting
+            before a call.
+        num_accumulated: examples of the accumulated calls.
+        parameters: digest of the parameters whose optimizers are not element-wise; 0 for none.
         num_steps: as counted for comparisons of copies.
         has_left: 1 if this worker only joins the calls of others.
         num_counts, counts: number and digest of the row counts of this worker's factors.
-        known: digest of all row counts received from workers.
+        known: digest of all row counts received.
         deals_anew: 1 if this worker's shard of the optimizer's state belongs to other buckets than its program's.
         turn: number of this worker's next step in its block, see `mirrorc.join`.
         batch: digest of the first batches, see `EqualBatches`; 0 for none.
@@ -71,12 +71,12 @@ def kind_of(accumulation: Accumulation) -> int:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Common facts of a call that all workers begin together. Its source is the first worker that has not left.
+    """Common facts of a call. The source is the first worker that has not left.
 
     Attributes:
-        num_examples, num_accumulated, num_present: sums over all workers; ``present`` has the last by rank.
+        num_examples, num_accumulated, num_present: sums over all workers; ``present`` has ``num_present`` by rank.
         is_other: whether programs need other accumulation, so that all must meet again.
-        first_present: rank of the first worker with examples; 0 if none has examples.
+        first_present: rank of the first worker with examples; 0 if none has any.
         takes_over: whether all must receive the source's values, and meet again.
         source: its rank; 0 if all have left.
         tells_hyperparameters: whether the source broadcasts hyperparameters to workers that have left.
@@ -108,8 +108,8 @@ class Agreement:
 def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
     """The agreement of all workers. If they disagree: None, the first field that differs from the source's, and the rank.
 
-    Before a broadcast of values or a change of programs, fields that depend on these are not compared. If any worker holds
-    accumulated gradients, the programs of all end an accumulation.
+    Fields that depend on values or programs are not compared before these are broadcast or changed. If any worker holds
+    accumulated gradients, all programs end an accumulation.
 
     Args:
         headers: by rank, [fields] int64.
@@ -153,10 +153,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 
 
 def _differs(header: Header, source: Header, name: str) -> bool:
-    """True if a header must have the source's value of a field, and does not.
-
-    A worker that has left adopts hyperparameters, kind and turn. Accumulations end on all workers, or on none.
-    """
+    """A worker that has left adopts hyperparameters, kind and turn. Accumulations end on all workers, or on none."""
     if name == "kind" and min(header.kind, source.kind) < 0:
         return header.kind != source.kind
     if header.has_left and name in ("hyperparameters", "kind", "turn"):

@@ -16,7 +16,7 @@ class Vote:
 
     Attributes:
         has_sound_sums: whether all sums over workers are finite; the same on all workers.
-        numbers: [numbers of each replica, replicas]; None for none.
+        numbers: [numbers of each replica, replicas].
         used: parameters used by this worker's replicas, [parameters] float64, ones and zeros; None if each step uses the same.
     """
 
@@ -48,14 +48,14 @@ class Columns:
 
     @classmethod
     def of(cls, program: Program) -> Columns:
-        """The replicas of all workers if the optimizer is sharded, else those of the chief."""
+        """The replicas of all workers if the optimizer is sharded, else the chief's."""
         workers = program.workers
         if program.has_sharded_optimizer:
             return cls(workers.num_all_replicas, workers.first_replica)
         return cls(workers.devices_per_worker[0], None if workers.rank else 0)
 
     def filled(self, numbers: torch.Tensor) -> torch.Tensor:
-        """This worker's columns among all, [numbers of each replica, columns] float64; the others are zeros."""
+        """This worker's columns among all, [numbers of each replica, columns] float64; other columns are zeros."""
         columns = torch.zeros(len(numbers), self.num, dtype=torch.float64)
         if self.first is not None:
             columns[:, self.first : self.first + numbers.shape[1]] = numbers
@@ -67,7 +67,7 @@ class Outcome:
     """Result of a vote.
 
     Attributes:
-        numbers: [numbers of each replica, columns] float64; None for none.
+        numbers: [numbers of each replica, columns] float64.
         used: number of workers that used each parameter, [parameters] float64; None as in `Vote`.
     """
 

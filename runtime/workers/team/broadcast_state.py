@@ -36,7 +36,7 @@ def take_over_values(
 
 
 def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Restores the dtypes of entries that ``load_state_dict`` has cast to their parameter's, such as NAdam's mu_product."""
+    """``load_state_dict`` has cast entries to their parameter's dtype, such as NAdam's mu_product."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, entries in saved.items():
         local = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
@@ -67,7 +67,7 @@ _NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # 
 
 @contextmanager
 def stream_of_chief(team: Team) -> Iterator[None]:
-    """A context in which torch's default generator has the chief's state; afterwards, other workers get their own state back."""
+    """A context in which torch's default generator has the chief's state; other workers then get theirs back."""
     local_state = torch.get_rng_state()
     chiefs = local_state.clone()
     team.control.broadcast(chiefs)
@@ -82,7 +82,7 @@ def stream_of_chief(team: Team) -> Iterator[None]:
 
 
 def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
-    """The path and type of the first item that cannot be saved. ``around`` has the enclosing containers, against cycles."""
+    """Path and type of the first item that cannot be saved. ``around`` has the enclosing containers, against cycles."""
     if id(state) in around or isinstance(state, torch.Tensor):
         return ""
     if isinstance(state, Mapping | list | tuple):

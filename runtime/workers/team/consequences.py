@@ -1,4 +1,4 @@
-"""The consequences of a failure in a training call, as a table."""
+"""The consequences of a failure in a training call."""
 
 from __future__ import annotations
 
@@ -141,6 +141,6 @@ CONSEQUENCES = {
 
 
 def may_have_parted(stage: CallStage, consequence: Consequence) -> bool:
-    """True if workers may have parameters of different steps, so that a broadcast must precede the next step."""
+    """True if workers may have parameters of different steps."""
     commits_early = stage in (CallStage.VOTING_EARLY, CallStage.UPDATING, CallStage.UPDATED)
     return consequence.next is Next.RESTORE or (commits_early and consequence.next is Next.RESTART)

@@ -47,7 +47,7 @@ class ControlCollectives:
             self._connections.run_control(lambda group: group.all_reduce(host_tensor))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Broadcasts the dense tensor of worker ``root``, of any dtype."""
+        """Broadcasts worker ``root``'s dense tensor, of any dtype."""
         if tensor.numel():
             with on_host(tensor) as host_tensor:
                 self._connections.run_control(
@@ -55,13 +55,12 @@ class ControlCollectives:
                 )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-gathers 1-D tensors of equal length and dtype, in the order of ranks."""
+        """All-gathers 1-D tensors of equal length and dtype, by rank."""
         whole = tensor.new_empty(tensor.numel() * self._cluster.num_workers)
         self._connections.run_control(lambda group: group.all_gather_whole(tensor, whole))
         return whole
 
     def all_gather_texts(self, text: str) -> list[tuple[str, str]]:
-        """The texts by rank, each with the name of its worker."""
         encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
         self._connections.run_control(lambda group: group.all_gather(torch.tensor([len(encoded)]), lengths))
@@ -75,7 +74,7 @@ class ControlCollectives:
         return list(zip(map(str, self._cluster.workers), texts, strict=True))
 
     def first_texts(self, about: str, text: str) -> list[str]:
-        """Each worker's first text on a subject, by rank; the same list on all workers."""
+        """Each worker's first text on a subject, by rank; equal on all workers."""
         store = self._connections.part_of_store(f"told of {about}")
         return all_texts(store, self._cluster, text, self._timeout_seconds, self._is_over)
 
@@ -83,9 +82,7 @@ class ControlCollectives:
         return self._failures.is_any() or self._connections.are_broken
 
     def compare(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Compares facts of all workers. If they differ, all raise `CommunicationError`, with the first difference and a
-        remedy.
-        """
+        """Compares facts of all workers. If they differ, all raise `CommunicationError` with the first difference."""
         self._compare(subject, facts, remedy, lambda: _Lane(self._cluster, self._connections, self._begin_refusal))
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
@@ -93,7 +90,7 @@ class ControlCollectives:
         self._compare(subject, facts, remedy, self._begin_refusal)
 
     def _begin_refusal(self) -> Transport:
-        """A transport for facts, over the store, as they may be long. All workers refuse the call after it."""
+        """Uses the store, as facts may be long. All workers refuse the call after it."""
         self._call.stage = CallStage.REFUSED
         store = self._connections.part_of_store(f"facts {self._call.number}")
         return _BoundedStore(store, self._cluster, self._timeout_seconds, self._look)
@@ -116,7 +113,7 @@ class ControlCollectives:
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
-        """A context whose errors all workers raise alike, so that none needs to notify the others."""
+        """A context whose errors all workers raise, so that none must notify the others."""
         try:
             yield
         except CommunicationError:
@@ -125,9 +122,7 @@ class ControlCollectives:
 
 
 class _BoundedStore:
-    """Exchanges facts through the store. Raises `LostConnectionError` if a worker is lost, or the store does not answer in
-    time.
-    """
+    """Raises `LostConnectionError` if a worker is lost, or the store does not answer in time."""
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, look: Callable[[], object]) -> None:
         self.workers: Sequence[Worker] = cluster.workers

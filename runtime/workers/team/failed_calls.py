@@ -24,11 +24,7 @@ from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
 
 class FailedCalls:
-    """Applies the `CONSEQUENCES` of a team's failed calls.
-
-    Attributes:
-        have_parted: whether workers may have parameters of different steps after a failed call.
-    """
+    """Applies the `CONSEQUENCES` of failed calls; ``have_parted`` is as in `Team`."""
 
     def __init__(
         self,
@@ -58,7 +54,7 @@ class FailedCalls:
         """Returns the error to raise for a failed call, and notifies the other workers.
 
         Args:
-            is_whole: whether variables and optimizers are those of a whole step; called after a failure behind the commit.
+            is_whole: tells whether variables and optimizers are of one step; called after a failure behind the commit.
             torn: names the buckets that the step has updated if it failed after an early commit; else empty.
         """
         if isinstance(error, LostConnectionError | StepStoppedError):
@@ -98,9 +94,9 @@ class FailedCalls:
         return self._cause[1] if self._cause is not None and self._cause[0] == self._call.number else None
 
     def publish_cause(self, error: BaseException) -> None:
-        """Publishes the cause of a failure before connections are cut for it.
+        """Publishes the cause of a failure before connections are cut because of it.
 
-        `explain` then raises this cause, even if a device of this worker notices the cut connection first.
+        `explain` then raises this cause, even if a device notices the cut connection first.
         """
         self._cause = self._call.number, error
         if not self._failures.is_any():

@@ -1,4 +1,4 @@
-"""The meeting of all workers at the beginning of a call."""
+"""Meetings of all workers at the beginning of a call."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Meetings:
             gathered_rows: numbers of gathered rows; equally many on all workers whose programs match.
 
         Raises:
-            CommunicationError: workers differ; raised by all, with the worker and its difference.
+            CommunicationError: workers differ; names the worker and its difference, on all workers.
             ValueError: no worker has examples; raised by all.
             LostConnectionError: the connection broke.
         """
@@ -111,7 +111,7 @@ class Meetings:
     def _difference(
         self, headers: Sequence[torch.Tensor], facts: Mapping[str, Details], name: str, other: int
     ) -> CommunicationError:
-        """The error for a difference in headers; raises a more precise one if facts on the field can be compared."""
+        """The error for a difference in headers; raises a more precise one if facts can be compared."""
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
         if name in facts and not (any(left) and name in _OF_LIVE_ONES):
             self._control.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))

@@ -1,4 +1,4 @@
-"""Published failures of a team's workers, and the search for the worker behind an unpublished one."""
+"""Failures that workers publish, and the search for the cause of an unpublished one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ class PublishedFailures:
         self._published: list[Failure] = []  # by others, in their order
 
     def note(self, failure: Failure) -> None:
-        """Notes a published failure; called in the detector's thread."""
+        """Notes a failure, in the detector's thread."""
         number = self._call.number
         current = [known for known in self._published if known.is_final or known.step >= number]
         self._published = [*current, failure]
 
     def ending(self, call: int) -> Failure | None:
-        """The first published failure that ends the call of this number."""
         return next((failure for failure in self._published if failure.ends(call)), None)
 
     @property
@@ -36,9 +35,9 @@ class PublishedFailures:
         return self.present is not None
 
     def find_failed_worker(self, error: BaseException, watcher: StepWatcher) -> Failure:
-        """Attributes a lost connection to a worker: to one that has published a failure meanwhile, or else to a silent one.
+        """Attributes a lost connection to a worker, and publishes the failure if the store answers.
 
-        A failure found by silence is published.
+        The worker is one that has published a failure meanwhile, else a silent one, else the one behind all others.
         """
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile

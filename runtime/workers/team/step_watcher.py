@@ -24,7 +24,7 @@ _SLACK_SECONDS = 1.0
 
 
 def pace_of_steps(num_workers: int) -> Pace:
-    """A pace that misses some heartbeats before a worker counts as silent."""
+    """Heartbeat times with which a worker misses some beats before it counts as silent."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(
         interval,
@@ -38,8 +38,8 @@ class StepWatcher:
     """Sends this worker's progress with heartbeats, and receives failures that end calls of a step.
 
     Args:
-        on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. A failure may
-            name this worker, if the others have given up on it.
+        on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. A failure
+            names this worker if the others have given up on it.
 
     Raises:
         CommunicationError: the store does not answer.
@@ -77,11 +77,11 @@ class StepWatcher:
         return self.detector.find_silent(is_known, _SLACK_SECONDS)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
-        """Waits a few seconds at most for heartbeats of all others. True early if ``is_known`` reports a failure."""
+        """Waits a few seconds at most for heartbeats of all others; less if ``is_known`` reports a failure."""
         return self.find_silent(is_known) == []
 
     def progress_of_all(self) -> dict[int, Progress]:
-        """The last progress of each worker that has sent any. Takes a bounded time."""
+        """The last progress of each worker that has sent any, in bounded time."""
         try:
             beats = in_bounded_time(self.detector.beats.read, _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError):

@@ -1,4 +1,4 @@
-"""The team of a step: workers that begin each call, commit, and fail together."""
+"""The team of a step: workers that begin each call, commit and fail together."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, Pa
 class Team:
     """The workers of a step, seen from one of them.
 
-    A step that fails on any worker fails on all, before it has changed anything. Connections are then closed, and reopened at
-    the next call.
+    A step that fails on any worker fails on all. Connections are then closed, and reopened at the next call.
 
     Args:
         name: the same on all workers, and used by no other step.
@@ -61,7 +60,7 @@ class Team:
 
     @property
     def link(self) -> LinkSpeed | None:
-        """The measured speed of the connections; None before they were opened."""
+        """The measured speed; None before the connections were opened."""
         return self.connections.link
 
     @property
@@ -74,7 +73,7 @@ class Team:
 
     @property
     def have_parted(self) -> bool:
-        """True if workers may have parameters of different steps after a failure; a broadcast must precede the next step."""
+        """True if workers may have parameters of different steps, so that a broadcast must precede the next step."""
         return self._failed.have_parted
 
     def come_together(self) -> None:
@@ -94,7 +93,7 @@ class Team:
             has_left: whether this worker's loop has ended, so that it waits for others as long as they live.
 
         Raises:
-            CommunicationError: another worker has failed; names it and the cause.
+            CommunicationError: another worker has failed.
         """
         self._call.begin()
         self._watcher.local_progress = self._watcher.local_progress.begun(self._call.number)
@@ -140,17 +139,17 @@ class Team:
         return self._meetings.exchange_headers(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
-        """Opens the connection for values of the model. All workers call it in the same call; may be repeated."""
+        """Opens the connection for values of the model, in the same call on all workers. May be repeated."""
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
-        """Waits for the votes of all workers, and returns the common decision on the step.
+        """Waits for the votes of all workers, and returns their decision on the step.
 
         Args:
             is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
 
         Raises:
-            CommunicationError: the workers disagree on whether the same sums are finite, or a worker has failed.
+            CommunicationError: workers disagree on whether the same sums are finite, or one has failed.
         """
         call = self._call
         message = vote.to_message(columns)
@@ -168,7 +167,7 @@ class Team:
         self._call.stage = CallStage.UPDATED if self._call.stage is CallStage.UPDATING else CallStage.DECIDED
 
     def hear(self, text: str) -> list[tuple[str, str]]:
-        """Exchanges texts of all workers after the decision against a step; then all raise the same error."""
+        """Exchanges all workers' texts after the decision against a step; then all raise the same error."""
         self._call.stage = CallStage.BEFORE
         texts = self.control.all_gather_texts(text)
         self._call.stage = CallStage.REFUSED
@@ -183,9 +182,7 @@ class Team:
         self.connections.launch_bucket(collective, functools.partial(self._end_bucket, done))
 
     def _end_bucket(self, done: Done, error: Exception | None) -> None:
-        """Publishes the failure of a payload before its lane is cut, so that others do not continue with the next pack's
-        rounds.
-        """
+        """Publishes a payload's failure before the lane is cut: others must not continue with the next pack's rounds."""
         if isinstance(error, PayloadError):
             self._failed.publish_cause(error)
             self.connections.cut_buckets()
@@ -200,7 +197,7 @@ class Team:
         self._last_words.append(in_short(error))
 
     def close(self) -> None:
-        """Notifies the other workers, and closes the connections. May be repeated."""
+        """Notifies the other workers. May be repeated."""
         self._finalizer()
 
 
@@ -215,7 +212,7 @@ def _never(is_known: Callable[[], bool]) -> bool:
 def _leave(
     pid: int, watcher: StepWatcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
 ) -> None:
-    """Ends a team at `Team.close` or at exit, but not in a forked child."""
+    """Runs at `Team.close` or at exit, but not in a forked child."""
     if os.getpid() != pid:
         return
     why = f", after {last_words[0]}" if last_words else cause_of_exit()  # of the script, if nobody has closed the step

@@ -30,7 +30,7 @@ def await_all(
     is_over: Callable[[], bool],
     may_wait_on: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Waits until all workers have come to a call. Unlike gloo's rendezvous, the wait can be interrupted by signals.
+    """Waits until all workers have come to a call. Unlike gloo's rendezvous, signals can interrupt it.
 
     Args:
         may_wait_on: called at each timeout; True to wait as long again.
@@ -60,8 +60,7 @@ def await_all(
 def all_texts(
     store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
 ) -> list[str]:
-    """Exchanges a text with all workers, and returns each worker's first one, by rank. A worker that calls it again sends the
-    same.
+    """Exchanges a text with all workers; returns the texts by rank. A worker that calls it again must send the same.
 
     Raises:
         LostConnectionError: some worker sent nothing.
@@ -80,12 +79,11 @@ def all_texts(
 
 
 def patience(timeout_seconds: float) -> float:
-    """The timeout for an answer of the store, in seconds."""
     return max(_SHORTEST_PATIENCE_SECONDS, min(timeout_seconds / 2, _LONGEST_PATIENCE_SECONDS))
 
 
 def _answer(ask: Callable[[], _T], seconds: float) -> _T:
-    """The store's answer in bounded time, as a store on a stopped host stays connected."""
+    """In bounded time, because a store on a stopped host stays connected."""
     try:
         return in_bounded_time(ask, seconds)
     except (RuntimeError, TimeoutError) as error:
@@ -93,7 +91,7 @@ def _answer(ask: Callable[[], _T], seconds: float) -> _T:
 
 
 def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
-    """The measured speed of a link; all workers call it together."""
+    """Measures a link; all workers call it together."""
     seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in _MEASURED_BYTES}
     measured = torch.zeros(max(_MEASURED_BYTES), dtype=torch.uint8, device=device)
     for _ in range(_NUM_MEASUREMENTS):  # the first opens connections
@@ -114,7 +112,7 @@ def open_lane(
     device: torch.device,
     is_over: Callable[[], bool],
 ) -> Lane:
-    """Opens a lane for tensors on this type of device, after the rendezvous; all workers call it."""
+    """Opens a lane for this type of device; all workers call it after the rendezvous."""
     lane_store = distributed.PrefixStore(name, store)
     places = cluster.rank, cluster.num_workers
     opened = functools.partial(Lane, lane_store, *places, timeout_seconds, f"mirrorc {name}", device)

@@ -20,8 +20,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def cut_when_broken(deaf: Lane, watched: Lane) -> None:
-    """Cuts the lane ``deaf`` when ``watched``, a lane to the same workers, breaks; returns at once. Closing ``watched`` ends
-    it.
+    """Cuts the lane ``deaf`` when ``watched``, a lane to the same workers, breaks. Closing ``watched`` ends the watch.
 
     A collective of NCCL waits forever for an ended process; gloo closes its connection.
     """
@@ -43,10 +42,10 @@ _HOST = torch.device("cpu")
 class Connections:
     """A lane for control messages and a lane for buckets, opened together at a call, and closed together by a failure.
 
-    Values of the model have a third lane, as a device without examples launches its buckets at any time.
+    Values of the model have a third lane: a device without examples launches its buckets at any time.
 
     Attributes:
-        link: measured speed at the last opening; None before.
+        link: measured speed; None before the first opening.
     """
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> None:
@@ -107,7 +106,6 @@ class Connections:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
     def run_control(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
-        """Runs a collective on control messages, see `Lane.call`."""
         lanes = list(self._lanes)
         if not lanes:
             raise LostConnectionError("the connection to the other workers is closed")
@@ -128,16 +126,16 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The open lanes; the lane for control messages comes first."""
+        """Open lanes; that for control messages comes first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
-        """Aborts the collectives on buckets, here and on the other workers."""
+        """Aborts the collectives on buckets, on all workers."""
         for lane in list(self._lanes)[1:2]:
             lane.cut()
 
     def close(self) -> bool:
-        """Closes all lanes; returns whether all collectives have ended, so that none of them writes memory any more."""
+        """Closes all lanes; returns whether all collectives have ended, so that none writes memory."""
         have_ended = [lane.close() for lane in self._lanes]
         self._lanes.clear()
         return all(have_ended)

@@ -43,9 +43,9 @@ def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float
 
 
 class Lane:
-    """Launches collectives in order, over NCCL on a GPU and else over gloo, and reports the end of each in this order.
+    """Launches collectives in order, over NCCL on a GPU and else over gloo, and reports their ends in this order.
 
-    The lane's thread waits for the collectives: such a wait ignores signals, and a waiting device has a timeout of its own.
+    The lane's thread waits for the collectives: such a wait ignores signals, and a waiting device has its own timeout.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -64,7 +64,7 @@ class Lane:
     def launch(self, collective: Callable[[Any], Any], done: Done) -> None:
         """Launches a collective without waiting; ``collective`` returns its work, and ``done`` receives its error, if any.
 
-        After the first work of `SeveralRounds`, each work waits for the end of those before it. So all workers launch the
+        After the first work of `SeveralRounds`, each work waits for the end of those before it, so all workers launch the
         rounds in the same order.
         """
         with self._launching:
@@ -109,7 +109,7 @@ class Lane:
         return group is not None and group.is_broken
 
     def cut(self) -> None:
-        """Aborts all collectives, here and on the other workers."""
+        """Aborts all collectives, on all workers."""
         group = self._group
         if group is not None:
             group.cut()
@@ -124,7 +124,7 @@ class Lane:
         return self._group is None
 
     def close(self) -> bool:
-        """Ends all collectives; returns whether memory passed to the lane is no longer written."""
+        """Ends all collectives; returns whether none writes the passed memory any more."""
         self.cut()
         with self._launching:
             group, self._group = self._group, None
