@@ -334,9 +334,9 @@ def test_large_gradients_and_tables_are_added_whole() -> None:
             generator = torch.Generator().manual_seed(seed)
             own = [(torch.randint(50, (n, 2), generator=generator), torch.arange(n) % 3) for n in (4, 6)]
             both.train(*own)
-            assert "no gradient stays factors: those of several calls are added up whole" in str(both.step.program)
+            assert "no gradient stays factors: those of several calls are added up whole" in str(both.step.programs[-1])
             both.train(own[0])  # by shares, from factors, in the buckets that the others have written
-            assert "index_add" in str(both.step.program)
+            assert "index_add" in str(both.step.programs[-1])
         both.check()
 
 
@@ -347,17 +347,17 @@ def test_the_program_says_what_is_kept_and_the_report_counts_it() -> None:
         both.step(x, target=y)
         plain = both.step.memory().gradients
         both.step.accumulate(x, target=y)
-        assert both.step.program.accumulation is Accumulation.ADDS
-        assert "accumulate(bucket=0, b0)" in str(both.step.program)
+        assert both.step.programs[-1].accumulation is Accumulation.ADDS
+        assert "accumulate(bucket=0, b0)" in str(both.step.programs[-1])
         assert both.step.memory().gradients == 2 * plain
         assert "gradients of 1 call kept, 4 examples" in repr(both.step)
         both.step(x, target=y)
-        assert both.step.program.accumulation is Accumulation.ENDS
-        assert "add_accumulated(bucket=0, b0)" in str(both.step.program)
+        assert both.step.programs[-1].accumulation is Accumulation.ENDS
+        assert "add_accumulated(bucket=0, b0)" in str(both.step.programs[-1])
         assert both.step.memory().gradients == 2 * plain
         sums = both.step._state.accumulated
         both.step(x, target=y)
-        assert both.step.program.accumulation is Accumulation.NONE
+        assert both.step.programs[-1].accumulation is Accumulation.NONE
         assert both.step.memory().gradients == plain
         with pytest.raises(IndexError):
             sums.sums_of(0)  # their memory is free

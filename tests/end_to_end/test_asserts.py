@@ -95,7 +95,7 @@ def test_asserts_stay_in_the_program_before_everything_that_leaves_the_replica()
             checks = list(calls_to(graph, ops.check))
             assert [check.kwargs["text"] for check in checks] == [TEXT, "assertion error", "assertion error"]
             assert max(checks) < min(node for node in graph.nodes if node.target in ops.LAUNCHES)
-        text = str(step.program)
+        text = str(step.programs[-1])
         assert f"# or the step stops: {TEXT!r}" in text and read_program_text(text) is not None
 
 

@@ -91,7 +91,7 @@ def lockstep(way: str, check_finite: Any) -> Lockstep:
     for _ in range(2):
         both.go_on()
         for training in (both.undisturbed, both.disturbed):
-            trial = training.step._last.trial  # type: ignore[union-attr]
+            trial = training.step._runs.last.trial  # type: ignore[union-attr]
             trial.interleaves, trial.is_decided = is_interleaved, True
     return both
 

@@ -271,9 +271,9 @@ def test_small_steps_clip_in_one_thread_with_the_same_bits() -> None:
             for _ in range(4):
                 step(torch.randint(0, 3000, (7,)), target=torch.randn(7, 3))
                 norms.append(step.grad_norm)
-                trial = step._last.trial  # type: ignore[union-attr]
+                trial = step._runs.last.trial  # type: ignore[union-attr]
                 trial.interleaves, trial.is_decided = is_interleaved, True
-            assert step._last.is_interleaved is is_interleaved  # type: ignore[union-attr]
+            assert step._runs.last.is_interleaved is is_interleaved  # type: ignore[union-attr]
             return [*norms, *(p.detach() for p in net.parameters())]
 
     assert all(map(torch.equal, trained(True), trained(False)))

@@ -68,7 +68,7 @@ def maker(
 
 
 def prefer(training: Training, is_interleaved: bool) -> None:
-    trial = training.step._last.trial  # type: ignore[union-attr]
+    trial = training.step._runs.last.trial  # type: ignore[union-attr]
     trial.interleaves, trial.is_decided = is_interleaved, True
 
 

@@ -193,8 +193,8 @@ def train(
             losses.append(step(torch.randn(size, 12), target=torch.randint(0, 5, (size,))))
             scheduler.step()
         if cuda_graphs:
-            assert step._last is not None and step._last._step_graph is not None
-            assert step._last._step_graph.is_captured
+            assert step._runs.last is not None and step._runs.last._step_graph is not None
+            assert step._runs.last._step_graph.is_captured
     state = [value for entries in optimizer.state_dict()["state"].values() for value in entries.values()]
     return [value.detach().cpu() for value in (*losses, *model.parameters(), *state)]
 

@@ -246,8 +246,8 @@ def test_a_graph_reads_its_batch_from_memory_of_its_own(recorder: CallRecorder) 
         for i in range(6):
             own = batch(i)
             step(**own)
-            assert step._last is not None and step._last._step_graph is not None
-            inputs = step._last._step_graph._inputs
+            assert step._runs.last is not None and step._runs.last._step_graph is not None
+            inputs = step._runs.last._step_graph._inputs
             addresses.append([value.data_ptr() for value in inputs])
             assert torch.equal(inputs[0], own["x"]) and inputs[0].data_ptr() != own["x"].data_ptr()
     assert addresses == [addresses[0]] * 6

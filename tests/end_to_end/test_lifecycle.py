@@ -360,8 +360,8 @@ def test_closing_while_jobs_are_handed_out_stops_the_step(monkeypatch: pytest.Mo
     step(**mlp_batch(4))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     is_stopped, closing, left = threading.Event(), list[threading.Thread](), list[str]()
-    stop = step._last.interrupt  # type: ignore[union-attr]
-    monkeypatch.setattr(step._last, "interrupt", lambda: (stop(), is_stopped.set()))
+    stop = step._runs.last.interrupt  # type: ignore[union-attr]
+    monkeypatch.setattr(step._runs.last, "interrupt", lambda: (stop(), is_stopped.set()))
 
     def close() -> None:
         step.close()

@@ -201,12 +201,12 @@ def test_a_per_replica_argument_is_run_in_parts_of_its_own_size() -> None:
     (batch,) = batches((9,))
     with Twins(make_net(), SGD, F.cross_entropy, microbatches=3) as pair:
         pair.step(**{name: mirrorc.PerReplica([value[:7], value[7:]]) for name, value in batch.items()})
-        assert pair.step.program.microbatches == ((3, 2, 2), (1, 1))
+        assert pair.step.programs[-1].microbatches == ((3, 2, 2), (1, 1))
         pair.plain(**batch)
         pair.check()
         loss = pair.step.evaluate(**batch)  # at once
         torch.testing.assert_close(loss, pair.backward(**batch), rtol=TOLERANCE, atol=0)
-        assert pair.step.program.microbatches == ()
+        assert pair.step.programs[-1].microbatches == ()
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def assert_same(own: Game, plain: Game) -> None:
     for one, other in zip(own.optimizers, plain.optimizers, strict=True):
         assert_same_state(one, other, 1e-9)
     for step in own.steps:
-        for variable in step.variables.values() if step._last is not None else ():
+        for variable in step.variables.values() if step._runs.last is not None else ():
             if variable.aggregation.value == "none":
                 assert all(torch.equal(value, variable.value) for value in variable.values), variable
 
@@ -240,9 +240,9 @@ def test_a_teacher_is_a_variable_by_whatever_path_it_is_reached(way: str, monkey
         for value in losses:
             torch.testing.assert_close(step(x + 1, target=x).item(), value)
             averaged(own, own_teacher)
-        outside = [name for name in step.program.variables if name.startswith("outside.")]
+        outside = [name for name in step.programs[-1].variables if name.startswith("outside.")]
         assert len(outside) == 4 and all(re.match(rf"outside\.({words})\.", name) for name in outside), outside
-        assert not any(variable.update for name, variable in step.program.variables.items() if name in outside)
+        assert not any(variable.update for name, variable in step.programs[-1].variables.items() if name in outside)
         evaluated = step.evaluate(x + 1, target=x)
         torch.testing.assert_close(evaluated, loss(own(x + 1), x).detach())
 
@@ -419,7 +419,7 @@ def test_statistics_that_a_forward_of_the_user_writes_are_read_in_all_memories(
             for teacher in teachers:
                 teacher.train()(3 * torch.randn(6, 3).double() + 1)
                 teacher.eval()
-        assert "outside.now.teacher.1.num_batches_tracked" not in step.program.variables
+        assert "outside.now.teacher.1.num_batches_tracked" not in step.programs[-1].variables
 
 
 @pytest.mark.slow

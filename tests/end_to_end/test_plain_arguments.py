@@ -116,7 +116,7 @@ def test_only_what_is_read_compiles_anew(name: str) -> None:
         for given in values:
             loss = pair.plain(X, copy.copy(plain(given)), target=target).item()
             assert pair.step(X, given, target=target).item() == pytest.approx(loss, rel=1e-12), f"{given}"
-            programs.append(pair.step.program)
+            programs.append(pair.step.programs[-1])
     assert len({id(program) for program in programs}) == expected
 
 
@@ -149,7 +149,7 @@ def test_names_in_keywords_in_the_target_and_in_the_output() -> None:
     with twins(Naming(), NamedLoss()) as pair:
         for keywords, kinds in calls:
             pair.train(X, target={"y": torch.zeros(4, 2, dtype=torch.float64), "kinds": kinds}, **keywords)
-            programs.append(pair.step.program)
+            programs.append(pair.step.programs[-1])
     assert [programs.index(program) for program in programs] == [0, 1, 1, 3, 4, 5, 5, 0]
 
 

@@ -38,9 +38,9 @@ def counts(profiled: profile) -> dict[str, int]:
 def test_regions_collectives_and_operators_of_all_devices_are_seen(devices: int, interleaves: bool) -> None:
     with compiled(devices) as step, compiled(devices) as other:
         assert train(step) == train(other)
-        assert step._last is not None
-        step._last.trial.interleaves = interleaves and devices > 1
-        step._last.trial.is_decided = True
+        assert step._runs.last is not None
+        step._runs.last.trial.interleaves = interleaves and devices > 1
+        step._runs.last.trial.is_decided = True
         with profile() as profiled:
             loss = train(step)
         assert loss == train(other)
@@ -59,11 +59,11 @@ def test_a_step_that_fails_under_a_profiler_leaves_nothing_behind() -> None:
     x, bad = torch.ones(4, 4), torch.full((4, 4), torch.inf)
     with compiled(check_finite=True) as step:
         step(x, target=x[:, :2])
-        assert step._last is not None
-        before = [dict(function.namespace) for function in step._last.functions.whole]
+        assert step._runs.last is not None
+        before = [dict(function.namespace) for function in step._runs.last.functions.whole]
         with profile(), pytest.raises(mirrorc.NonFiniteError):
             step(x, target=bad[:, :2])
-        assert [dict(function.namespace) for function in step._last.functions.whole] == before
+        assert [dict(function.namespace) for function in step._runs.last.functions.whole] == before
         with profile() as profiled:
             step(x, target=x[:, :2])
         assert counts(profiled)["mirrorc::fwd_0 cpu:1"] == 1

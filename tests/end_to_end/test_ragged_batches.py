@@ -313,10 +313,10 @@ def test_a_program_says_which_devices_have_no_examples(tmp_path: Path) -> None:
     with compiled_step(model, F.mse_loss, 4, optimizer=ADAMW) as step:
         full, few = batches((4, 2))
         step(**full)
-        whole = step.program
+        whole = step.programs[-1]
         for _ in range(3):
             step(**few)
-        program, text = step.program, str(step.program)
+        program, text = step.programs[-1], str(step.programs[-1])
         assert program.present == (0, 1)
         assert (
             "(replica 2) runs this on none of the batch's 2 examples: it adds zeros to each sum\ndef cpu_2():" in text

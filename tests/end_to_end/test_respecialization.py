@@ -521,7 +521,7 @@ def test_a_step_keeps_the_programs_that_were_used_last(monkeypatch: pytest.Monke
         programs = []
         for batch in batches:
             step(**batch)
-            programs.append(weakref.ref(step.program))
+            programs.append(weakref.ref(step.programs[-1]))
         gc.collect()
         used = [programs.index(program) for program in programs]
         assert used == [0, 1, 0, 3, 0, 5], "2.0 was not used for longest when 3.0 came, and was compiled again"

@@ -148,12 +148,16 @@ def test_groups_that_are_added_keep_the_numbers_of_others() -> None:
         pair.on_both(leave_out)
         for _ in range(2):
             pair.train()
-            assert {bucket.rule.label for bucket in step.program.buckets} == {"SGD group 0", "Adam group 1"}
+            assert {bucket.rule.label for bucket in step.programs[-1].buckets} == {"SGD group 0", "Adam group 1"}
         pair.on_both(add)
         for _ in range(2):
             pair.train()
-        assert {bucket.rule.label for bucket in step.program.buckets} == {"SGD group 0", "Adam group 1", "SGD group 2"}
-        assert "# optimizer SGD group 2: lr=0.3" in str(step.program)
+        assert {bucket.rule.label for bucket in step.programs[-1].buckets} == {
+            "SGD group 0",
+            "Adam group 1",
+            "SGD group 2",
+        }
+        assert "# optimizer SGD group 2: lr=0.3" in str(step.programs[-1])
         step.memory()
     with (pair := Pair((SGD, ADAM), 2, clip_grad_norm=(1.0, None))).step as step:
         pair.on_both(leave_out)
@@ -235,7 +239,7 @@ def test_hooks_of_one_see_what_they_see_in_a_loop() -> None:
         pair.train()
         pair.on_both(hook)
         pair.train()
-        assert not any(bucket.rule.elementwise for bucket in step.program.buckets)
+        assert not any(bucket.rule.elementwise for bucket in step.programs[-1].buckets)
         pair.train()
     for own, other in zip(seen[id(pair.model)], seen[id(pair.twin)], strict=True):
         torch.testing.assert_close(own, other)
@@ -247,7 +251,7 @@ def test_each_keeps_its_state_in_its_own_object() -> None:
         weights, biases = Pair.parts(pair.model)
         assert [set(own.state) for own in pair.optimizer] == [set(weights), set(biases)]
         assert set(pair.optimizer[0].state[weights[0]]) == {"momentum_buffer"}
-        text = str(step.program)
+        text = str(step.programs[-1])
         assert "Muon's own step, once for all replicas" in text and "AdamW group 1, this device's share of 2" in text
         assert "# optimizer Muon group 0: lr=0.001" in text and "# optimizer AdamW group 1: lr=0.02" in text
         assert "Muon runs by itself" in str(step.memory())
@@ -286,7 +290,7 @@ def test_lists_that_are_no_several_optimizers_are_refused() -> None:
             mirrorc.compile(net, 2, optimizer=given, loss_fn=F.mse_loss)
     with compiled_step(net, F.mse_loss, optimizer=[both]) as step:
         step(torch.ones(2, 2), target=torch.ones(2, 2))
-        assert "# optimizer Adam group 0" in str(step.program)
+        assert "# optimizer Adam group 0" in str(step.programs[-1])
     second = ADAM([net[1].weight])
     with compiled_step(net, F.mse_loss, optimizer=[first, second]) as step:
         step(torch.ones(2, 2), target=torch.ones(2, 2))

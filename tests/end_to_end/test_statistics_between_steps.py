@@ -86,7 +86,7 @@ def test_what_is_written_between_steps_goes_to_all_replicas() -> None:
             written = {name for name, value in model.named_buffers() if not torch.equal(value, shown[name])}
             expected = {name: value.clone() for name, value in model.named_buffers()}
             assert written, change
-            step._state.prepare_for(step.program)  # as the next step begins
+            step._state.prepare_for(step.programs[-1])  # as the next step begins
             for name, variable in step.variables.items():
                 if name in written:
                     assert all(torch.equal(value, expected[name]) for value in variable.values), (change, name)
@@ -118,7 +118,7 @@ def test_a_statistic_that_is_not_a_number_is_not_taken_for_written() -> None:
         values[1].fill_(1.0)
         step._state.finish()
         assert model.mean.isnan().all()
-        step._state.prepare_for(step.program)
+        step._state.prepare_for(step.programs[-1])
         assert step.variables["mean"].values[1].eq(1.0).all()
 
 

@@ -102,7 +102,7 @@ def train_through_a_lost_bucket(rank: int, given: dict[str, Any]) -> dict[str, A
         kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
         def has_updated() -> bool:
-            told = step._last._progress.clause()
+            told = step._runs.last._progress.clause()
             return (
                 f"bucket {len(step.program.buckets) - 1} of " in told if is_dealt else told.startswith("bucket 0 of ")
             )

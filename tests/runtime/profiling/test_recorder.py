@@ -58,8 +58,8 @@ def compiled(model: nn.Module, num_devices: int = 2, **options: Any) -> mirrorc.
 
 
 def recorder_of(step: mirrorc.Step) -> Recorder:
-    assert step._last is not None and step._last.recorder is not None
-    return step._last.recorder
+    assert step._runs.last is not None and step._runs.last.recorder is not None
+    return step._runs.last.recorder
 
 
 # The generated function
@@ -234,7 +234,9 @@ def test_anyone_may_look_while_steps_are_run() -> None:
 def test_no_record_says_why() -> None:
     recorder, _ = recorder_with(1)
     for none in (None, recorder):
-        with pytest.raises(ExecutionError, match=r"none has run yet .*; call the step with a batch first$"):
+        with pytest.raises(
+            ExecutionError, match=r"no training step has run yet with this program; call the step with a batch first$"
+        ):
             recorded_steps(none)
     recorder.begin()
     with pytest.raises(
@@ -409,12 +411,12 @@ def test_records_go_on_when_memory_is_laid_out_anew() -> None:
     model = nn.Linear(3, 2)
     with compiled(model) as step:
         step(torch.randn(4, 3), target=torch.randn(4, 2))
-        executor = step._last
+        executor = step._runs.last
         assert executor is not None
         functions = list(executor.functions.whole)
         step._state._held.layout += 1  # as a program with another bucket plan would
         step(torch.randn(4, 3), target=torch.randn(4, 2))
-        assert step._last is executor and executor.functions.whole[0] is not functions[0]
+        assert step._runs.last is executor and executor.functions.whole[0] is not functions[0]
         first, second = recorder_of(step).steps()
         assert [c.node for c in first.calls[1]] == [c.node for c in second.calls[1]]
         assert second.begun_ns == first.ended_ns + 1, "the clock is the same"

@@ -260,13 +260,13 @@ def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.Monke
         compiler=mirrorc.Compiler(backend="eager"),
     ) as step:
         step(x, target=target)
-        region = next(iter(step._last.regions[1]))  # type: ignore[union-attr]
-        function = step._last.functions.pausing[1]  # type: ignore[union-attr]
+        region = next(iter(step._runs.last.regions[1]))  # type: ignore[union-attr]
+        function = step._runs.last.functions.pausing[1]  # type: ignore[union-attr]
 
         def interrupted(*_: object) -> Any:
             raise KeyboardInterrupt
 
-        name = next(key for key, value in function.namespace.items() if value is step._last.regions[1][region])  # type: ignore[union-attr]
+        name = next(key for key, value in function.namespace.items() if value is step._runs.last.regions[1][region])  # type: ignore[union-attr]
         kept, function.namespace[name] = function.namespace[name], interrupted
         with pytest.raises(KeyboardInterrupt):
             step(x, target=target)
@@ -291,7 +291,7 @@ def test_other_programs_run_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as step:
         for _ in range(3):
             assert step(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0])).isfinite()
-        assert not step._last.trial.interleaves  # type: ignore[union-attr]
+        assert not step._runs.last.trial.interleaves  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_what_a_skipped_step_has_deferred_is_forgotten(monkeypatch: pytest.Monke
         target[2:] = math.inf  # of which the first device, which has the other rows, finds nothing
         step(x, target=target)
         for interleaves in (True, False):
-            trial = step._last.trial  # type: ignore[union-attr]
+            trial = step._runs.last.trial  # type: ignore[union-attr]
             trial.interleaves, trial.is_decided = interleaves, True
             step(x, target=target)
             assert not any(tables._tables for tables in made)
