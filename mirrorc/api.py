@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from mirrorc.ir.links import check_link
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import ALONE, Workers, World
 from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.wording import listed
 from mirrorc.options.algorithm import checked_algorithm
 from mirrorc.options.bucketing import planned_buckets
 from mirrorc.options.communication import Communication, seconds_of
@@ -189,8 +191,9 @@ def make_step(
         workers = joined_workers(joint.round, parsed, longest_wait)
     check_devices_of_worker(workers, parsed, asked["disable"])
     request = Request(asked, workers, parsed)
-    OPTIONS.check_passes(request)
-    OPTIONS.check_exclusions(request)
+    with _naming_mode(remarks):
+        OPTIONS.check_passes(request)
+        OPTIONS.check_exclusions(request)
     if asked["shard_optimizer"] and workers.are_several:
         workers = replace(workers, shards_optimizer=True)
     check_link(asked["link"], parsed)
@@ -208,7 +211,8 @@ def make_step(
     }
     if bound is not None:  # reserved memory would come on top of activations
         parameters["reserves_memory"] = False
-    pipeline, pipeline_remarks = step_pipeline(request, parameters)
+    with _naming_mode(remarks):
+        pipeline, pipeline_remarks = step_pipeline(request, parameters)
     chosen = StepOptions(
         model=model,
         optimizers=optimizers,
@@ -238,6 +242,17 @@ def make_step(
     )
     check_dynamic(chosen)
     return Step(chosen, model_state)
+
+
+@contextlib.contextmanager
+def _naming_mode(remarks: Sequence[str]) -> Iterator[None]:
+    """Errors about options that ``mode`` has set name it, by its remark."""
+    try:
+        yield
+    except ValueError as error:
+        if not remarks:
+            raise
+        raise ValueError(f"{error} ({listed(remarks)})") from None
 
 
 def _pipeline_parameters(request: Request, optimizers: OptimizerGroups, model_state: ModelState) -> dict[str, Any]:

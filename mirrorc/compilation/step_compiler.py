@@ -35,7 +35,7 @@ from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import CAPTURE, Accumulation, Program, Remark
 from mirrorc.ir.variables import Synchronization
 from mirrorc.ir.workers import ALONE
-from mirrorc.messages.wording import counted
+from mirrorc.messages.wording import counted, listed
 from mirrorc.options.gradient_clipping import check_bounds_of_groups
 from mirrorc.options.placement import check_owned_names
 from mirrorc.options.step_options import StepOptions
@@ -257,7 +257,8 @@ class StepCompiler:
         check_owned_names(options.pipeline, {*self._model.parameters, *captured.program.variables})
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
         refuse_over_workers(program)
-        program = with_gathered(self._choices.put_into(program.with_remarks(*options.remarks)), options)
+        remarks = [*options.remarks, *_fewer_parts(program, options.microbatches)]
+        program = with_gathered(self._choices.put_into(program.with_remarks(*remarks)), options)
         return program, purpose.passes_of(options.pipeline)
 
     def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress, *more: Instrument) -> Program:
@@ -333,3 +334,13 @@ def _log_times(subject: str, program: Program, times: Sequence[float]) -> None:
     counts = f"{counted(len(program.regions), 'region')}, {counted(len(program.buckets), 'bucket')}"
     named = "%.2f s for the capture, %.2f s for the passes, %.2f s for the regions"
     logger.info(f"compiled %s in %.2f s: {named}; %s", subject, sum(seconds), *seconds, counts)
+
+
+def _fewer_parts(program: Program, microbatches: int) -> list[str]:
+    """A remark if shards are too small for as many microbatches as the user wants; a pass says so if none has several."""
+    few = [
+        f"{device.name} runs {counted(len(sizes), 'part')}"
+        for device, sizes in zip(program.devices, program.microbatches, strict=False)
+        if 0 < len(sizes) < microbatches
+    ]
+    return [f"microbatches={microbatches}, but a part has at least one example: {listed(few)}"] if few else []

@@ -71,7 +71,7 @@ class BucketOptimizers:
 
     def lay_out(self, buckets: Sequence[FlatBucket]) -> Laid:
         """Prepares flat optimizers with the user's present state, which stays unchanged until `adopt`."""
-        self._write_rates()
+        self._write_rates_for_graphs()
         elementwise = [flat for flat in buckets if flat.bucket.rule.elementwise]
         if self._keeps_dealt_state(elementwise):
             state = FlatState(elementwise, self._flat_optimizer, self._user_states, self._state)
@@ -141,7 +141,7 @@ class BucketOptimizers:
         return any(rule.writes_rows != write_rows[rule.group] for rule in rules)
 
     def sync_hyperparameters(self) -> None:
-        self._write_rates()
+        self._write_rates_for_graphs()
         held = list(chain.from_iterable(map(dict.values, self.groups.hyperparameters)))
         if are_the_same(held, self._hyperparameters):  # changes within a value are shared
             return
@@ -165,7 +165,7 @@ class BucketOptimizers:
                 check_gradient_of(optimizer, index, name, self._parameter(name), is_sparse=True)
             self._fit_for_rows = held
 
-    def _write_rates(self) -> None:
+    def _write_rates_for_graphs(self) -> None:
         if not self._is_captured:
             return
         for number in range(len(self.groups)):
