@@ -230,6 +230,17 @@ def test_microbatches_that_no_shard_is_large_enough_for_leave_a_remark() -> None
             assert (remark in map(str, program.remarks)) == is_said
 
 
+def test_shards_with_fewer_microbatches_than_asked_leave_a_remark() -> None:
+    model = nn.Linear(4, 2)
+    options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "loss_fn": F.mse_loss, "backend": "eager"}
+    said = {5: "cpu:1 runs 2 parts", 4: "cpu:0 runs 2 parts and cpu:1 runs 2 parts", 6: "", 2: ""}
+    with mirrorc.compile(model, 2, microbatches=3, **grouped(options)) as step:
+        for num_examples, few in said.items():
+            remarks = str(step.prepare(torch.ones(num_examples, 4), target=torch.ones(num_examples, 2)).remarks)
+            assert ("microbatches=3, but a part has at least one example" in remarks) == bool(few)
+            assert few in remarks
+
+
 def test_no_batch_has_more_than_two_sizes_of_microbatches() -> None:
     from mirrorc.capture.call.call_arguments import flatten_call
     from mirrorc.capture.call.shards import split_call

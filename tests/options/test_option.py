@@ -238,6 +238,14 @@ def test_a_mode_sets_what_is_left_at_its_default(mode: str) -> None:
         assert remark == f"mode={mode!r} sets {listed(own)}"
 
 
+def test_errors_about_what_a_mode_sets_name_it() -> None:
+    said = r"compression='bfloat16' cannot be used with exact_order=True: .* \(mode='slow-network' sets compression="
+    with pytest.raises(ValueError, match=said):
+        compiled(mode="slow-network", exact_order=True)
+    with pytest.raises(ValueError, match=r"check_finite=True: .* \(mode='debug' sets .*check_finite=True"):
+        compiled(mode="debug", scaler=torch.amp.GradScaler("cpu"))
+
+
 def test_a_mode_sets_nothing_where_all_is_given() -> None:
     given = {"compression": mirrorc.TopK(0.1)}
     found, remarks = checked_arguments({**OPTIONS.keywords, "mode": "slow-network", **grouped(given)}, {})

@@ -36,7 +36,7 @@ def test_a_batch_is_a_tuple_a_dict_or_a_pair_of_both() -> None:
     expected = planned(pair, 2)
     assert expected.stage.name == "LOWERED" and len(expected.devices) == 2
     assert str(planned(of_names, ["cpu:0", "cpu:1"])) == str(expected)
-    assert str(planned(((X,), {"target": Y}), devices=2)) == str(expected)
+    assert str(planned((X, Y), devices=2)) == str(planned(pair, devices=2)) == str(expected)
     assert str(planned(of_names)) != str(expected)
 
 
