@@ -101,7 +101,7 @@ def test_compile_makes_the_same_program() -> None:
         loss_fn=golden.loss_fn,
         **grouped({"backend": "eager", **golden.buckets}),
     ) as step:
-        text = step.prepare(*golden.inputs(golden.num_examples(2))).to_text(slots=True, sources=False)
+        text = step.prepare(**golden.inputs(golden.num_examples(2))).to_text(slots=True, sources=False)
     assert text == golden_program("digits", 2).to_text(slots=True, sources=False)
 
 

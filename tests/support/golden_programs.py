@@ -372,10 +372,10 @@ def parts_of_factors_text() -> str:
 def _text_of_worker(**asked: Any) -> str:
     golden = MODELS["digits"]
     model = golden.make().train()
-    options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets, **asked}
-    where = {"world": World(2), "rank": 1, "backend": "eager"}
-    with mirrorc.compile(model, **grouped({**options, **where})) as step:  # type: ignore[arg-type]
-        return step.prepare(**golden.inputs(golden.num_examples(1))).to_text(slots=True, sources=False)
+    options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), "backend": "eager"}
+    keywords = grouped({**options, **golden.buckets, **asked})
+    program = mirrorc.plan(model, golden.inputs(golden.num_examples(1)), world=World(2), rank=1, **keywords)
+    return program.to_text(slots=True, sources=False)
 
 
 def captured_text() -> str:

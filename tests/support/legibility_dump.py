@@ -1,7 +1,7 @@
 """Prints the program that the questions of tests/legibility.md are about.
 
 python tests/support/legibility_dump.py                 the lowered program, as ``print(step.program)`` shows it
-python tests/support/legibility_dump.py --into FOLDER   the dump of every pass, as ``mirrorc.compile(dump=FOLDER)`` writes it
+python tests/support/legibility_dump.py --into FOLDER   the dump of every pass, as ``mirrorc.Debug(dump=FOLDER)`` has it written
 """
 
 import argparse

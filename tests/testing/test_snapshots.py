@@ -194,7 +194,7 @@ import mirrorc
 def test_step(mirror_snapshot):
     model = TwoLayers()
     options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_fn": torch.nn.functional.cross_entropy}
-    step = mirrorc.compile(model, 2, backend="eager", **options)
+    step = mirrorc.compile(model, 2, compiler=mirrorc.Compiler(backend="eager"), **options)
     with pytest.raises(TypeError, match="is compared with a Step: compare step.program"):
         step == mirror_snapshot
 

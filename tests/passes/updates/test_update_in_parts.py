@@ -101,18 +101,17 @@ def test_it_runs_behind_links_alone() -> None:
 def test_rows_of_other_workers_are_looked_at_when_they_are_there(rows: int) -> None:
     """Whatever a worker's own batch, all workers compile the same updates."""
     model, world = net(), World(2, 1)
-    with mirrorc.compile(
+    program = mirrorc.plan(
         model,
+        batches(rows, dtype=torch.float32)[0],
         ["cpu"],
+        world=world,
         optimizer=torch.optim.AdamW(model.parameters()),
         loss_fn=F.cross_entropy,
-        world=world,
-        rank=0,
         communication=mirrorc.Communication(exchange="factors"),
         compiler=mirrorc.Compiler(backend="eager", passes=default_pipeline(over_workers=True, **PARTS)),
-    ) as step:
-        step.prepare(**batches(rows, dtype=torch.float32)[0])
-        assert parts_of(step.program) == {None, 150}  # biases are added up, in a bucket of their own
+    )
+    assert parts_of(program) == {None, 150}  # biases are added up, in a bucket of their own
 
 
 def test_wrong_sizes_are_refused() -> None:

@@ -178,7 +178,8 @@ seen = {torch_modes()}
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 batch = {"input": torch.ones(4, 4), "target": torch.zeros(4, 1)}
-with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+compiler = mirrorc.Compiler(backend="eager")
+with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, compiler=compiler) as step:
     for name, change in spellings.items():
         step(**batch)
         as_before = torch_modes()
