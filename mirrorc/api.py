@@ -81,9 +81,8 @@ def compile(
         loss_reduction: "mean" if the loss is a mean over the examples of a batch, "sum" if it is a sum.
         return_outputs: ``loss, outputs = step(...)``: the model's outputs, in containers of their own kinds, without
             gradients; if loss_fn returns more than the loss, a pair of both. Tensors with a row for each example have
-            those of the whole batch, in its order. A scalar is the mean over examples; marked by `mirrorc.summed`, the
-            sum over the replicas. Anything else, such as other scalars of integers, is a `mirrorc.PerReplica` with the
-            value of each replica.
+            those of the whole batch, in its order. A floating-point scalar is the mean over examples. What is marked by
+            `mirrorc.summed` is the sum over replicas. Anything else, such as an integer, is a `mirrorc.PerReplica`.
         microbatches: split each device's shard of the batch into this many parts, run in turn, with one reduction and
             one update, so that memory holds activations of one part. The gradient is that of the whole batch. Parts differ by at
             most one example; a part has at least one, so a small batch has fewer parts. Evaluations run in one part.
@@ -104,8 +103,8 @@ def compile(
             or TF_CONFIG, see `mirrorc.cluster`: each compiles the same step over its own devices, and calls it with its own
             examples. True refuses to train without others; False trains in this process alone.
         mode: a preset of options that are left at their defaults, with a remark: "debug" (eager regions in exact order, finite
-            values are checked, every pass is dumped to ``mirrorc_dump``), "fast-start" (eager regions), "reproducible" (the
-            sums of one device's order, sizes as numbers), "slow-network" (gradients travel as bfloat16).
+            values are checked, every pass is dumped to ``mirrorc_dump``), "fast-start" (eager regions), "reproducible"
+            (``exact_order=True``, no symbolic sizes), "slow-network" (gradients travel as bfloat16).
         communication: how gradients travel: buckets, algorithm, link, compression, timeout.
         memory: where parameters and optimizer state live, and how much activations take.
         compiler: backend, capture, symbolic sizes, CUDA graphs, passes of your own.

@@ -79,11 +79,11 @@ class Communication(OptionGroup):
     """How gradients travel, for ``communication=`` of `mirrorc.compile`.
 
     Attributes:
-        buckets: the gradients that are reduced together: the cap of a bucket in MiB (``buckets=8.0`` is short for
-            `mirrorc.packing.ByBytes` with this cap; ``math.inf`` for one bucket); `mirrorc.packing.ByBytes`, which also has
-            the cap of the first bucket; `mirrorc.packing.EqualPacks` or `EqualSplits`; or a function from a list of
-            `mirrorc.packing.Gradient` (name, elements, dtype, ready) to groups of their names. "auto" is ``ByBytes()``, over
-            several workers on CPUs ``ByBytes(4.0)``: there a step waits for the bytes still unsent after backward.
+        buckets: the gradients that are reduced together. A number is the cap of a bucket in MiB: ``buckets=8.0`` is short for
+            ``mirrorc.packing.ByBytes(8.0)``, which also has the cap of the first bucket; ``math.inf`` is one bucket. Other
+            plans are `mirrorc.packing.EqualPacks`, `EqualSplits`, and functions from a list of `mirrorc.packing.Gradient` to
+            groups of their names. "auto" is ``ByBytes()``; over several workers on CPUs it is ``ByBytes(4.0)``, as a step
+            there waits for the bytes unsent when backward ends.
         order: the order of gradients in buckets: "ready" as backward computes them, "reversed" against the model's order of
             parameters, or a key function of a `mirrorc.packing.Gradient`. Buckets are always reduced as they become ready.
         algorithm: the algorithm for sums over devices: "native" is the link's own; "reduce-to-one", "hierarchical-copy",
@@ -97,8 +97,8 @@ class Communication(OptionGroup):
             for each gradient: least time at the first call, or fewer bytes between devices. Where nothing is sent, a remark
             says that it has no effect.
         compression: over several workers, send sums of gradients as "bfloat16" or "float16", half the bytes of float32; this
-            changes numbers. A worker's devices add up in the gradients' dtype first, and norms, bounds and updates take the
-            sum over workers in it. Factors are sent unchanged. A remark has the bytes with and without. With `mirrorc.TopK`,
+            changes numbers. A worker's devices first add up in the gradients' dtype, and the sum over workers is cast back
+            to it before norms, bounds and updates. Factors are sent unchanged. A remark has the bytes with and without. With `mirrorc.TopK`,
             each worker sends the largest elements of its sum; with a `mirrorc.compression.Payload` of your own, its message.
             The rest is added in the next step (error feedback); `Step.unsent_state` has it for checkpoints.
         early_update: over several workers, update each bucket as soon as its own sum has arrived, while others are in

@@ -1,4 +1,4 @@
-"""Torch's settings and hooks."""
+"""Torch's structured trace, modes of a thread, and the steps of torch's optimizers: hooks, wrappers and fused kernels."""
 
 from __future__ import annotations
 
