@@ -82,7 +82,7 @@ NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]
     "mirrorc 25 MB": (_mirrorc, {"buckets": 25.0}),
     "mirrorc bfloat16": (_mirrorc, {"compression": "bfloat16"}),
     "mirrorc, TopK": (_mirrorc, {"ratio": 0.01}),
-    "mirrorc alone": (_mirrorc, {"workers": None}),
+    "mirrorc alone": (_mirrorc, {"distributed": False}),
     "DDP 1 MB": (_ddp, {"cap_mb": 1}),
     "DDP 5 MB": (_ddp, {"cap_mb": 5}),
     "DDP 25 MB": (_ddp, {"cap_mb": 25}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.model.refused_models import check_model
 from mirrorc.coordination.compile_round import JointCompilation
+from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import check_link
 from mirrorc.ir.program import Program
@@ -39,7 +41,7 @@ from mirrorc.options.step_options import (
     dump_directory,
 )
 from mirrorc.options.step_pipeline import step_pipeline
-from mirrorc.options.table import OPTIONS, Distributed, FiniteCheck, LossReduction, Mode, checked_arguments
+from mirrorc.options.table import MODES, OPTIONS, Distributed, FiniteCheck, LossReduction, Mode, checked_arguments
 from mirrorc.options.worker_options import check_devices_of_worker, joined_workers, worker_devices
 from mirrorc.runtime.codegen.backends import Backend, backend_named
 from mirrorc.step import Step
@@ -104,7 +106,7 @@ def compile(
             examples. True refuses to train without others; False trains in this process alone.
         mode: a preset of options that are left at their defaults, with a remark: "debug" (eager regions in exact order, finite
             values are checked, every pass is dumped to ``mirrorc_dump``), "fast-start" (eager regions), "reproducible"
-            (``exact_order=True``, no symbolic sizes), "slow-network" (gradients travel as bfloat16).
+            (``exact_order=True``), "slow-network" (gradients travel as bfloat16).
         communication: how gradients travel: buckets, algorithm, link, compression, timeout.
         memory: where parameters and optimizer state live, and how much activations take.
         compiler: backend, capture, symbolic sizes, CUDA graphs, passes of your own.
@@ -146,11 +148,14 @@ def plan(
     Raises:
         TypeError, ValueError, PassError: as `compile`.
         CaptureError: the model cannot be captured.
+        ExecutionError: an open step has the model's parameters on other devices: plan before it, or with a copy of the model.
     """
     if world is not None and not isinstance(world, World):
         raise TypeError(f"world is {world!r:.60}: give a mirrorc.World, such as World(num_workers=2), or None")
     if world is None and rank:
         raise ValueError(f"rank is {rank}, but there is no world=: give rank only with a mirrorc.World")
+    if options.get("distributed", "auto") != "auto":
+        raise ValueError("distributed has no part in a plan, which joins no workers: give world=, or leave it out")
     arguments = {**OPTIONS.keywords, **options, "model": model, "devices": devices}
     declared = {name: arguments.pop(name) for name in options.keys() - OPTIONS.keywords.keys()}
     args, kwargs = _call_of(batch)
@@ -190,7 +195,8 @@ def make_step(
         workers = joined_workers(joint.round, parsed, longest_wait)
     check_devices_of_worker(workers, parsed, asked["disable"])
     request = Request(asked, workers, parsed)
-    with _naming_mode(remarks):
+    naming = functools.partial(_naming_mode, asked["mode"], remarks)
+    with naming():
         OPTIONS.check_passes(request)
         OPTIONS.check_exclusions(request)
     if asked["shard_optimizer"] and workers.are_several:
@@ -202,15 +208,17 @@ def make_step(
     optimizers = check_optimizers(asked["optimizer"], model_state.parameters)
     scaler = asked["scaler"] if asked["scaler"] is not None and asked["scaler"].is_enabled() else None
     bound = activation_bound(asked["activations"])
+    with naming():
+        from_options = _pipeline_parameters(request, optimizers, model_state)
     parameters = {
-        **_pipeline_parameters(request, optimizers, model_state),
+        **from_options,
         "scales_loss": scaler is not None,
         "chooses_checkpoints": bound is not None,
         **backend.preferences(parsed[0].torch_device),
     }
     if bound is not None:  # reserved memory would come on top of activations
         parameters["reserves_memory"] = False
-    with _naming_mode(remarks):
+    with naming():
         pipeline, pipeline_remarks = step_pipeline(request, parameters)
     chosen = StepOptions(
         model=model,
@@ -244,14 +252,14 @@ def make_step(
 
 
 @contextlib.contextmanager
-def _naming_mode(remarks: Sequence[str]) -> Iterator[None]:
+def _naming_mode(mode: Mode | None, remarks: Sequence[str]) -> Iterator[None]:
     """Errors about options that ``mode`` has set name it, by its remark."""
     try:
         yield
-    except ValueError as error:
-        if not remarks:
+    except (ValueError, PassError) as error:
+        if mode is None or not any(f"{name}=" in str(error) for name in MODES[mode]):
             raise
-        raise ValueError(f"{error} ({listed(remarks)})") from None
+        raise type(error)(f"{error} ({listed(remarks)})") from None
 
 
 def _pipeline_parameters(request: Request, optimizers: OptimizerGroups, model_state: ModelState) -> dict[str, Any]:

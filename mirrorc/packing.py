@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -131,7 +132,7 @@ PLANS: Mapping[str, Callable[..., Any]] = {plan.__name__: plan for plan in (ByBy
 
 
 def _check_cap(name: str, cap_mb: Any) -> None:
-    is_number = not isinstance(cap_mb, bool) and isinstance(cap_mb, int | float) and not math.isnan(cap_mb)
+    is_number = not isinstance(cap_mb, bool) and isinstance(cap_mb, Real) and not math.isnan(cap_mb)
     if not is_number or cap_mb <= 0:
         raise ValueError(f"{name} is {cap_mb!r}: give a positive number of MiB, or math.inf for one bucket")
 
@@ -143,7 +144,7 @@ def plan_of(buckets: Any) -> Plan:
         TypeError: it is no plan.
         ValueError: the number is not positive.
     """
-    if isinstance(buckets, int | float) and not isinstance(buckets, bool):
+    if isinstance(buckets, Real) and not isinstance(buckets, bool):
         _check_cap("buckets", buckets)
         return ByBytes(float(buckets))
     if isinstance(buckets, ByBytes | EqualPacks | EqualSplits) or (callable(buckets) and not isinstance(buckets, type)):

@@ -31,27 +31,31 @@ class ProgramRuns:
         self.pool: DevicePool | None = None
         self.last: Executor | None = None
         self.last_update: Executor | None = None
-        # The numbers of updates, in the order of the last calls. A program that the cache has dropped is gone here, too.
-        self._num_updates: weakref.WeakKeyDictionary[Executor, int] = weakref.WeakKeyDictionary()
+        # Programs with their numbers of updates, in the order of their last calls; other threads read it while a step runs.
+        # A program that the cache has dropped is gone here, too.
+        self._called: tuple[tuple[weakref.ref[Executor], int], ...] = ()
 
     @property
     def called(self) -> list[Executor]:
         """The programs of the cache, the one of the last call last."""
-        return list(self._num_updates)
+        return [executor for reference, _ in self._called if (executor := reference()) is not None]
 
     @property
     def main(self) -> Executor | None:
         """The program that has updated most often, of several the last one; without any update, that of the last call."""
-        most = max(self._num_updates.values(), default=0)
-        return next((e for e in reversed(self.called) if self._num_updates[e] == most), None) if most else self.last
+        called = [(executor, num) for reference, num in self._called if (executor := reference()) is not None]
+        most = max((num for _, num in called), default=0)
+        return next(executor for executor, num in reversed(called) if num == most) if most else self.last
 
     def note_prepared(self, executor: Executor) -> None:
         self._note_call(executor)
         self.last_update = executor
 
-    def _note_call(self, executor: Executor) -> None:
+    def _note_call(self, executor: Executor, num_updates: int = 0) -> None:
         self.last = executor
-        self._num_updates[executor] = self._num_updates.pop(executor, 0)
+        others = tuple(entry for entry in self._called if entry[0]() not in (None, executor))
+        before = next((num for reference, num in self._called if reference() is executor), 0)
+        self._called = (*others, (weakref.ref(executor), before + num_updates))
 
     def run(self, compiled: Specialization, shards: Shards, coordinator: Coordinator) -> torch.Tensor | None:
         """Returns the loss of all workers' examples. A failure before the commit restores the random generators."""
@@ -98,7 +102,7 @@ class ProgramRuns:
                 compiled.sizes_of(shards),
             )
         if executor.program.trains and not executor.program.accumulates:
-            self._num_updates[executor] += 1
+            self._note_call(executor, num_updates=1)
         return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)
 
     def interrupt(self) -> None:

@@ -109,9 +109,10 @@ class StepReports(ABC):
         Raises:
             ExecutionError: there is no program yet, or no other worker.
         """
-        if not self.program.workers.are_several:
+        program = (self._runs.last_update or self._executor_of(None)).program
+        if not program.workers.are_several:
             raise ExecutionError("there is no worker besides this one, so nothing is exchanged")
-        return schedule_hash(self.program)
+        return schedule_hash(program)
 
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:

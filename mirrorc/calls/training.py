@@ -22,6 +22,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.torch_internals import as_subclass
 from mirrorc.user.loop_warnings import GradientHabits
 from mirrorc.user.thread_modes import CallersModes
 from mirrorc.user.trained_loss import TrainedLoss
@@ -133,7 +134,7 @@ class TrainingCalls:
         loss = self._runs.run(compiled.specialization, compiled.shards, self._coordinator)
         assert loss is not None, "a training step has a loss"
         self._habits.note_step()
-        return compiled.specialization.trained(loss.as_subclass(TrainedLoss), compiled.call, compiled.shards)
+        return compiled.specialization.trained(as_subclass(loss, TrainedLoss), compiled.call, compiled.shards)
 
     def _meet_without_examples(self, coordinator: TeamCoordinator) -> CompiledCall | None:
         """None if all workers have left their loops."""

@@ -28,7 +28,7 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
             values, tensors without dimensions and other objects stay as they are. A `mirrorc.PerReplica` has a value
             for each replica of all workers; this worker keeps its own.
         devices_per_worker: the number of devices of each worker; a sequence of numbers if they differ.
-        process_group: as for `mirrorc.compile`.
+        process_group: as for `mirrorc.Communication`.
 
     Returns:
         The same containers of views of the tensors; in a process on its own, the batch itself.

@@ -58,6 +58,9 @@ class EqualBatches:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to `_MOST_SAMPLES` elements at equal distances, as bytes."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // _MOST_SAMPLES)].cpu().contiguous().view(torch.uint8)
+    """Up to `_MOST_SAMPLES` elements, as bytes. Their places are random, as a stride could meet borders of images alone."""
+    chosen = tensor.detach()
+    if chosen.numel() > _MOST_SAMPLES:
+        places = torch.randint(chosen.numel(), (_MOST_SAMPLES,), generator=torch.Generator().manual_seed(0))
+        chosen = chosen.take(places.to(chosen.device))
+    return chosen.resolve_conj().resolve_neg().cpu().reshape(-1).contiguous().view(torch.uint8)

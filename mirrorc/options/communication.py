@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, ClassVar, Literal, get_args
 
 from mirrorc.compression import Payload, TopK
-from mirrorc.ir.links import why_no_factors_for_workers
+from mirrorc.ir.links import link_named, why_no_factors_for_workers
 from mirrorc.options.algorithm import algorithm_of
 from mirrorc.options.option import Exclusion, NeededPasses, OptionGroup, Request, option
 from mirrorc.packing import GradientOrder, Packing, check_order, may_cut, plan_of
@@ -186,6 +186,8 @@ class Communication(OptionGroup):
             plan_of(self.buckets)
         check_order(self.order)
         algorithm_of(self.algorithm)
+        if self.link is not None:
+            link_named(self.link)
 
 
 def seconds_of(timeout: float | timedelta) -> float:

@@ -17,9 +17,9 @@ from mirrorc.options.option import Exclusion, NeededPasses, OptionGroup, Request
 
 PlacementName = Literal["auto", "mirrored", "shared", "central", "least-loaded", "cached"]
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _PERCENT = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?%")
-_BYTES = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[KMG]?)i?B")
+_BYTES = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>B|[KMGT]iB)")
 
 
 def activation_bound(activations: int | str | None) -> float | None:

@@ -7,10 +7,11 @@ import difflib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import ALONE, Workers
+from mirrorc.options.former_names import FORMER
 from mirrorc.pipeline.pipeline_edits import Placed
 from mirrorc.pipeline.protocol import Pass
 
@@ -141,6 +142,17 @@ class OptionGroup:
 
     keyword: ClassVar[str]
 
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name, value in fields.items():
+            if name in FORMER:
+                raise TypeError(f"mirrorc.{cls.__name__} has no {name!r}: {FORMER[name].format(value=_spelled(value))}")
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                guess = f"did you mean {close[0]!r}?" if close else f"its fields are {', '.join(known)}"
+                raise TypeError(f"mirrorc.{cls.__name__} got an unexpected keyword argument {name!r}; {guess}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for record in records_of(type(self)):
             record.check_kind(getattr(self, record.name))
@@ -161,20 +173,14 @@ def records_of(group: type[OptionGroup]) -> tuple[Option, ...]:
 
 
 class Options:
-    """The table of options.
+    """The table of options: those that are keywords of `mirrorc.compile`, and fields of groups."""
 
-    Attributes:
-        former: former options, with the text that says what to write now; ``{value}`` stands for the value.
-    """
-
-    def __init__(
-        self, records: Sequence[Option], groups: Sequence[type[OptionGroup]], former: Mapping[str, str]
-    ) -> None:
+    def __init__(self, records: Sequence[Option], groups: Sequence[type[OptionGroup]]) -> None:
         self.groups = {group.keyword: group for group in groups}
         grouped = [record for group in groups for record in records_of(group)]
         self._records = {record.name: record for record in (*records, *grouped)}
+        assert len(self._records) == len(records) + len(grouped), "an option has a name of its own"
         self._builtin = frozenset(self._records)
-        self.former = former
 
     def __getitem__(self, name: str) -> Option:
         return self._records[name]
@@ -188,8 +194,8 @@ class Options:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keywords of `mirrorc.compile` that are options or groups of options, with their defaults."""
-        alone = {record.name: record.default for record in self if not record.group}
+        """The parameters of `mirrorc.compile` that are options or groups of options, with their defaults."""
+        alone = {name: self[name].default for name in self._records if name in self._builtin and not self[name].group}
         return {**alone, **dict.fromkeys(self.groups)}
 
     def declare(self, option: Option) -> None:
@@ -198,8 +204,8 @@ class Options:
         Raises:
             ValueError: there is an option of this name.
         """
-        if option.name in self._records:
-            raise ValueError(f"there is an option {option.name!r} already: give this one another name")
+        if option.name in self._records or option.name in ("model", "devices", "batch", *self.groups, *FORMER):
+            raise ValueError(f"there is an option {option.name!r} already, or was one: give this one another name")
         self._records[option.name] = option
 
     def withdraw(self, name: str) -> None:
@@ -230,16 +236,16 @@ class Options:
     def _why_no_option(self, name: str, value: Any) -> str:
         record = self._records.get(name)
         if record is not None:
-            return f"{name!r} is a field of a group: give {self._in_group(record, shown(value))}"
-        if name in self.former:
-            return f"mirrorc.compile() has no option {name!r} any more: {self.former[name].format(value=shown(value))}"
+            return f"{name!r} is a field of a group: give {self._in_group(record, value)}"
+        if name in FORMER:
+            return f"mirrorc.compile() has no option {name!r} any more: {FORMER[name].format(value=_spelled(value))}"
         close = difflib.get_close_matches(name, ("model", "devices", *self.groups, *self._records), n=1)
         near = self._records.get(close[0]) if close else None
-        guess = self._in_group(near, shown(value)) if near is not None and near.group else repr(*close) if close else ""
+        guess = self._in_group(near, value) if near is not None and near.group else repr(*close) if close else ""
         return f"mirrorc.compile() got an unexpected keyword argument {name!r}{guess and f'; did you mean {guess}'}"
 
-    def _in_group(self, record: Option, value: str) -> str:
-        return f"{record.group}=mirrorc.{self.groups[record.group].__name__}({record.name}={value})"
+    def _in_group(self, record: Option, value: Any) -> str:
+        return f"{record.group}=mirrorc.{self.groups[record.group].__name__}({record.name}={_spelled(value)})"
 
     def check_kinds(self, asked: Mapping[str, Any]) -> None:
         for option in self:
@@ -291,6 +297,12 @@ class Options:
         """The passes that declared options add to the pipeline."""
         asked = ((option, request[option.name]) for option in self if option.places is not None)
         return [placed for option, value in asked if option.is_asked(value) for placed in option.places(value)]  # type: ignore[misc]
+
+
+def _spelled(value: Any) -> str:
+    """A value as Python code; "..." for one that has no short form."""
+    text = repr(value)
+    return text if len(text) <= 60 and " at 0x" not in text and not text.startswith("<") else "..."
 
 
 def shown(value: Any) -> str:

@@ -56,7 +56,9 @@ def check_whole(
         for name, why in _missing(pipeline, workers, devices):
             raise PassError(f"the pass {name!r} is missing, and {why}; add mirrorc.passes.{_class_of(name)}()")
     except PassError as error:
-        options = listed(f"{o}=" for o in ("passes", "add", "disable", "exact_order") if asked[o])
+        options = listed(
+            f"{o}=" for o in ("passes", "add", "disable", "exact_order") if asked[o] not in (None, (), False)
+        )
         raise PassError(f"what {options or 'passes='} gives is no pipeline of a whole step: {error}") from None
 
 

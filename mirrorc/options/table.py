@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, Literal, get_args
@@ -24,7 +25,7 @@ Mode = Literal["debug", "fast-start", "reproducible", "slow-network"]
 MODES: Mapping[str, Mapping[str, Any]] = {
     "debug": {"backend": "eager", "exact_order": True, "check_finite": True, "dump": "mirrorc_dump"},
     "fast-start": {"backend": "eager"},
-    "reproducible": {"exact_order": True, "dynamic": False},
+    "reproducible": {"exact_order": True},
     "slow-network": {"compression": "bfloat16"},
 }
 """The options that each ``mode`` sets."""
@@ -111,27 +112,6 @@ OPTIONS = Options(
         Option("mode", f"say {', '.join(map(repr, MODES))}, or None", kinds=(NoneType,), texts=tuple(MODES)),
     ],
     groups=(Communication, Memory, Compiler, Debug),
-    former={
-        "bucket_cap_mb": "give communication=mirrorc.Communication(buckets={value})",
-        "first_bucket_mb": "give communication=mirrorc.Communication(buckets=mirrorc.packing.ByBytes(cap_mb, first_mb={value}))",
-        "packing": "give communication=mirrorc.Communication(buckets=...), with mirrorc.packing.EqualPacks(n) for a number n",
-        "gradient_order": "give communication=mirrorc.Communication(order={value})",
-        "all_reduce": "give communication=mirrorc.Communication(algorithm={value})",
-        "communication_options": (
-            "give communication=mirrorc.Communication(buckets=bytes_per_pack / 2**20, timeout=..., algorithm='ring')"
-        ),
-        "timeout_seconds": "give communication=mirrorc.Communication(timeout={value})",
-        "activation_memory": "give memory=mirrorc.Memory(activations=...), such as '50%', '2GiB' or a number of bytes",
-        "add_passes": "give compiler=mirrorc.Compiler(add=...)",
-        "disable_passes": "give compiler=mirrorc.Compiler(disable={value})",
-        "print_after_all": "give debug=mirrorc.Debug(print_after='all')",
-        "record": "the times of the last steps are always recorded; leave it out",
-        "example_inputs": "call step.prepare(*batch) after mirrorc.compile()",
-        "workers": "give distributed=False, to train in this process alone, or leave it out",
-        "world": "call mirrorc.plan(model, batch, world={value}, rank=...), which gives the program of one of its workers",
-        "rank": "call mirrorc.plan(model, batch, world=..., rank={value}), which gives the program of one worker",
-        "overlap_next_step": "it gained nothing on any machine where it was measured; leave it out",
-    },
 )
 
 
@@ -146,6 +126,8 @@ def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> 
     if asked["mode"] is None:
         return asked, []
     preset = {name: value for name, value in MODES[asked["mode"]].items() if not OPTIONS[name].is_asked(asked[name])}
+    if os.environ.get("MIRRORC_DUMP"):
+        preset.pop("dump", None)
     sets = listed(OPTIONS[name].text(value) for name, value in preset.items())
     return {**asked, **preset}, [f"mode={asked['mode']!r} sets {sets or 'nothing, as all of its options are given'}"]
 

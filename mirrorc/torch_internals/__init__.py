@@ -36,6 +36,7 @@ from mirrorc.torch_internals.hooks.script_modules import ScriptCopy, forward_sig
 from mirrorc.torch_internals.hooks.settings import (
     UncountedHook,
     adagrad_is_fused_on_gpus,
+    as_subclass,
     bare_step,
     calls_step_hooks,
     dispatch_modes,

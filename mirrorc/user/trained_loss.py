@@ -20,8 +20,11 @@ class TrainedLoss(torch.Tensor):
     __torch_function__ = no_torch_function
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
+        if self.requires_grad:  # something was added in place
+            super().backward(*args, **kwargs)
+            return
         warnings.warn(
-            "loss.backward() did nothing: the step has run backward and made the update; leave it out",
+            "loss.backward() did nothing: a step runs backward and makes the update by itself; leave it out",
             stacklevel=users_stack_level(),
         )
 

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import threading
 
 import pytest
 import torch
@@ -92,6 +93,29 @@ def test_programs_of_other_steps_are_refused() -> None:
         for report in (step.explain, step.memory):
             with pytest.raises(ValueError, match=r"program is none of this step: give one of step\.programs"):
                 report(other.program)
+
+
+def test_reports_of_other_threads_see_a_whole_list() -> None:
+    with step_of() as step:
+        train(step, 8)
+        stop, errors = threading.Event(), []
+
+        def watch() -> None:
+            while not stop.is_set():
+                try:
+                    assert step.program in step.programs
+                except (RuntimeError, KeyError, AssertionError) as error:
+                    errors.append(error)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            for number in range(60):
+                train(step, 8 if number % 2 else 6)
+        finally:
+            stop.set()
+            watcher.join(10)
+        assert errors == []
 
 
 def test_programs_that_the_cache_has_dropped_are_gone() -> None:

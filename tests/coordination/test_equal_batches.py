@@ -20,6 +20,13 @@ def test_a_digest_is_of_values_shapes_and_dtypes() -> None:
     others = [x + 1, x.reshape(4, 3), x.double(), x.T, x[:2]]
     assert len({digest_of(other) for other in (x, *others)}) == 6
     assert digest_of(x, target=torch.tensor([1, 2, 3])) != digest_of(x, target=torch.tensor([1, 2, 0]))
+    z = torch.tensor([1 + 2j, 3j])
+    assert digest_of(z.conj()) == digest_of(z.conj().resolve_conj()) != digest_of(z)
+    images = [torch.zeros(64, 1, 64, 64), torch.zeros(64, 1, 64, 64)]
+    for seed, image in enumerate(images):
+        image[..., 8:-8, 8:-8] = torch.rand(48, 48, generator=torch.Generator().manual_seed(seed))
+    assert digest_of(images[0]) != digest_of(images[1]), "borders are alike"
+    assert digest_of(images[0].to(memory_format=torch.channels_last)) == digest_of(images[0])
     large = torch.arange(1_000_001, dtype=torch.bfloat16)
     assert digest_of(large) == digest_of(large.clone()) != digest_of(large.flip(0))
 

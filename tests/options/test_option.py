@@ -19,6 +19,7 @@ from torch import nn
 import mirrorc
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import listed
+from mirrorc.options import former_names
 from mirrorc.options.option import Exclusion, Option
 from mirrorc.options.table import MODES, OPTIONS, checked_arguments, grouped
 
@@ -54,6 +55,9 @@ def _one_device(request: Any) -> str:
     return "it needs two" if len(request.devices) == 1 else ""
 
 
+EAGER = mirrorc.Compiler(backend="eager")
+
+
 def compiled(devices: int = 2, **options: Any) -> mirrorc.Step:
     model = nn.Linear(2, 1)
     return sgd_step(model, devices, loss_fn=F.mse_loss, **options)
@@ -66,6 +70,10 @@ def test_an_option_from_outside_is_one_record_and_its_pass(toy: Option) -> None:
     with compiled() as step:
         step(torch.ones(4, 2), target=torch.ones(4, 1))
         assert "a toy" not in str(step.program)
+    model = nn.Linear(2, 1)
+    given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_fn": F.mse_loss}
+    planned = mirrorc.plan(model, (torch.ones(4, 2), torch.ones(4, 1)), 2, toy=2, compiler=EAGER, **given)
+    assert str(planned).count("remark: a toy") == 2
 
 
 def test_its_record_refuses(toy: Option) -> None:
@@ -111,9 +119,28 @@ FORMER: dict[str, tuple[Any, str]] = {
 """Of each former option: a value, and what to write now."""
 
 
+@pytest.mark.parametrize("name", ["memory", "model", "devices", "batch", "world", "bucket_cap_mb", "exchange"])
+def test_names_that_are_taken_cannot_be_declared(name: str) -> None:
+    with pytest.raises(ValueError, match=f"there is an option '{name}' already, or was one"):
+        OPTIONS.declare(Option(name))
+
+
+def test_a_group_names_its_fields() -> None:
+    with pytest.raises(
+        TypeError, match=r"mirrorc\.Debug got an unexpected keyword argument 'dumps'; did you mean 'dump'"
+    ):
+        mirrorc.Debug(dumps="here")  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match=r"unexpected keyword argument 'x'; its fields are activations, shard_optimizer"
+    ):
+        mirrorc.Memory(x=1)  # type: ignore[call-arg]
+
+
 def test_former_names_say_what_to_write_now() -> None:
-    assert set(FORMER) == set(OPTIONS.former)
+    assert FORMER.keys() == former_names.FORMER.keys()
     for name, (value, now) in FORMER.items():
+        with pytest.raises(TypeError, match=rf"^mirrorc.Memory has no '{name}': (give )?{re.escape(now)}"):
+            mirrorc.Memory(**{name: value})
         said = rf"^mirrorc.compile\(\) has no option '{name}' any more: (give )?{re.escape(now)}"
         with pytest.raises(TypeError, match=said):
             mirrorc.compile(nn.Linear(2, 1), **{name: value})

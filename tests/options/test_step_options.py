@@ -192,7 +192,26 @@ def test_activations_are_bytes_or_a_part(activations: Any, bound: float | None, 
 
 @pytest.mark.parametrize(
     "wrong",
-    [0.5, 1.0, True, b"50%", 0, -1, "0%", "101%", "-5%", "50", "half", "0 B", "2 TiB", "GiB", "1e9 B", "50% 50%"],
+    [
+        0.5,
+        1.0,
+        True,
+        b"50%",
+        0,
+        -1,
+        "0%",
+        "101%",
+        "-5%",
+        "50",
+        "half",
+        "0 B",
+        "2 PiB",
+        "2GB",
+        "2iB",
+        "GiB",
+        "1e9 B",
+        "50% 50%",
+    ],
 )
 def test_other_activations_are_refused(wrong: Any) -> None:
     is_of_a_kind = type(wrong) in (int, str)

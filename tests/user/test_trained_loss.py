@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from tiny_programs import sgd_step
 from torch import nn
 
+from mirrorc.torch_internals import as_subclass
 from mirrorc.user.trained_loss import TrainedLoss
 
 
 def loss_of(value: float = 2.5) -> torch.Tensor:
-    return torch.tensor(value).as_subclass(TrainedLoss)
+    return as_subclass(torch.tensor(value), TrainedLoss)
 
 
 def test_backward_warns_and_changes_nothing() -> None:
@@ -23,7 +24,7 @@ def test_backward_warns_and_changes_nothing() -> None:
     with sgd_step(model, 2, loss_fn=F.mse_loss, return_outputs=True) as step:
         loss, _ = step(torch.ones(4, 3), torch.ones(4, 1))
         before = copy.deepcopy(model.state_dict())
-        with pytest.warns(UserWarning, match=r"loss\.backward\(\) did nothing: the step has run backward"):
+        with pytest.warns(UserWarning, match=r"loss\.backward\(\) did nothing: a step runs backward"):
             loss.backward(retain_graph=True)
         with pytest.warns(UserWarning, match="did nothing"):
             step.accumulate(torch.ones(4, 3), torch.ones(4, 1))[0].backward()
@@ -56,3 +57,12 @@ def test_it_prints_and_counts_as_a_tensor() -> None:
         assert float(loss) == 2.5 == loss.numpy()
         loss += 1
     assert loss.item() == 3.5
+
+
+def test_a_term_with_a_gradient_that_is_added_in_place_has_its_backward() -> None:
+    weight, loss = torch.tensor(3.0, requires_grad=True), loss_of()
+    loss += weight**2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()
+    assert weight.grad is not None and weight.grad.item() == 6.0

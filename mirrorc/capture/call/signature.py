@@ -52,7 +52,8 @@ class Signature:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Takes the last positional argument for the target, if forward can be called without it."""
-        is_target = bool(args) and not self._why_not_bound(args[:-1], kwargs)
+        leaves_input = len(args) > 1 or (bool(args) and bool(kwargs))  # a model takes something
+        is_target = leaves_input and not self._why_not_bound(args[:-1], kwargs)
         is_input = not self._why_not_bound(args, kwargs)
         if is_target and (trains or not is_input):
             return args[:-1], {**kwargs, "target": args[-1]}

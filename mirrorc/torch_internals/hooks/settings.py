@@ -178,6 +178,11 @@ no_torch_function = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass of tensors, it makes the results of operators plain tensors."""
 
 
+def as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """The tensor's memory as an object of a subclass; no view, so that it can be changed in place."""
+    return torch.Tensor._make_subclass(kind, tensor)
+
+
 def dispatch_modes() -> list[str]:
     """Class names of this thread's `TorchDispatchMode` objects."""
     if not torch._C._len_torch_dispatch_stack():

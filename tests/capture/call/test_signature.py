@@ -74,6 +74,18 @@ def test_calls_that_do_not_fit_are_refused(args: tuple[Any, ...], message: str) 
         paths(OneInput(), *args)
 
 
+def test_a_model_that_takes_anything_has_an_input() -> None:
+    class Named(nn.Module):
+        def forward(self, input_ids: Any = None, mask: Any = None) -> Any:
+            return input_ids
+
+    for model in (Several(), Named()):
+        assert len(paths(model, X, trains=False)) == 1
+        with pytest.raises(TypeError, match="target is missing"):
+            paths(model, X)
+    assert paths(Named(), Y, input_ids=X) == {"input_ids": 0.0, "target": 1.0}
+
+
 def test_a_step_and_check_loss_take_it() -> None:
     x, y = torch.randn(6, 3), torch.randn(6, 1)
     losses = []

@@ -288,8 +288,8 @@ def test_functions_of_the_users_that_fail_are_told_from_ours() -> None:
         return [[one["name"]] for one in gradients]
 
     for option, function, said in (
-        ("packing", groups, "packing=groups: your function raised TypeError"),
-        ("gradient_order", lambda one: one.size, "gradient_order: your function raised AttributeError"),
+        ("buckets", groups, "buckets=groups: your function raised TypeError"),
+        ("order", lambda one: one.size, "order: your function raised AttributeError"),
     ):
         with pytest.raises(PassError, match=said):
             PlanBuckets(**{option: function}).run(captured_model(nn.Linear(4, 3)))

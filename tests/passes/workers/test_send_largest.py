@@ -18,7 +18,7 @@ WEIGHTS = [Weight("a", (300,)), Weight("b", (300,)), Weight("c", (2,))]
 
 
 def program_of(world: World, rank: int = 0, weights: list[Weight] = WEIGHTS, **options: Any) -> Program:
-    given = {**({} if "packing" in options else SMALL_BUCKETS), "compression": TopK(0.1), **options}
+    given = {**({} if "buckets" in options else SMALL_BUCKETS), "compression": TopK(0.1), **options}
     return run_passes(
         handmade_of_worker(world, rank, weights), default_pipeline(over_workers=True, **given), [Verify()]
     )

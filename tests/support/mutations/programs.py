@@ -218,11 +218,11 @@ def summed_by_messages() -> Iterator[Source]:
         for name, algorithm in ALGORITHMS.items():
             if algorithm().sends:
                 weights = [Weight("a", (100,)), Weight("b", (100,))]
-                caps = SMALL_BUCKETS | {"all_reduce": algorithm()}
+                caps = SMALL_BUCKETS | {"algorithm": algorithm()}
                 yield Source(f"{name} on {n}", handmade(n, weights), caps, since=name)
     own = [Weight("a", (300,), rule=MUON), Weight("b", (300,))]
-    yield Source("ring, own optimizer on 3", handmade(3, own), SMALL_BUCKETS | {"all_reduce": Ring()}, since="ring")
-    clipped = {"max_grad_norm": 1.0, "check_finite": True, "all_reduce": Tree()}
+    yield Source("ring, own optimizer on 3", handmade(3, own), SMALL_BUCKETS | {"algorithm": Ring()}, since="ring")
+    clipped = {"max_grad_norm": 1.0, "check_finite": True, "algorithm": Tree()}
     yield Source("tree, clipped and checked on 3", handmade(3, own[1:]), SMALL_BUCKETS | clipped, since="tree")
 
 
@@ -250,7 +250,7 @@ def cut_into_packs() -> Iterator[Source]:
     few = handmade(3, pairs).evolve(shard_of_replica=(0, 0, None), num_examples=(2, 2, 0))
     yield Source("packs, ragged on 3", few, packs)
     for algorithm in (Ring(), Tree()):
-        summed = packs | {"all_reduce": algorithm}
+        summed = packs | {"algorithm": algorithm}
         yield Source(f"packs, {algorithm.name} on 3", handmade(3, pairs), summed, since=algorithm.name)
 
 

@@ -370,4 +370,7 @@ def test_operators_on_a_subclass_without_torch_function_give_plain_tensors() -> 
     class Subclass(torch.Tensor):
         __torch_function__ = internals.no_torch_function
 
-    assert type(torch.ones(2).as_subclass(Subclass) + 1) is torch.Tensor
+    changed = internals.as_subclass(torch.ones(2), Subclass)
+    changed += torch.ones(2, requires_grad=True)
+    assert type(changed) is Subclass and changed.requires_grad
+    assert type(internals.as_subclass(torch.ones(2), Subclass) + 1) is torch.Tensor
