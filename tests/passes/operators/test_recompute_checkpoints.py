@@ -16,6 +16,7 @@ from mirrorc.errors import CaptureError, VerifyError
 from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
+from mirrorc.packing import ByBytes
 from mirrorc.passes import OutlineRegions, PlanBuckets, RecomputeCheckpoints, RecomputeElementwise
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import Verify
@@ -144,7 +145,7 @@ def test_buffers_are_written_once() -> None:
 @pytest.mark.slow
 def test_copies_are_in_regions_of_backward() -> None:
     _, after = recomputed(Blocks())
-    outlined = run_passes(after, [PlanBuckets(1e-4, 1e-4), OutlineRegions()], [Verify()])
+    outlined = run_passes(after, [PlanBuckets(ByBytes(1e-4, 1e-4)), OutlineRegions()], [Verify()])
     bodies = {
         name: [node.name for node in region.graph_module.graph.nodes] for name, region in outlined.regions.items()
     }
