@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -163,7 +162,6 @@ def option(default: Any, allowed: str = "", **record: Any) -> Any:
     return field(default=default, metadata={"allowed": allowed, **record})
 
 
-@functools.cache
 def records_of(group: type[OptionGroup]) -> tuple[Option, ...]:
     """The records of a group's fields."""
     return tuple(

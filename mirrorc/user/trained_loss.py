@@ -17,7 +17,7 @@ class TrainedLoss(torch.Tensor):
     What is computed from it, copied or saved is a plain tensor.
     """
 
-    __torch_function__ = no_torch_function
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         if self.requires_grad:  # something was added in place
@@ -28,7 +28,7 @@ class TrainedLoss(torch.Tensor):
             stacklevel=users_stack_level(),
         )
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(self.as_subclass(torch.Tensor))
 
     def __format__(self, spec: str) -> str:
