@@ -28,7 +28,7 @@ class TrainedLoss(torch.Tensor):
             stacklevel=users_stack_level(),
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.as_subclass(torch.Tensor))
 
     def __format__(self, spec: str) -> str:
