@@ -34,6 +34,7 @@ class ProgramRuns:
         # Programs with their numbers of updates, in the order of their last calls; other threads read it while a step runs.
         # A program that the cache has dropped is gone here, too.
         self._called: tuple[tuple[weakref.ref[Executor], int], ...] = ()
+        self._main: Executor | None = None  # stays when the step is closed
 
     @property
     def called(self) -> list[Executor]:
@@ -103,6 +104,7 @@ class ProgramRuns:
             )
         if executor.program.trains and not executor.program.accumulates:
             self._note_call(executor, num_updates=1)
+            self._main = self.main
         return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)
 
     def interrupt(self) -> None:

@@ -45,6 +45,9 @@ def test_an_epoch_with_a_short_last_batch_and_an_evaluation() -> None:
         with pytest.raises(ExecutionError, match="no training step has run yet with this program"):
             step.explain(evaluation)
         assert step.explain(short).num_steps == 1
+        explained = str(step.explain())
+        del main, short, evaluation
+    assert str(step.explain()) == explained and examples_of(step.program) == 8, "also of a step that is closed"
 
 
 def test_of_two_that_trained_as_often_it_is_the_last_one() -> None:

@@ -349,16 +349,16 @@ def test_the_program_says_what_is_kept_and_the_report_counts_it() -> None:
         both.step.accumulate(x, target=y)
         assert both.step.programs[-1].accumulation is Accumulation.ADDS
         assert "accumulate(bucket=0, b0)" in str(both.step.programs[-1])
-        assert both.step.memory().gradients == 2 * plain
+        assert both.step.memory(both.step.programs[-1]).gradients == 2 * plain
         assert "gradients of 1 call kept, 4 examples" in repr(both.step)
         both.step(x, target=y)
         assert both.step.programs[-1].accumulation is Accumulation.ENDS
         assert "add_accumulated(bucket=0, b0)" in str(both.step.programs[-1])
-        assert both.step.memory().gradients == 2 * plain
+        assert both.step.memory(both.step.programs[-1]).gradients == 2 * plain
         sums = both.step._state.accumulated
         both.step(x, target=y)
         assert both.step.programs[-1].accumulation is Accumulation.NONE
-        assert both.step.memory().gradients == plain
+        assert both.step.memory(both.step.programs[-1]).gradients == plain
         with pytest.raises(IndexError):
             sums.sums_of(0)  # their memory is free
 
