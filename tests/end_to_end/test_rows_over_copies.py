@@ -92,7 +92,7 @@ def trained(make: Maker, devices: int, **options: Any) -> tuple[Lookups, list[di
 
 
 def count_stores(step: Step) -> int:
-    graphs = [module.graph for module in step.program.device_graphs.values()]
+    graphs = [module.graph for module in step.programs[-1].device_graphs.values()]
     return sum(1 for graph in graphs for _ in calls_to(graph, ops.store_rows))
 
 
@@ -256,7 +256,7 @@ def test_rows_are_counted_where_bytes_are() -> None:
     model = Table()
     with compiled(torch.optim.SGD(model.parameters(), lr=0.5), model) as step:
         step(torch.arange(8), target=torch.ones(8, 2))
-        explained, memory, text = step.explain(), step.memory(), str(step.program)
+        explained, memory, text = step.explain(), step.memory(), str(step.programs[-1])
     (sent,) = [bucket for bucket in explained.buckets if bucket.kind == "send"]
     assert sent.num_bytes == 64
     assert "the rows that SGD group 0 writes are sent to each other device, at most 0.1 KiB in place of 0.8 KiB" in text
@@ -272,7 +272,7 @@ def test_where_rows_may_be_a_large_part_of_the_table_it_is_sent_whole() -> None:
         step(torch.arange(13), target=torch.ones(13, 2))
         assert count_stores(step) == 0
         assert "all of table.weight is sent, 0.8 KiB, and not its rows, 0.1 KiB at most: devices of one" in str(
-            step.program
+            step.programs[-1]
         )
         assert_copies_are_equal(step, model)
         step(torch.arange(12), target=torch.ones(12, 2))
