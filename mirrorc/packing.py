@@ -50,7 +50,8 @@ class ByBytes:
     """Packs of whole gradients, each as large as a cap allows: a gradient that would exceed it opens the next pack.
 
     Attributes:
-        cap_mb: the cap, in MiB; `math.inf` for one pack, whatever ``first_mb`` is. A larger gradient has its own pack.
+        cap_mb: the cap, in MiB; `math.inf` for one pack, whatever ``first_mb`` is. A larger gradient has a pack for itself,
+            or joins one that is less than a sixteenth full.
         first_mb: the cap of the first pack, in MiB, smaller to begin communication early; limited by ``cap_mb``.
 
     Raises:

@@ -171,7 +171,7 @@ class FailureDetector:
             self.beats.read()
 
     def publish(self, message: str) -> None:
-        """Waits a bounded time for all workers but ``messages.gone`` to read the message. Raises nothing."""
+        """Waits a bounded time for all workers but those in ``messages.gone`` to read the message. Raises nothing."""
         self._publish(message, _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS, is_awaited=True)
 
     def _publish(self, message: str, seconds: float, *, is_awaited: bool) -> None:

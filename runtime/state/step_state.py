@@ -150,10 +150,10 @@ class StepState:
         self.is_whole = True
 
     def prepare_variables_for(self, program: Program) -> None:
-        """Mirrors the user's writes for an evaluation, which reads variables in place.
+        """Mirrors the user's writes for an evaluation, which reads variables wherever they are.
 
-        Buckets stay. If the user has given a parameter new memory, all parameters stay in the user's memory until the next
-        training step.
+        If the user has given a parameter new memory, the buckets that hold it are dropped, and their parameters are in the
+        user's memory until the next training step. All other buckets are kept.
         """
         self._held.was_behind = self.are_variables_written
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so

@@ -14,7 +14,13 @@ from mirrorc.ir.nodes import calls_to
 
 @dataclass(frozen=True)
 class TakenGradients:
-    """Gradients taken from one backward, which ``token`` and ``tangent`` identify."""
+    """The gradients that a graph takes from one backward.
+
+    Attributes:
+        token: of the forward run ``call``.
+        tangent: the loss's gradient, with which backward begins.
+        nodes: the gradients of the parameters at ``places``.
+    """
 
     call: int
     token: fx.Node

@@ -42,7 +42,7 @@ def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
 
 
 def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
-    """Tests that no other value shares a region result's memory, new or reserved."""
+    """True if a region's result is alone in its memory, which is new or reserved."""
     body = program.regions[region_of(maker)].graph_module.graph
     if unaliased_product(body, place) is not None:
         return True

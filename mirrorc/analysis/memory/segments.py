@@ -34,7 +34,7 @@ class Choice:
 
     Attributes:
         saved: operators whose results are stored if backward needs them; the segment's other operators are recomputed.
-        num_bytes: need not be stored.
+        num_bytes: the bytes that it saves storing.
         seconds: of recomputation.
     """
 

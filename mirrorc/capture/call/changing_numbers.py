@@ -16,7 +16,8 @@ class ChangingNumbers:
     input gets a program for each value.
 
     Attributes:
-        can_be_drawn: whether random numbers that forward draws in Python may be inputs; they are never constants.
+        can_be_drawn: whether random numbers that forward draws in Python become inputs. False with CUDA graphs, which would
+            keep the first draw.
     """
 
     def __init__(self, *, can_be_inputs: bool = True) -> None:

@@ -83,7 +83,7 @@ def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.N
 
 
 class _Unsupported(Exception):
-    """The text names the function."""
+    """A call takes no tensor in place of its number. The message begins with the function called."""
 
 
 class _Call:

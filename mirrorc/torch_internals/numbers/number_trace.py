@@ -124,7 +124,7 @@ class NumberTrace:
         return symbol, make(symbol, hint=value, source=source)
 
     def names_at(self, nodes: Collection[fx.Node]) -> list[str]:
-        """The expressions that numbers come from; all of the trace's if a node is not a number."""
+        """The expressions that numbers come from; all expressions of the trace if a node is not a number."""
         if not all(node in self.index_of for node in nodes):
             return self.inputs.sources
         numbers = (self.inputs.numbers[self.index_of[node]] for node in nodes)

@@ -54,8 +54,8 @@ def _power_below(part: float) -> float:
 
 @dataclass(frozen=True)
 class _Counts:
-    """The calls and variables in the sums; ``unit`` is the weight of an example's loss or, if losses are sums, of a
-    call's.
+    """The calls and variables in the gradient sums. ``unit`` is the factor of each example's loss; with
+    ``loss_reduction="sum"``, of each call's loss.
     """
 
     num_calls: int = 0

@@ -115,7 +115,7 @@ class StepVariables:
         self._store.show({self._names[name]: value for name, value in values.items()})
 
     def in_store(self, program: Program) -> Program:
-        """The program with the store's names in its tables; cached, so that its identity is stable."""
+        """The program with the store's names of variables; cached, so that its identity is stable."""
         if not self._is_renamed:
             return program
         known = self._renamed.get(id(program))

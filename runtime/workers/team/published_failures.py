@@ -70,5 +70,5 @@ class PublishedFailures:
 
 
 def _without_outcome(error: BaseException) -> str:
-    """An error's text without remarks on parameters and remedies, which the citing error repeats."""
+    """An error's text without its end ("No parameter was changed..."): the error that quotes it states the outcome itself."""
     return _OUTCOME.sub("", str(error)).rstrip(".")
