@@ -134,9 +134,7 @@ class TrainingCalls:
         loss = self._runs.run(compiled.specialization, compiled.shards, self._coordinator)
         assert loss is not None, "a training step has a loss"
         self._habits.note_step()
-        result = compiled.specialization.trained(loss, compiled.call, compiled.shards)
-        shown = as_subclass(loss, TrainedLoss)
-        return shown if result is loss else (shown, result[1])
+        return compiled.specialization.trained(as_subclass(loss, TrainedLoss), compiled.call, compiled.shards)
 
     def _meet_without_examples(self, coordinator: TeamCoordinator) -> CompiledCall | None:
         """None if all workers have left their loops."""

@@ -23,7 +23,7 @@ class TakenValues:
         self._ids: dict[str, int] | None = None  # of the variables, by name; None before the first call
 
     def lack_any(self) -> bool:
-        """Whether variables are new since the last broadcast, or may differ between workers."""
+        """True if variables are new since the last broadcast, or may differ between workers."""
         return self._ids is None or not self._ids_now().items() <= self._ids.items() or self._team.have_parted
 
     def _ids_now(self) -> dict[str, int]:

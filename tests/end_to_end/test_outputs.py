@@ -24,6 +24,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.options.table import grouped
 from mirrorc.runtime.execution.binding.step_outputs import StepOutputs
+from mirrorc.user.trained_loss import TrainedLoss
 
 Pair = namedtuple("Pair", ["logits", "hidden"])
 
@@ -73,7 +74,7 @@ def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, devices: Any = 
 
 
 def assert_equal(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
-    assert type(found) is type(expected)
+    assert type(found) is type(expected) or (type(found) is TrainedLoss and type(expected) is torch.Tensor)
     if isinstance(expected, torch.Tensor):
         assert not found.requires_grad and found.shape == expected.shape and found.dtype == expected.dtype
         torch.testing.assert_close(found, expected.detach(), rtol=tolerance, atol=tolerance)

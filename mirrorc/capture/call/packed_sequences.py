@@ -28,7 +28,7 @@ class PaddedSequences:
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
-        """What isinstance() sees in a trace: PackedSequence, but PaddedSequences in torch's recurrent modules."""
+        """The class that isinstance() sees in a trace: PackedSequence, but PaddedSequences in torch's recurrent modules."""
         return PaddedSequences if traced_file() in ("", rnn.__file__) else PackedSequence
 
     @property

@@ -17,7 +17,7 @@ _MOST_CHARACTERS = 40  # of one value
 
 @dataclass(frozen=True)
 class CallKind:
-    """What a program is specialized on, by argument name."""
+    """The values that a program is specialized on, by argument name."""
 
     tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
     constants: dict[str, str]

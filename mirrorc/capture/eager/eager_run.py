@@ -70,7 +70,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the graph of a step assumes of all runs, as first runs have shown. Variables are given by index.
+    """Assumptions of a step's graph about all runs, as first runs have shown. Variables are given by index.
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
