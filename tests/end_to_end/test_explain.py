@@ -103,13 +103,14 @@ def test_buffers_that_are_written_and_one_step_that_warmed_up() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_explained_is_the_program_of_the_last_call() -> None:
+def test_what_is_explained_is_the_program_that_trained_most() -> None:
     with compiled(2, **SMALL) as step:
         for _ in range(4):
             step(**mlp_batch(8))
         for _ in range(3):
             step(**mlp_batch(5))
-        check(step, step.explain(), 2)
+        check(step, step.explain(), 3)
+        assert step.explain(step.programs[-1]).num_steps == 2
         step(**mlp_batch(8))
     check(step, step.explain(), 4)  # it is closed
 
@@ -158,10 +159,12 @@ def test_a_step_that_was_interrupted_leaves_no_record(monkeypatch: pytest.Monkey
 def test_before_the_first_step(tmp_path: Path) -> None:
     with compiled() as step:
         for ask in (step.explain, lambda: step.timeline(tmp_path / "trace.json")):
-            with pytest.raises(ExecutionError, match=r"none has run yet .* call the step with a batch first"):
+            with pytest.raises(
+                ExecutionError, match=r"no training step has run yet .* call the step with a batch first"
+            ):
                 ask()
         step.prepare(**mlp_batch(8))
-        with pytest.raises(ExecutionError, match=r"none has run yet .* call the step with a batch first"):
+        with pytest.raises(ExecutionError, match=r"no training step has run yet .* call the step with a batch first"):
             step.explain()
         assert not list(tmp_path.iterdir())
 

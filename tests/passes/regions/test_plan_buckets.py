@@ -71,7 +71,7 @@ def test_a_plan_holds_every_gradient_once_in_order_and_within_caps(
         assert end <= bucket.num_elements
         positions = [position[slot.variable] for slot in bucket.slots]
         assert positions == sorted(positions)
-        limit = first if bucket.index == 0 else max(first, cap)
+        limit = cap if bucket.index or cap == math.inf else min(first, cap)
         before = sum(slot.num_elements for slot in bucket.slots[:-1]) * bucket.dtype.itemsize
         assert len(bucket.slots) == 1 or bucket.num_bytes <= limit * 2**20 or before < limit * 2**20 / 16
     ready = [position[bucket.slots[-1].variable] for bucket in program.buckets]
