@@ -15,14 +15,14 @@ import typer
 from mirrorc.comparison.diff import diff_files, printed
 from mirrorc.compilation.instruments import instruments_for
 from mirrorc.errors import MirrorcError, VerifyError
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import printable
 from mirrorc.options.step_options import checked_directory
 from mirrorc.passes import PASSES
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pipeline_edits import check_pass_names
 from mirrorc.pipeline.pipeline_text import import_module, parse_passes
-from mirrorc.pipeline.protocol import Pass
+from mirrorc.pipeline.protocol import Pass, traits_of
 from mirrorc.printing.colors import print_colored
 from mirrorc.verifier.verifier import verify
 
@@ -119,7 +119,10 @@ def opt(
     slots: Slots = False,
     imports: Imports = None,
 ) -> None:
-    """Runs passes on a saved program, verifies it after each, and prints the result."""
+    """Runs passes on a saved program.
+
+    Verifies it after each, and prints the result.
+    """
     _search_this_folder()  # for the user's own passes
     with _blamed_on("--passes"):
         pipeline: list[Pass] = parse_passes(passes, PASSES)
@@ -128,6 +131,8 @@ def opt(
     with _blamed_on("--dump"):
         directory = checked_directory("it", dump) if dump is not None else None
     loaded = _load(program)
+    if loaded.stage is Stage.LOWERED and all(traits_of(entry).latest_input_stage < Stage.LOWERED for entry in pipeline):
+        _fail(f"{program} is LOWERED already, and no pass runs on it: give 00-capture.json.gz of a dump")
     try:
         result = run_passes(
             loaded, pipeline, instruments_for(pipeline, directory, "all" if print_after_all else print_after or ())
@@ -145,7 +150,10 @@ def diff(
     new: Annotated[Path, typer.Argument(help="another")],
     imports: Imports = None,
 ) -> None:
-    """Describes the differences between two programs, then prints the differing lines; exits with 1 if there are any."""
+    """Compares two programs.
+
+    Describes their differences, then prints the differing lines. Exits with 1 if there are any.
+    """
     try:
         differences = diff_files(old, new)
     except (ValueError, OSError) as error:
@@ -159,7 +167,10 @@ def diff(
 def verify_programs(
     programs: Annotated[list[Path], typer.Argument(help="saved programs")], imports: Imports = None
 ) -> None:
-    """Checks saved programs against the rules of their stages; exits with 1 if one breaks a rule or cannot be loaded."""
+    """Checks saved programs against the rules of their stages.
+
+    Exits with 1 if one breaks a rule or cannot be loaded.
+    """
     broken = False
     for path in programs:
         try:

@@ -38,6 +38,25 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_help_of_commands_is_not_cut_off() -> None:
+    done = run(app, ["--help"])
+    assert done.exit_code == 0 and "Compares two programs." in done.stdout
+    assert "..." not in done.stdout.replace("[OPTIONS] COMMAND [ARGS]...", "")
+
+
+def test_a_torch_checkpoint_is_named(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
+    done = run(app, ["show", str(tmp_path / "model.pt")])
+    assert done.exit_code == 2 and "this is a torch checkpoint, not a program" in done.stderr
+
+
+def test_opt_names_the_file_to_give_in_place_of_a_lowered_program(tmp_path: Path) -> None:
+    lowered = tmp_path / "lowered.json.gz"
+    run_passes(captured_two_layers(), default_pipeline(**SMALL_BUCKETS)).save(lowered)
+    done = run(app, ["opt", str(lowered), "--passes", "replicate"])
+    assert done.exit_code == 2 and "is LOWERED already" in done.stderr and "00-capture.json.gz" in done.stderr
+
+
 @pytest.mark.slow
 def test_show_prints_a_saved_program(captured: Path) -> None:
     program = captured_two_layers()

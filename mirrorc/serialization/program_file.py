@@ -19,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import zipfile
 import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -97,6 +98,8 @@ def _version(version: Any) -> str:
 def _read(path: Path) -> dict[str, Any]:
     encoded = path.read_bytes()
     remedy = "give a file that Program.save has written"
+    if _is_torch_checkpoint(path, encoded):
+        raise ValueError(f"cannot load {path}: this is a torch checkpoint, not a program; {remedy}")
     try:
         if encoded.startswith(_GZIP_MAGIC):
             encoded = _decompressed(encoded)
@@ -117,6 +120,13 @@ def _read(path: Path) -> dict[str, Any]:
             f"again, or use mirrorc {_version(data.get('mirrorc'))}, which has written it"
         )
     return data
+
+
+def _is_torch_checkpoint(path: Path, encoded: bytes) -> bool:
+    if not encoded.startswith(b"PK") or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/data.pkl") for name in archive.namelist())
 
 
 _ALWAYS_READ = 2**24

@@ -20,7 +20,6 @@ from mirrorc.ir.nodes import ancestors
 from mirrorc.torch_internals import StandIns, give_values, results_with_stand_ins, sizes_now, storage_key
 
 
-@torch.compiler.allow_in_graph
 def summed(value: torch.Tensor) -> torch.Tensor:
     """Marks an output of forward or of the loss, so that a step with ``return_outputs`` returns its sum over the
     replicas.
@@ -37,6 +36,8 @@ def summed(value: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"summed takes a tensor, not {type(value).__name__}: make one of it with torch.tensor")
+    if torch.compiler.is_dynamo_compiling():  # in a graph of the user's own; ours has `summed` as one call
+        return value.view_as(value)
     marked = getattr(_noted, "marked", None)
     if marked is None:
         return value.view_as(value)

@@ -15,7 +15,14 @@ from torch import fx
 from mirrorc.capture.call.containers import unflatten_container
 from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.packed_sequences import PaddedSequences
-from mirrorc.capture.call.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
+from mirrorc.capture.call.traced_outputs import (
+    LeafKind,
+    TracedOutputs,
+    memory_of_inputs,
+    read_outputs,
+    remove_marks,
+    summed,
+)
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import check_evaluated_loss, check_loss, explain
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
@@ -162,6 +169,7 @@ def _trace(
     makes_arguments: Callable[..., Any] | None = None,
     guards_results: bool = False,
 ) -> fx.GraphModule:
+    torch.compiler.allow_in_graph(summed)  # here, as this imports Dynamo
     can_draw, numbers = call.numbers.can_be_drawn, call.numbers.inputs
     instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **CHECKS_OF_TENSORS, **VALIDATIONS, **masking_functions(call)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,11 @@ _REMARK_ON_EVALUATION = (
 
 logger = logging.getLogger(__name__)
 
-_FAKE_MODE = FakeTensorMode()  # shared, so that graphs of microbatches of several sizes can be joined
+
+@functools.cache
+def _fake_mode() -> FakeTensorMode:
+    """Shared, so that graphs of microbatches of several sizes can be joined; made late, as this imports Dynamo."""
+    return FakeTensorMode()
 
 
 class AutogradFrontEnd(FrontEnd):
@@ -149,14 +154,14 @@ class _GraphBuilder:
 
     def placeholder_like(self, name: str, value: torch.Tensor) -> fx.Node:
         node = self.graph.placeholder(name)
-        with _FAKE_MODE:
+        with _fake_mode():
             like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         node.meta["val"] = like
         return node
 
     def result_of(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
-        with _FAKE_MODE:
+        with _fake_mode():
             node.meta["val"] = target(*fx.node.map_arg(args, lambda source: source.meta["val"]))
         return node
 
@@ -180,7 +185,7 @@ class _GraphBuilder:
         variables = zip([*self.parameters, *self.buffers], names, strict=True)
         return JointGraph(
             fx.GraphModule({}, self.graph),
-            _FAKE_MODE,
+            _fake_mode(),
             leaf_of={node: i for i, node in enumerate(self.arguments)},
             variable_of=dict(variables),
             seed=self.seed,

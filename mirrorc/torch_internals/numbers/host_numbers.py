@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import sympy  # type: ignore[import-untyped]
-
 Number = int | float
 
 _LARGEST = 2.0**53
@@ -16,13 +14,13 @@ _LARGEST = 2.0**53
 _LARGEST_FLOAT = 3e38  # the limit of comparisons with float32 tensors
 
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
-_RELATIONS = {
-    sympy.Eq: operator.eq,
-    sympy.Ne: operator.ne,
-    sympy.StrictLessThan: operator.lt,
-    sympy.LessThan: operator.le,
-    sympy.StrictGreaterThan: operator.gt,
-    sympy.GreaterThan: operator.ge,
+_RELATIONS = {  # of sympy, by the names of their classes: importing sympy takes long
+    "Equality": operator.eq,
+    "Unequality": operator.ne,
+    "StrictLessThan": operator.lt,
+    "LessThan": operator.le,
+    "StrictGreaterThan": operator.gt,
+    "GreaterThan": operator.ge,
 }
 
 
@@ -144,18 +142,22 @@ class HostNumbers:
 
 def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
     """Evaluates without short circuits, to find all unsupported parts."""
+    import sympy  # type: ignore[import-untyped]
+
     if expr in (True, False):
         return bool(expr)
     if isinstance(expr, sympy.Not | sympy.And | sympy.Or):
         parts = [_holds(arg, value_of) for arg in expr.args]
         return not parts[0] if isinstance(expr, sympy.Not) else (all if isinstance(expr, sympy.And) else any)(parts)
-    if type(expr) in _RELATIONS:
+    if isinstance(expr, sympy.core.relational.Relational) and type(expr).__name__ in _RELATIONS:
         left, right = (_term(arg, value_of) for arg in expr.args)
-        return bool(_RELATIONS[type(expr)](left, right))
+        return bool(_RELATIONS[type(expr).__name__](left, right))
     raise NotImplementedError(str(expr))
 
 
 def _term(expr: Any, value_of: Mapping[Any, Number]) -> Number:
+    import sympy
+
     if type(expr).__name__ == "ToFloat":  # Python compares int and float without rounding
         expr = expr.args[0]
     if expr in value_of:

@@ -6,7 +6,6 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.torch_internals.symbols.symbolic_sizes import Size, numbered_by, size_key, size_of_key, text_of_size
@@ -95,9 +94,9 @@ class SavedSizes:
 
     def _expression(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) is int:
-            return sympy.Integer(node.value)
+            return _function("Integer")(node.value)
         if isinstance(node, ast.Constant) and type(node.value) is float:
-            return sympy.Float(node.value)
+            return _function("Float")(node.value)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -self._expression(node.operand)
         if isinstance(node, ast.Name):
@@ -108,6 +107,7 @@ class SavedSizes:
 
 
 _OF_SYMPY = ("Add", "Mul", "Pow", "Rational")
+_NUMBERS = ("Integer", "Float")
 _FUNCTIONS = (
     *_OF_SYMPY,
     *("FloorDiv", "CleanDiv", "ModularIndexing", "Mod", "PythonMod", "CeilDiv", "Max", "Min", "Identity"),
@@ -118,9 +118,10 @@ _FUNCTIONS = (
 
 
 def _function(name: str) -> Any:
+    import sympy  # type: ignore[import-untyped]
     from torch.utils._sympy import functions
 
-    return getattr(sympy if name in _OF_SYMPY else functions, name)
+    return getattr(sympy if name in _OF_SYMPY + _NUMBERS else functions, name)
 
 
 def _text_of(key: Any) -> str:

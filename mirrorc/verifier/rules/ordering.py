@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-import networkx as nx
 from torch import fx
 
 from mirrorc.ir import ops
@@ -118,6 +117,8 @@ def no_device_waits_forever(program: Program) -> Iterator[Violation]:
     """Waits form no cycle. A wait comes after earlier nodes of its device, and after all launches and sends that it needs. A
     commit, or a meeting, comes after earlier nodes of all devices.
     """
+    import networkx as nx
+
     order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
     givers: dict[Route | tuple[str, int], list[tuple[str, str]]] = {}
     waits: list[tuple[Any, tuple[str, str]]] = []
