@@ -16,7 +16,7 @@ import typer
 import mirrorc
 from mirrorc import all_reduce_algorithms, cli, cluster, compression, errors, packing, passes
 from mirrorc.ir.reference import reference
-from mirrorc.options.option import Option, records_of
+from mirrorc.options.option import Exclusion, Option, records_of
 from mirrorc.options.table import MODES, OPTIONS
 from mirrorc.passes import PASSES
 from mirrorc.pipeline import protocol
@@ -163,14 +163,15 @@ def _option(name: str, text: str, record: Option | None) -> Iterator[str]:
         if record.passes is not None and not callable(record.passes.names) and record.passes.names:
             names = ", ".join(f"[`{entry}`](../compiler/passes.md#{entry})" for entry in record.passes.names)
             yield f"- Pass{'es' if len(record.passes.names) > 1 else ''}: {names}"
-        for exclusion in record.excludes:
-            why = exclusion.why if isinstance(exclusion.why, str) else ""
-            beside = exclusion.beside.replace("{request.device_names}", "some devices").replace(
-                "{request.device_type!r}", "other than CPUs"
-            )
-            beside = f"`{beside}`" if beside.isidentifier() else beside
-            yield f"- May be refused: {beside}{f' ({why})' if why else ''}"
+        yield from dict.fromkeys(_refusal(exclusion) for exclusion in record.excludes)
         yield ""
+
+
+def _refusal(exclusion: Exclusion) -> str:
+    beside, why = exclusion.beside, exclusion.why if isinstance(exclusion.why, str) else ""
+    if "{request" in beside:
+        beside = "on some devices"
+    return f"- May be refused {f'with `{beside}`' if beside.isidentifier() else beside}{why and f': {why}'}"
 
 
 def _arguments_of(docstring: str, section: str) -> dict[str, str]:
@@ -181,7 +182,7 @@ def _arguments_of(docstring: str, section: str) -> dict[str, str]:
     for line in rest.splitlines():
         if line and not line.startswith(" "):
             break
-        if entry := re.match(r"    ([\w, *]+): (.*)", line):
+        if entry := re.match(r"    ([\w*][\w, *]*): (.*)", line):
             name = entry[1]
             found[name] = entry[2]
         elif name:

@@ -48,6 +48,7 @@ def test_the_reference_has_every_public_name(generate: ModuleType) -> None:
 def test_the_reference_has_every_option_and_command(generate: ModuleType) -> None:
     headings = re.findall(r"^### `(\w+)`$", generate.options(), re.MULTILINE)
     assert {option.name for option in OPTIONS} <= {*headings} and len(headings) == len({*headings})
+    assert "a remark says that it has no effect" in generate.options(), "descriptions are whole"
     assert all(f"`{mode!r}`" in generate.modes() for mode in MODES)
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert {*re.findall(r"^## `mirrorc (\w+)`$", generate.command_line(), re.MULTILINE)} == commands
