@@ -13,7 +13,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(DISTRIBUTED)
 # Python keeps what it has compiled: every worker and every process that tests start would compile all files anew, for 10 to 15 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test house test-slow test-all test-torch test-gpu lint bench bench-tf clean
+.PHONY: train test house test-slow test-all test-torch test-gpu lint docs bench bench-tf clean
 
 # constraints.txt holds torch at the version that the golden programs and the tests of its private APIs were made with.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -75,6 +75,11 @@ lint: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(BIN)/python -m zipfile -e build/wheel/mirrorc-*.whl build/wheel
 	cd build/wheel && ../../$(BIN)/mypy --config-file ../../pyproject.toml mirrorc mirrorc_pytest
+
+# The site in build/docs: warnings, such as a link to a page or heading that is not there, are errors. It asks no other site.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"

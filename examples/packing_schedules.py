@@ -1,4 +1,4 @@
-"""Prints what a device does with each of four packing plans, side by side: the schedules of docs/packing.md.
+"""Prints what a device does with each of four packing plans, side by side: the schedules of docs/compiler/packing.md.
 
     python examples/packing_schedules.py
 

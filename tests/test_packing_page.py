@@ -15,6 +15,6 @@ def test_the_schedules_of_the_page_are_those_of_the_programs() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     shown = "\n".join(module.table())
-    assert shown in (ROOT / "docs" / "packing.md").read_text(encoding="utf-8"), (
-        f"docs/packing.md is to show what python examples/packing_schedules.py prints:\n{shown}"
+    assert shown in (ROOT / "docs" / "compiler" / "packing.md").read_text(encoding="utf-8"), (
+        f"docs/compiler/packing.md is to show what python examples/packing_schedules.py prints:\n{shown}"
     )

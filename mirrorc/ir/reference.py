@@ -8,22 +8,13 @@ from collections.abc import Iterable, Iterator
 from mirrorc.ir import ops
 from mirrorc.ir.operation import Effect, Operation, Printed, operations
 
-_OPENING = """# The operations of the IR
-
-This page is made of the declarations in `mirrorc/ir/ops.py`; `python -m mirrorc.ir > docs/ir.md` renews it.
-
-A captured, mirrored or lowered graph calls these operations and functional operators of torch; regions have operators alone.
-In a mirrored graph every operation but collectives has the keyword `replica`, which lowered graphs lack. Keywords in brackets
-may be left out. "Type" is that of the value that an operation gives, and what its operands must fit.
-"""
-
 
 def reference(of: Iterable[Operation] | None = None) -> str:
     """``of`` is mirrorc's own operations by default."""
     records = (
         [record for record in operations() if record.symbol.__module__ == ops.__name__] if of is None else list(of)
     )
-    sections = [_OPENING]
+    sections = []
     for kind in dict.fromkeys(record.kind for record in records):
         lines = [f"## {kind.name.capitalize()}", ""]
         for record in records:

@@ -47,7 +47,7 @@ class Compiler(OptionGroup):
             this order; a warning and a remark give the reason if "dynamo" fails.
         dynamic: False compiles each new size of an argument. None uses symbols for sizes that change: the second size of a
             dimension compiles one more program for all of its sizes. True uses symbols in the first program already. Some
-            sizes stay numbers, such as numbers of examples beside microbatches: see docs/semantics.md.
+            sizes stay numbers, such as numbers of examples beside microbatches: see docs/concepts/recompilation.md.
         exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``.
             Each replica computes its gradients as the model's backward does, and they are added in the order of replicas. A
             remark names the passes.

@@ -1,4 +1,4 @@
-"""``python -m mirrorc.passes.all_reduce docs/all_reduce`` draws every algorithm."""
+"""``python -m mirrorc.passes.all_reduce docs/compiler/all-reduce`` draws every algorithm."""
 
 from __future__ import annotations
 

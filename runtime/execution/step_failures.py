@@ -18,7 +18,7 @@ from mirrorc.runtime.communication import Aborted, StepStoppedError
 
 _OF_OPTIMIZER = (
     "Check the optimizer's step(), which is called without a closure: one that evaluates the model anew in it (as SAM does) "
-    "becomes two, each with a step of its own, see two-evaluations in docs/from-pytorch.md."
+    "becomes two, each with a step of its own, see two-evaluations in docs/migrate/from-pytorch-loop.md."
 )
 
 

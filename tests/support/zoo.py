@@ -1,4 +1,4 @@
-"""The zoo of models in tests/zoo: its families, and the table of docs/models.md."""
+"""The zoo of models in tests/zoo: its families, and the table of docs/reference/models.md."""
 
 import importlib
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
-"""Writes the table of docs/models.md anew: ``python tests/support/zoo_table.py``."""
+"""Writes the table of docs/reference/models.md anew: ``python tests/support/zoo_table.py``."""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "tests" / "zoo"))

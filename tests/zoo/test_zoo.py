@@ -23,7 +23,7 @@ from zoo_models import Batch, ZooModel
 
 import mirrorc
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 SGD = functools.partial(torch.optim.SGD, lr=0.02)
 MARKS = {"test": [], "test-slow": [pytest.mark.slow], "test-all": [pytest.mark.exhaustive]}
 ALL = [(family, entry) for family in FAMILIES for entry in models_of(family)]

@@ -1,4 +1,4 @@
-"""The pictures of docs/all_reduce.md are those of the graphs, and its costs those that are counted."""
+"""The pictures of docs/compiler/all-reduce.md are those of the graphs, and its costs those that are counted."""
 
 import math
 import re
@@ -13,18 +13,18 @@ from mirrorc.passes.all_reduce.__main__ import NUM_ELEMENTS, main, pictures
 from mirrorc.passes.all_reduce.sketch import sketched
 from mirrorc.printing.message_picture import message_picture
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "compiler"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.slow
 def test_the_pictures_are_those_of_the_graphs(tmp_path: Path) -> None:
-    """Otherwise run: python -m mirrorc.passes.all_reduce docs/all_reduce"""
+    """Otherwise run: python -m mirrorc.passes.all_reduce docs/compiler/all-reduce"""
     main(tmp_path)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert drawn == pictures() == {path.name: path.read_text() for path in (DOCS / "all_reduce").iterdir()}
-    page = (DOCS / "all_reduce.md").read_text()
-    shown = set(re.findall(r"\(all_reduce/([\w-]+\.svg)\)", page))
+    assert drawn == pictures() == {path.name: path.read_text() for path in (DOCS / "all-reduce").iterdir()}
+    page = (DOCS / "all-reduce.md").read_text()
+    shown = set(re.findall(r"\(all-reduce/([\w-]+\.svg)\)", page))
     assert shown == {*drawn}
 
 
@@ -54,7 +54,7 @@ def test_a_picture_of_several_buckets_says_which_an_arrow_moves() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_costs_is_what_graphs_cost() -> None:
-    page = (DOCS / "all_reduce.md").read_text().replace("⌈log₂ N⌉", "L").replace("log₂ N", "L")
+    page = (DOCS / "all-reduce.md").read_text().replace("⌈log₂ N⌉", "L").replace("log₂ N", "L")
     for num_devices in (4, 8):
         found = {}
         for names, *cells in re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE):
