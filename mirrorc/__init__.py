@@ -4,7 +4,7 @@ from importlib.metadata import version
 from typing import Any
 
 from mirrorc import all_reduce_algorithms, cluster, compression, packing
-from mirrorc.api import compile, plan
+from mirrorc.api import compile, plan, train_step
 from mirrorc.calls.worker_batch import shard_batch
 from mirrorc.capture.call.call_arguments import PerReplica, replicated
 from mirrorc.capture.call.traced_outputs import summed
@@ -71,6 +71,7 @@ __all__ = [
     "save_checkpoint",
     "shard_batch",
     "summed",
+    "train_step",
 ]
 
 __version__ = version("mirrorc")

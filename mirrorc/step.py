@@ -19,6 +19,7 @@ from mirrorc.calls.training import TrainingCalls
 from mirrorc.calls.training_state import TrainingState
 from mirrorc.calls.zero_grad import ZeroableGradients
 from mirrorc.capture.call.signature import Signature
+from mirrorc.capture.model.function_module import FunctionModule
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.call_kind import Purpose
 from mirrorc.compilation.choices.saved_choices import SavedChoices
@@ -284,7 +285,12 @@ class Step(StepReports):
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
         """Runs a training call; ``purpose`` is called once no other call runs."""
         self._coordinator.begin_call()
-        return self._exclusively(lambda: self._training.run(args, kwargs, purpose()))
+        return self._result(*self._exclusively(lambda: self._training.run(args, kwargs, purpose())))
+
+    def _result(self, loss: torch.Tensor | None, outputs: Any) -> Any:
+        if loss is None or isinstance(self._options.model, FunctionModule):
+            return outputs
+        return (loss, outputs) if self._options.return_outputs else loss
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._modes.look(trains=False)
@@ -294,7 +300,7 @@ class Step(StepReports):
         self._lock.check_open()
         compiled.executor.state.prepare_for(compiled.executor.program)
         self._runs.run(compiled, shards, LocalCoordinator(self._options.timeout_seconds))
-        return compiled.evaluated(call, shards, wants_outputs=self._options.return_outputs)
+        return self._result(*compiled.evaluated(call, shards))
 
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again.
