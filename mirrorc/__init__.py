@@ -4,10 +4,11 @@ from importlib.metadata import version
 from typing import Any
 
 from mirrorc import all_reduce_algorithms, cluster, compression, packing
-from mirrorc.api import compile, plan
+from mirrorc.api import compile, plan, train_step
 from mirrorc.calls.worker_batch import shard_batch
 from mirrorc.capture.call.call_arguments import PerReplica, replicated
 from mirrorc.capture.call.traced_outputs import summed
+from mirrorc.checkpoints import load_checkpoint, save_checkpoint
 from mirrorc.collectives import all_gather, all_reduce, num_replicas, replica_id
 from mirrorc.compression import TopK
 from mirrorc.errors import (
@@ -61,13 +62,16 @@ __all__ = [
     "compile",
     "compression",
     "join",
+    "load_checkpoint",
     "num_replicas",
     "packing",
     "plan",
     "replica_id",
     "replicated",
+    "save_checkpoint",
     "shard_batch",
     "summed",
+    "train_step",
 ]
 
 __version__ = version("mirrorc")

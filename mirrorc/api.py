@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.front_ends.fallback import ladder_named
+from mirrorc.capture.model.function_module import FunctionModule, module_of_function
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.model.refused_models import check_model
 from mirrorc.coordination.compile_round import JointCompilation
@@ -49,9 +50,10 @@ from mirrorc.user.optimizer_groups import OptimizerGroups, check_optimizers
 
 
 def compile(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     devices: int | Sequence[str | torch.device] | None = None,
     *,
+    modules: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     loss_reduction: LossReduction = "mean",
@@ -73,7 +75,10 @@ def compile(
     """Compiles a training step that runs on several devices and computes what it would compute on one.
 
     Args:
-        model: a model written for one device. It stays the user's: its parameters are replica 0's.
+        model: a model written for one device. It stays the user's: its parameters are replica 0's. Or a function of a batch
+            that returns the loss, alone, as the first item of a tuple, or as ``loss`` of a dict or an object; then the step
+            returns what it returns, with the loss and metrics of the whole batch. See `train_step`.
+        modules: of a function, the modules that it calls: their parameters are trained, and each device has a copy.
         devices: names such as ``["cpu:0", "cpu:1"]`` or ``["cuda:0", "cuda:1"]``; a number, of GPUs if
             torch sees any; None for all visible GPUs, else one CPU. Logical CPUs share the processor's threads. ``cuda:0/1``
             is a second logical device on GPU 0.
@@ -125,8 +130,32 @@ def compile(
         return make_step(arguments, declared, joint, ALONE)
 
 
+def train_step(
+    modules: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    devices: int | Sequence[str | torch.device] | None = None,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Step]:
+    """A decorator that compiles a function of a batch into a training step: any loss, any inputs.
+
+    ::
+
+        @mirrorc.train_step(model, optimizer, devices=2)
+        def step(x, y):
+            logits = model(x)
+            return F.cross_entropy(logits, y), {"accuracy": (logits.argmax(1) == y).float().mean()}
+
+        loss, metrics = step(x, y)
+
+    Args:
+        modules: as for `compile`; the function refers to them by its closure or its globals.
+        **options: of `compile`.
+    """
+    return lambda function: compile(function, devices, modules=modules, optimizer=optimizer, **options)
+
+
 def plan(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     batch: Any,
     devices: int | Sequence[str | torch.device] | None = None,
     *,
@@ -188,6 +217,8 @@ def make_step(
     asked, remarks = checked_arguments(others, declared)
     asked["model"] = model
     check_loss_function(loss_fn)
+    if asked["modules"] is not None or not isinstance(model, nn.Module):
+        model = asked["model"] = _module_of(model, asked)
     check_model(model)
     longest_wait = min(seconds_of(asked["timeout"]), LONGEST_WAIT_SECONDS)
     parsed = worker_devices(workers, devices)
@@ -233,7 +264,7 @@ def make_step(
         print_after=asked["print_after"] if asked["print_after"] == "all" else tuple(asked["print_after"]),
         timeout_seconds=longest_wait,
         cuda_graphs=asked["cuda_graphs"],
-        return_outputs=asked["return_outputs"],
+        return_outputs=asked["return_outputs"] or isinstance(model, FunctionModule),
         microbatches=asked["microbatches"],
         activation_memory=bound,
         progress=asked["progress"],
@@ -249,6 +280,20 @@ def make_step(
     )
     check_dynamic(chosen)
     return Step(chosen, model_state)
+
+
+def _module_of(function: Any, asked: Mapping[str, Any]) -> nn.Module:
+    if isinstance(function, nn.Module):
+        raise ValueError("modules= belongs to a function in place of the model: leave it out, all of a model is trained")
+    if not callable(function) or isinstance(function, type) or asked["modules"] is None:
+        raise TypeError(
+            f"model is a {type(function).__name__}: give a torch.nn.Module; or a function of a batch that returns the loss, with "
+            "modules= for the modules that it calls"
+        )
+    for name in ("loss_fn", "return_outputs"):
+        if asked[name]:
+            raise ValueError(f"{name} has no part in a step of a function, which computes the loss and what else it returns")
+    return module_of_function(function, asked["modules"])
 
 
 @contextlib.contextmanager

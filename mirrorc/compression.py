@@ -104,7 +104,7 @@ class Payload:
 
         Returns:
             The ``state`` for the next step, equal on all workers: new tensors by parameter name, or None. A failed or skipped
-                step discards it, and the new residual. `mirrorc.Step.unsent_state` has both.
+                step discards it, and the new residual. `mirrorc.Step.state_dict` has both.
         """
         raise NotImplementedError
 

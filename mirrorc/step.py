@@ -16,21 +16,21 @@ from mirrorc.calls.call_lock import ExclusiveCalls
 from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.reports import StepReports
 from mirrorc.calls.training import TrainingCalls
+from mirrorc.calls.training_state import TrainingState
 from mirrorc.calls.zero_grad import ZeroableGradients
 from mirrorc.capture.call.signature import Signature
+from mirrorc.capture.model.function_module import FunctionModule
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.call_kind import Purpose
-from mirrorc.compilation.choices.saved_state import SavedState
+from mirrorc.compilation.choices.saved_choices import SavedChoices
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.coordination.coordinator import LocalCoordinator, coordinator_of
-from mirrorc.coordination.residual_checkpoint import unsent_of_worker
 from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import counted
 from mirrorc.options.step_options import StepOptions
-from mirrorc.passes import SendLargest, SendPayload
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.prediction import Foundations
@@ -82,7 +82,8 @@ class Step(StepReports):
         runs = ProgramRuns(options, num_threads, self._coordinator.step_seconds, interrupts)
         super().__init__(options, model, state, runs)
         self._specializer = Specializer(options, model, state, num_threads, interrupts, self._coordinator.team)
-        self._saved_state = SavedState(self._specializer.choices.exchange, state, options)
+        choices = SavedChoices(self._specializer.choices.exchange, options)
+        self._training_state = TrainingState(options, model, state, choices)
         self._training = TrainingCalls(
             self._signature,
             state,
@@ -188,71 +189,42 @@ class Step(StepReports):
         self._exclusively(self._state.accumulated.clear)
 
     def state_dict(self) -> dict[str, Any]:
-        """The part of the training state that model and optimizer do not hold; the same on all workers.
+        """The whole training state: what a new process needs to go on with the same bits.
 
-        Save it beside their states: then a restart on as many workers and devices computes the same bits. It says of each
-        gradient whether its sum or its factors are exchanged, since another run may measure other times. Under
-        ``replica_buffers`` it also has each replica's buffers that forward writes, since the model has only their mean. Load it
-        with ``torch.load(path, weights_only=True)``.
-        """
-        return self._exclusively(self._saved_state.state_dict)
+        It has the states of the model, of a loss module, of the optimizers and of the scaler; buffers that
+        ``model.state_dict()`` leaves out; each replica's buffers that forward writes, where they differ; which gradients are
+        exchanged as factors, since another run may measure other times; and under ``worker`` the random streams of this process
+        (torch's, Python's, NumPy's) and its unsent gradients, see `Communication`. All else is the same on all workers. The
+        tensors are the live ones, as in `torch.nn.Module.state_dict`: save or copy them before the next call.
+        ``torch.load(path, weights_only=True)`` loads it. Schedulers and the place in the data are yours to save, as are
+        tensors of modules outside of model and loss. See `mirrorc.save_checkpoint`.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads an earlier run's choices, which replace measurements in the first call, and each replica's buffers.
-
-        The next training call uses these buffers if the model's buffers come from the same checkpoint. Otherwise it warns, and
-        all replicas begin with the model's. Load the state on all workers, although only worker 0's choices count. A state of
-        other numbers of workers or devices is ignored.
-
-        Args:
-            state: the result of `state_dict`.
+        With ``Memory(shard_optimizer=True)``, all workers call it: it gathers the optimizer's state.
 
         Raises:
-            TypeError, ValueError: wrong types or keys, or bucket sizes measured by an earlier version.
-            ExecutionError: the step has made other choices already, in its first call.
+            ExecutionError: gradients are accumulated for an update that has not been made, or an update was made in part.
+            CommunicationError: as `gather_optimizer_state`.
         """
-        self._exclusively(lambda: self._saved_state.load_state_dict(state))
+        self.gather_optimizer_state()
+        return self._exclusively(self._training_state.state_dict)
 
-    def unsent_state(self) -> dict[str, Any]:
-        """The unsent part of this worker's gradients, with ``Communication(compression=)`` of `mirrorc.TopK` or your payload.
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Loads the training state of an earlier run, on any number of devices; call it on all workers.
 
-        Each worker saves its own result beside the common checkpoint; `load_unsent_states` takes the results of all workers. A
-        restart without them loses these gradients.
-
-        Returns:
-            ``rank`` and ``num_workers`` of this worker; ``unsent``: a copy of the unsent gradient of each compressed parameter,
-            of its shape and dtype, empty before the first step; ``state``: the result of `mirrorc.compression.Payload.exchange`
-            in the last step, the same on all workers.
-        """
-        unsent = self._state.unsent
-        values, payload_state = self._exclusively(lambda: (unsent.values(), unsent.state_values()))
-        return {"rank": self.rank, "num_workers": self.num_workers, "unsent": values, "state": payload_state}
-
-    def load_unsent_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces this worker's unsent gradients by those of an earlier run.
-
-        With as many workers as before, each loads its own. Otherwise worker r of W loads the sum over the earlier ranks r, r +
-        W, and so on, or nothing: the sum over all workers stays the same. The state of a payload comes from rank 0. All workers
-        load before the same step.
+        Model, optimizers and scaler are loaded in place. Accumulated gradients are dropped. With as many devices and workers as
+        before, the run goes on with the same bits. Otherwise replicas begin with the model's buffers, and a warning says so if
+        theirs differed. The random streams are those of the worker of the same rank; a worker more keeps its own.
 
         Args:
-            states: the results of `unsent_state` on all workers of the earlier run, in any order.
+            state: the result of `state_dict` on this worker; or those of all workers of the earlier run, in any order. Another
+                number of workers needs all of them if gradients are unsent: worker r of W loads the sum over the earlier ranks
+                r, r + W, and so on, so that the sum over all workers stays the same.
 
         Raises:
-            TypeError, ValueError: wrong types or keys, not the states of all workers, or of another model. Nothing was changed.
+            TypeError, ValueError: wrong types or keys, of another model, or other optimizers. Nothing was changed.
+            ExecutionError: the step has chosen other factors in its first call: load before it. Nothing was changed.
         """
-        if not any(isinstance(stage, SendLargest | SendPayload) for stage in self._options.pipeline):
-            raise ValueError(
-                "step.load_unsent_states() was called, but this step sends all of its gradients, and would never add what it is "
-                "given: compile with compression=mirrorc.TopK(...) or a payload of your own, or leave it out"
-            )
-        values, payload_state = unsent_of_worker(states, self.rank, self.num_workers, self._model.parameters)
-        if self.num_workers == 1 and any(value.count_nonzero() for value in values.values()):
-            raise ValueError(
-                "step.load_unsent_states() was given what several workers had not sent, but one worker alone sends nothing, and "
-                "would never add it: go on with several workers, or leave the call out; then that part of their gradients is lost"
-            )
-        self._exclusively(lambda: self._state.unsent.load(values, payload_state))
+        self._exclusively(lambda: self._training_state.load_state_dict(state))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.
@@ -313,7 +285,12 @@ class Step(StepReports):
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
         """Runs a training call; ``purpose`` is called once no other call runs."""
         self._coordinator.begin_call()
-        return self._exclusively(lambda: self._training.run(args, kwargs, purpose()))
+        return self._result(*self._exclusively(lambda: self._training.run(args, kwargs, purpose())))
+
+    def _result(self, loss: torch.Tensor | None, outputs: Any) -> Any:
+        if loss is None or isinstance(self._options.model, FunctionModule):
+            return outputs
+        return (loss, outputs) if self._options.return_outputs else loss
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._modes.look(trains=False)
@@ -323,7 +300,7 @@ class Step(StepReports):
         self._lock.check_open()
         compiled.executor.state.prepare_for(compiled.executor.program)
         self._runs.run(compiled, shards, LocalCoordinator(self._options.timeout_seconds))
-        return compiled.evaluated(call, shards, wants_outputs=self._options.return_outputs)
+        return self._result(*compiled.evaluated(call, shards))
 
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again.

@@ -117,9 +117,10 @@ class Specialization:
             return [self.guards.numbers] * len(self.shard_of_replica)
         return [of_graphs[shard or 0] for shard in self.shard_of_replica]  # absent replicas read none
 
-    def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> Any:
+    def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> tuple[torch.Tensor, Any]:
+        """The loss, and the outputs; None if they are not kept."""
         if self.outputs is None:
-            return loss
+            return loss, None
         try:
             gathered = self.executor.outputs.take(shards.num_examples)
             if not self.executor.program.present:
@@ -131,14 +132,15 @@ class Specialization:
                 "next batch"
             ) from error
 
-    def evaluated(self, call: Call, shards: Shards, *, wants_outputs: bool) -> Any:
+    def evaluated(self, call: Call, shards: Shards) -> tuple[torch.Tensor | None, Any]:
+        """The loss, None if there is none, and the outputs."""
         assert self.outputs is not None, "an evaluation gathers what it gives"
         try:
             gathered = self.executor.outputs.take(shards.num_examples)
             if LOSS_OUTPUT not in gathered:
-                return self.outputs.of_step(gathered, None, call)
+                return None, self.outputs.of_step(gathered, None, call)
             loss = gathered.pop(LOSS_OUTPUT).reshape(())
-            return (loss, self.outputs.of_step(gathered, loss, call)) if wants_outputs else loss
+            return loss, self.outputs.of_step(gathered, loss, call)
         except Exception as error:
             raise ExecutionError(
                 f"the batch was evaluated, but its outputs could not be put together: {error}"

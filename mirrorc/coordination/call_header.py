@@ -20,7 +20,7 @@ from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Header, kind_
 from mirrorc.runtime.workers.team.meetings import Details
 from mirrorc.runtime.workers.team.team import Team
 
-_LOADED = "calls of step.load_unsent_states()"
+_LOADED = "calls of step.load_state_dict()"
 
 
 class Announcements:

@@ -16,7 +16,7 @@ def unsent_of_worker(
     """The unsent gradients that one worker loads: a sum over the earlier ranks equal to its rank modulo ``num_workers``.
 
     Args:
-        states: results of `mirrorc.Step.unsent_state` on all workers of the earlier run, in any order.
+        states: ``worker`` of `mirrorc.Step.state_dict` of all workers of the earlier run, in any order.
 
     Returns:
         This worker's unsent gradients, and the state of payloads, alike on all workers; both by variable.
@@ -35,20 +35,18 @@ def unsent_of_worker(
 def _checked(
     states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[int, Mapping[str, torch.Tensor]], Mapping[str, Any]]:
-    if isinstance(states, Mapping) or not isinstance(states, Sequence):
-        raise TypeError(
-            f"states is a {type(states).__name__}: give a list of what step.unsent_state() gave on every worker of one run"
-        )
     for state in states:
         keys = set(state) if isinstance(state, Mapping) else set()
         if not keys.issuperset(_KEYS):  # those of earlier versions have other keys besides
-            raise TypeError(f"each of the states is a dict with {', '.join(_KEYS)}, as step.unsent_state() gives it")
+            raise TypeError(
+                f"each of the states is a dict with {', '.join(_KEYS)}, as step.state_dict() has it under 'worker'"
+            )
     ranks, numbers = [state["rank"] for state in states], {state["num_workers"] for state in states}
     if len(numbers) != 1 or sorted(ranks) != list(range(*numbers)):
         raise ValueError(
             f"the states are those of the ranks {', '.join(map(str, ranks)) or 'of nobody'} of runs with "
-            f"{', '.join(map(str, sorted(numbers))) or 'no'} workers: give what step.unsent_state() gave on every worker of one "
-            "run, once each, or some gradients would be lost or added twice"
+            f"{', '.join(map(str, sorted(numbers))) or 'no'} workers: give the list of what step.state_dict() gave on every "
+            "worker of one run, once each, or some gradients would be lost or added twice"
         )
     for state in states:
         for name, value in state["unsent"].items():

@@ -100,7 +100,7 @@ class Communication(OptionGroup):
             changes numbers. A worker's devices first add up in the gradients' dtype, and the sum over workers is cast back
             to it before norms, bounds and updates. Factors are sent unchanged. A remark has the bytes with and without. With
             `mirrorc.TopK`, each worker sends the largest elements of its sum; with a `mirrorc.compression.Payload` of your
-            own, its message. The rest is added in the next step (error feedback); `Step.unsent_state` has it for checkpoints.
+            own, its message. The rest is added in the next step (error feedback); `Step.state_dict` has it for checkpoints.
         early_update: over several workers, update each bucket as soon as its own sum has arrived, while others are in
             flight. If a connection is lost meanwhile, parameters are between two steps, and nothing uses them until model
             and optimizer are restored. False commits when all sums have arrived, so a failure leaves the parameters before

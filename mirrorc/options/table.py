@@ -43,6 +43,7 @@ _CLIP_PASSES = NeededPasses(("clip-gradients",), "put mirrorc.passes.ClipGradien
 
 OPTIONS = Options(
     [
+        Option("modules"),
         Option("optimizer"),
         Option("loss_fn", "give a function loss_fn(output, target)", kinds=(Callable, NoneType)),
         Option(

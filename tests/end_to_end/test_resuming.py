@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 import warnings
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.checkpoints import checkpoint
 from mirrorc.options.table import grouped
 
 
@@ -53,40 +58,39 @@ class Run:
 
     def save(self) -> dict[str, Any]:
         file = io.BytesIO()
-        torch.save({part: getattr(self, part).state_dict() for part in ("model", "optimizer", "step")}, file)
+        torch.save(self.step.state_dict(), file)
         file.seek(0)
         state: dict[str, Any] = torch.load(file, weights_only=True)
         return state
-
-    def load(self, state: dict[str, Any], *parts: str) -> None:
-        for part in parts:
-            getattr(self, part).load_state_dict(state[part])
 
     def bits(self) -> list[torch.Tensor]:
         replicas = [value for variable in self.step.variables.values() for value in variable.values]
         return [value.clone() for value in (*self.model.state_dict().values(), *replicas)]
 
 
-PARTS = "model", "optimizer", "step"
-
-
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-@pytest.mark.parametrize("parts", [PARTS, PARTS[::-1]], ids=["step last", "step first"])
 @pytest.mark.parametrize("trains_before", [False, True], ids=["new step", "step that has run"])
-def test_a_resumed_run_has_the_bits_of_one_in_one_go(
-    num_devices: int, parts: tuple[str, ...], trains_before: bool
-) -> None:
+def test_a_resumed_run_has_the_bits_of_one_in_one_go(num_devices: int, trains_before: bool) -> None:
     whole, resumed = Run(num_devices), Run(num_devices)
     with whole.step, resumed.step, warnings.catch_warnings():
         warnings.simplefilter("error")
         whole.train(0, 1, 2)
         state = whole.save()
-        assert ("replica_buffers" in state["step"]) == (num_devices > 1)
+        assert bool(state["replica_buffers"]) == (num_devices > 1)
+        draws = random_draws()
+        expected = whole.train(3, 4)
         if trains_before:
             resumed.train(7, 8)
-        resumed.load(state, *parts)
-        assert resumed.train(3, 4) == whole.train(3, 4)
+        random_draws()
+        resumed.step.load_state_dict(state)
+        assert random_draws() == draws
+        resumed.step.load_state_dict(state)
+        assert resumed.train(3, 4) == expected
         assert all(map(torch.equal, resumed.bits(), whole.bits()))
+
+
+def random_draws() -> list[float]:
+    return [torch.rand(()).item(), random.random(), float(np.random.rand())]
 
 
 def test_a_loaded_state_is_copied() -> None:
@@ -94,8 +98,8 @@ def test_a_loaded_state_is_copied() -> None:
     with whole.step, resumed.step:
         whole.train(0, 1)
         state = whole.save()
-        resumed.load(state, *PARTS)
-        for buffer in state["step"]["replica_buffers"].values():
+        resumed.step.load_state_dict(state)
+        for buffer in state["replica_buffers"].values():
             for value in buffer["replicas"]:
                 value.zero_()
         assert resumed.train(2) == whole.train(2)
@@ -121,11 +125,11 @@ class Pair:
 def test_two_steps_over_one_model_resume_without_a_warning() -> None:
     whole, resumed = Pair(), Pair()
     whole.train()
-    states = copy.deepcopy([part.state_dict() for part in (whole.model, *whole.steps)])
+    states = copy.deepcopy([step.state_dict() for step in whole.steps])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for part, state in zip((resumed.model, *resumed.steps), states, strict=True):
-            part.load_state_dict(state)
+        for step, state in zip(resumed.steps, states, strict=True):
+            step.load_state_dict(state)
         for _ in range(2):
             assert resumed.train() == whole.train()
     for step in (*whole.steps, *resumed.steps):
@@ -137,13 +141,13 @@ def test_loaded_buffers_wait_for_a_training_call() -> None:
     with whole.step, resumed.step:
         whole.train(0, 1)
         state = whole.save()
-        resumed.load(state, *PARTS)
+        resumed.step.load_state_dict(state)
         x, y = torch.ones(4, 6), torch.zeros(4, dtype=torch.int64)
         for run in (whole, resumed):
             run.model.eval()
         assert torch.equal(resumed.step.evaluate(x, target=y), whole.step.evaluate(x, target=y))
         again = resumed.step.state_dict()["replica_buffers"]
-        assert again.keys() == state["step"]["replica_buffers"].keys()
+        assert again.keys() == state["replica_buffers"].keys()
         for run in (whole, resumed):
             run.model.train()
         assert resumed.train(2) == whole.train(2)
@@ -153,7 +157,8 @@ def test_buffers_of_another_model_are_left_aside_with_a_warning() -> None:
     whole, resumed = Run(2), Run(2)
     with whole.step, resumed.step:
         whole.train(0)
-        resumed.load(whole.save(), "step")
+        resumed.step.load_state_dict(whole.save())
+        resumed.model.load_state_dict(Run(1).model.state_dict())
         with pytest.warns(
             UserWarning, match="the model's buffers 'mean', 'var', .* differ from those of the checkpoint"
         ):
@@ -164,13 +169,22 @@ def test_buffers_of_another_model_are_left_aside_with_a_warning() -> None:
             resumed.train(2)
 
 
-def test_a_state_for_other_numbers_of_devices_is_left_aside() -> None:
-    whole, resumed = Run(2), Run(3)
+@pytest.mark.parametrize(("num_before", "number"), [(2, 3), (3, 1), (1, 4)])
+def test_a_state_goes_on_with_other_numbers_of_devices(num_before: int, number: int) -> None:
+    whole, resumed = Run(num_before), Run(number)
     with whole.step, resumed.step:
-        whole.train(0)
-        resumed.load(whole.save(), *PARTS)
-        resumed.train(1)
-        assert len(resumed.step.variables["mean"].values) == 3
+        whole.train(0, 1)
+        state = whole.save()
+        if num_before > 1:
+            with pytest.warns(UserWarning, match="all replicas begin with the model's buffers"):
+                resumed.step.load_state_dict(state)
+        else:
+            resumed.step.load_state_dict(state)
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(resumed.model.state_dict()[name], value), name
+        for one, other in zip(*(run.optimizer.state_dict()["state"].values() for run in (whole, resumed)), strict=True):
+            assert all(torch.equal(one[key], other[key]) for key in one)
+        resumed.train(2)
 
 
 @pytest.mark.parametrize(
@@ -194,3 +208,164 @@ def test_wrong_buffers_are_refused(buffers: Any, error: type[Exception], message
         with pytest.raises(error, match=message):
             run.step.load_state_dict({**run.step.state_dict(), "replica_buffers": buffers})
         run.train(0)
+
+
+class Extra(nn.Module):
+    """A buffer that the state_dict leaves out, and a loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count.add_(1)
+        return self.layer(F.dropout(x, 0.3, self.training)) * (1 + 0.1 * self.count)
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output / self.temperature, target)
+
+
+def made_of_extras(num_optimizers: int = 2) -> tuple[nn.Module, list[torch.optim.Optimizer], mirrorc.Step]:
+    model, loss_fn = Extra(), Tempered()
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adam(loss_fn.parameters(), lr=0.1),
+    ][:num_optimizers]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    options: Any = {"optimizer": optimizers, "loss_fn": loss_fn, "scaler": scaler, "backend": "eager"}
+    return model, optimizers, mirrorc.compile(model, 2, **grouped(options))
+
+
+def losses(step: mirrorc.Step, number: int) -> list[float]:
+    return [step(torch.randn(6, 4), torch.arange(6) % 3).item() for _ in range(number)]
+
+
+def test_buffers_loss_optimizers_scaler_and_dropout_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    _, _, whole = made_of_extras()
+    _, _, resumed = made_of_extras()
+    with whole, resumed:
+        losses(whole, 3)
+        mirrorc.save_checkpoint(whole, tmp_path / "one" / "last", epoch=3)
+        expected = losses(whole, 3)
+        torch.manual_seed(5)
+        assert mirrorc.load_checkpoint(resumed, tmp_path / "one" / "last") == {"epoch": 3}
+        assert losses(resumed, 3) == expected
+        one, other = whole.state_dict(), resumed.state_dict()
+        assert one["scaler"] == other["scaler"] and one["scaler"]["scale"] > 8
+        assert torch.equal(one["loss_fn"]["temperature"], other["loss_fn"]["temperature"])
+        assert one["other_buffers"].keys() == {"count"} and one["other_buffers"]["count"] == 6
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["last"]
+
+
+def test_a_checkpoint_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step = made_of_extras()
+    folder = tmp_path / "last"
+    with step:
+        losses(step, 1)
+        mirrorc.save_checkpoint(step, folder, epoch=1)
+        for name in ("write", "sync"):
+            with monkeypatch.context() as patched:
+                patched.setattr(checkpoint, name, full_disk)
+                with pytest.raises(OSError, match="no space"):
+                    mirrorc.save_checkpoint(step, folder, epoch=2)
+            assert mirrorc.load_checkpoint(step, folder) == {"epoch": 1}
+        folder.rename(tmp_path / ".last.old")  # as if the process had ended there
+        assert mirrorc.load_checkpoint(step, folder) == {"epoch": 1}
+        mirrorc.save_checkpoint(step, folder, epoch=3)
+        assert mirrorc.load_checkpoint(step, folder) == {"epoch": 3}
+
+
+def full_disk(*args: Any) -> None:
+    raise OSError("no space")
+
+
+def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
+    model, _, step = made_of_extras()
+    with step:
+        mirrorc.save_checkpoint(step, tmp_path / "last")
+    state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+    dcp.load(state, checkpoint_id=tmp_path / "last", no_dist=True)
+    assert all(torch.equal(value, state["model"][name]) for name, value in model.state_dict().items())
+
+
+class Odd(nn.Module):
+    """An optimizer's neighbour in a checkpoint whose load fails."""
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("not today")
+
+
+def test_nothing_is_changed_when_a_state_does_not_fit(tmp_path: Path) -> None:
+    model, optimizers, step = made_of_extras()
+    with step:
+        losses(step, 2)
+        before = copy.deepcopy(step.state_dict())
+        mirrorc.save_checkpoint(step, tmp_path / "last", odd=Odd(), epoch=1)
+        losses(step, 1)
+        now = copy.deepcopy(step.state_dict())
+        wrong = copy.deepcopy(before)
+        wrong["optimizers"][1]["param_groups"].append({"params": [1]})
+        cases: list[tuple[Any, type[Exception], str]] = [
+            (3, TypeError, "a step's state is a dict"),
+            ([3], TypeError, "one of the states is a int"),
+            ({"model": 1}, ValueError, "this one has model: give what"),
+            ({**before, "model": {}}, ValueError, "is of another model: .* lacks 'layer.weight' and 1 more"),
+            ({**before, "loss_fn": {"temperature": torch.ones(2)}}, ValueError, r"has the shape \[2\] there, and \[\]"),
+            ({**before, "other_buffers": {}}, ValueError, "lacks 'count'"),
+            ({**before, "optimizers": before["optimizers"][:1]}, ValueError, "has 1 optimizers, and this step 2"),
+            ({**before, "scaler": {}}, ValueError, "this step has a scaler and the state has none"),
+            (wrong, ValueError, "group"),
+        ]
+        for state, error, message in cases:
+            with pytest.raises(error, match=message):
+                step.load_state_dict(state)
+        with pytest.raises(ValueError, match="the checkpoint has no 'scheduler'; beside the step it has epoch"):
+            mirrorc.load_checkpoint(step, tmp_path / "last", scheduler=optimizers[0])
+        with pytest.raises(RuntimeError, match="not today"):
+            mirrorc.load_checkpoint(step, tmp_path / "last", odd=Odd())
+        with pytest.raises(FileNotFoundError, match=r"has no checkpoint of mirrorc\.save_checkpoint"):
+            mirrorc.load_checkpoint(step, tmp_path)
+        with pytest.raises(ValueError, match="is no checkpoint: give a folder that does not exist"):
+            mirrorc.save_checkpoint(step, tmp_path)
+        with pytest.raises(ValueError, match="'model' is a name of the step's own state"):
+            mirrorc.save_checkpoint(step, tmp_path / "last", model=model)
+        assert_same_tree(step.state_dict(), now)
+        step.load_state_dict(before)
+        assert_same_tree(step.state_dict(), before)
+
+
+def assert_same_tree(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same_tree(value, other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for value, counterpart in zip(one, other, strict=True):
+            assert_same_tree(value, counterpart)
+    else:
+        assert one == other
+
+
+def test_accumulated_gradients_have_no_place_in_a_checkpoint() -> None:
+    run = Run(2)
+    with run.step:
+        run.step.accumulate(torch.randn(4, 6), target=torch.zeros(4, dtype=torch.int64))
+        with pytest.raises(
+            mirrorc.ExecutionError, match="which a checkpoint has no place for: call it after the update"
+        ):
+            run.step.state_dict()
+        run.step.zero_grad()
+        run.step.state_dict()

@@ -292,22 +292,22 @@ def shaped(model: nn.Module, values: Mapping[str, list[float]]) -> dict[str, tor
 
 
 def _unsent(step: mirrorc.Step) -> dict[str, list[float]]:
-    return {name: value.flatten().tolist() for name, value in step.unsent_state()["unsent"].items()}
+    return {name: value.flatten().tolist() for name, value in step._state.unsent.values().items()}
 
 
-def save(step: mirrorc.Step, model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "unsent": step.unsent_state()}
-    torch.save(own, f"{given['saves']}/{step.rank}.pt")
+def save(step: mirrorc.Step, given: Mapping[str, Any]) -> None:
+    torch.save(step.state_dict(), f"{given['saves']}/{step.rank}.pt")
 
 
 def load(step: mirrorc.Step, model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
     """Reads what all have saved in an earlier case, which has ended when all have joined for this one. ``loads_unsent`` has the
-    ranks that load what was not sent, if these are not all."""
+    ranks that load all of it, if others load model and optimizer alone."""
     states = [torch.load(f"{given['loads']}/{rank}.pt") for rank in range(step.num_workers)]
-    model.load_state_dict(states[step.rank]["model"])
-    optimizer.load_state_dict(states[step.rank]["optimizer"])
     if step.rank in given.get("loads_unsent", range(step.num_workers)):
-        step.load_unsent_states([state["unsent"] for state in states])
+        step.load_state_dict(states)
+    else:
+        model.load_state_dict(states[step.rank]["model"])
+        optimizer.load_state_dict(states[step.rank]["optimizers"][0])
 
 
 def _over_what_is_asked(train: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -353,9 +353,18 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         if "unsent" in given and step.rank in given.get(
             "loads_unsent", range(step.num_workers)
         ):  # of an earlier run's workers
-            step.load_unsent_states(
+            state, number_before = step.state_dict(), len(given["unsent"])
+            step.load_state_dict(
                 [
-                    {"rank": other, "num_workers": len(given["unsent"]), "unsent": shaped(model, own)}
+                    {
+                        **state,
+                        "worker": {
+                            **state["worker"],
+                            "rank": other,
+                            "num_workers": number_before,
+                            "unsent": shaped(model, own),
+                        },
+                    }
                     for other, own in enumerate(given["unsent"])
                 ]
             )
@@ -412,7 +421,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             if isinstance(losses[-1], str) and given.get("ends", False):
                 break
         if "saves" in given:
-            save(step, model, optimizer, given)
+            save(step, given)
         is_trained = any(isinstance(loss, float) for loss in losses)
         told = {
             "losses": losses,

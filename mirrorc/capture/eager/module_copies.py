@@ -6,12 +6,13 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from mirrorc.capture.model.function_module import with_copies
 from mirrorc.capture.model.transient_attributes import Attribute, unread_elsewhere, unwatched_class, watching_class
 from mirrorc.torch_internals import ScriptCopy, is_script_module, renew_recurrent_weights
 
@@ -24,8 +25,8 @@ class ModuleCopy:
     """A structural copy of a module and its submodules. Threads run different copies at the same time.
 
     The copies share objects with the originals, except tables of parameters, buffers and submodules. References to
-    copied modules become references to the copies: in attributes, bound methods, `functools.partial`, lists, tuples and
-    dicts.
+    copied modules become references to the copies: in attributes, bound methods, functions' closures and globals,
+    `functools.partial`, lists, tuples and dicts.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -135,6 +136,8 @@ class ModuleCopy:
         if kind is MethodType:
             owner = of_copies(value.__self__)
             return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if kind is FunctionType:
+            return with_copies(value, of_copies)
         if kind is functools.partial:
             parts = (value.func, value.args, value.keywords)
             function, args, keywords = map(of_copies, parts)

@@ -42,13 +42,17 @@ class SavedBuffers:
         Raises:
             TypeError, ValueError: the argument is not such a result, or is of another model or number of devices.
         """
+        self.check(state, store)
+        copies = {name: _copied(buffer) for name, buffer in state.items()}
+        store.load_buffers({name: buffer for name, buffer in copies.items() if name in store.tensors})
+        self._unknown = {name: buffer for name, buffer in copies.items() if name not in store.tensors}
+
+    @staticmethod
+    def check(state: Mapping[str, Any], store: StepVariables) -> None:
         if not isinstance(state, Mapping):
             raise TypeError(f"replica_buffers of a step's state is a dict, as state_dict() gives it, not {state!r:.80}")
         for name, buffer in state.items():
             _check(name, buffer, store)
-        copies = {name: _copied(buffer) for name, buffer in state.items()}
-        store.load_buffers({name: buffer for name, buffer in copies.items() if name in store.tensors})
-        self._unknown = {name: buffer for name, buffer in copies.items() if name not in store.tensors}
 
     def write(self, store: StepVariables) -> None:
         if not self._unknown and not store.loaded_buffers:

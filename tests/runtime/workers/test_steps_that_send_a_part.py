@@ -200,7 +200,7 @@ def test_a_failed_step_leaves_all_as_it_was(found: Mapping[str, Any]) -> None:
 @pytest.mark.slow
 def test_workers_of_which_one_has_loaded_no_state_are_refused_by_all(found: Mapping[str, Any]) -> None:
     for own in found["one loads"][:2]:
-        assert "CommunicationError" in own["losses"][0] and "calls of step.load_unsent_states()" in own["losses"][0]
+        assert "CommunicationError" in own["losses"][0] and "calls of step.load_state_dict()" in own["losses"][0]
 
 
 def test_a_worker_that_has_left_sends_what_it_had_not(found: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What a worker has not sent of its gradients: laid out for programs, kept over steps that take place, dealt out to others."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -173,14 +174,13 @@ def test_what_all_have_together_is_dealt_out(number: int) -> None:
 @pytest.mark.parametrize(
     ("states", "why"),
     [
-        (state_of(0, 1), "states is a dict: give a list of what step.unsent_state"),
         ([{"unsent": {}}], "each of the states is a dict with num_workers, rank, unsent"),
         ([], "of the ranks of nobody"),
         (
             [{**state_of(0, 1), "state": {"b": ONES}}],
             "had a state of the payload of 'b', which is no tensor for a parameter",
         ),
-        ([state_of(0, 2)], "those of the ranks 0 of runs with 2 workers: give what step.unsent_state"),
+        ([state_of(0, 2)], "those of the ranks 0 of runs with 2 workers: give the list of what step.state_dict"),
         ([state_of(0, 2), state_of(0, 2)], "would be lost or added twice"),
         ([state_of(0, 2), state_of(1, 3)], "of runs with 2, 3 workers"),
         ([state_of(0, 1, b=ONES)], "of 'b', which is no tensor like this model's parameter (no such parameter)"),
@@ -193,22 +193,16 @@ def test_other_states_are_refused(states: Any, why: str) -> None:
     assert why in str(error.value)
 
 
-def test_a_step_that_sends_all_takes_no_such_state() -> None:
-    model = torch.nn.Linear(5, 4)
-    options: Mapping[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "backend": "eager"}
-    with (
-        mirrorc.compile(model, 1, loss_fn=torch.nn.CrossEntropyLoss(), **grouped(options)) as step,
-        pytest.raises(ValueError, match=r"this step sends all of its gradients, and would never add what it is given"),
-    ):
-        step.load_unsent_states([step.unsent_state()])
-
-
-def test_one_worker_takes_what_is_nothing_and_refuses_what_it_would_never_add() -> None:
+@pytest.mark.parametrize("compression", [None, mirrorc.TopK(0.5)])
+def test_what_a_step_would_never_send_is_lost_with_a_warning(compression: mirrorc.TopK | None) -> None:
     model = torch.nn.Linear(5, 4)
     options: Mapping[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "backend": "eager"}
     loss_fn = torch.nn.CrossEntropyLoss()
-    with mirrorc.compile(model, 1, loss_fn=loss_fn, **grouped({"compression": mirrorc.TopK(0.5), **options})) as step:
-        step.load_unsent_states([step.unsent_state()])
-        states = [{"rank": rank, "num_workers": 2, "unsent": {"weight": torch.ones(4, 5)}} for rank in range(2)]
-        with pytest.raises(ValueError, match="one worker alone sends nothing, and would never add it"):
-            step.load_unsent_states(states)
+    with mirrorc.compile(model, 1, loss_fn=loss_fn, **grouped({"compression": compression, **options})) as step:
+        state = step.state_dict()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step.load_state_dict(state)
+        own = {"rank": 1, "num_workers": 2, "unsent": {"weight": torch.ones(4, 5)}}
+        with pytest.warns(UserWarning, match="gradients that 2 workers had not sent, .* they are lost"):
+            step.load_state_dict([state, {**state, "worker": {**state["worker"], **own}}])

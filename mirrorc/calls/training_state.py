@@ -1,0 +1,197 @@
+"""The whole training state of a step: what a new process needs to go on with the same bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.calls.random_streams import load_random_state, random_state
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.compilation.choices.saved_choices import SavedChoices
+from mirrorc.coordination.residual_checkpoint import unsent_of_worker
+from mirrorc.errors import ExecutionError
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.wording import listed
+from mirrorc.options.step_options import StepOptions
+from mirrorc.passes import SendLargest, SendPayload
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.user.restore import put_back_after
+
+KEYS = ("model", "loss_fn", "other_buffers", "optimizers", "scaler", "choices", "replica_buffers", "worker")
+"""``other_buffers`` are those that ``model.state_dict()`` leaves out; ``worker`` is this process's part."""
+
+
+class TrainingState:
+    """Collects and loads the training state of one step; its caller holds the step's lock."""
+
+    def __init__(self, options: StepOptions, model: ModelState, state: StepState, choices: SavedChoices) -> None:
+        self._options, self._model, self._state, self._choices = options, model, state, choices
+        loss_fn = options.loss_fn
+        self._modules = {"model": options.model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
+        workers = options.program_workers
+        self._rank, self._num_workers = workers.rank, workers.num_workers
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `mirrorc.Step.state_dict`."""
+        if self._state.accumulated.num_calls:
+            raise ExecutionError(
+                f"step.state_dict() was called with {self._state.accumulated}, which a checkpoint has no place for: call it "
+                "after the update, or drop them by step.zero_grad()"
+            )
+        optimizers, scaler = self._state.optimizers.groups.optimizers, self._options.scaler
+        return {
+            "model": self._options.model.state_dict(),
+            "loss_fn": self._modules["loss_fn"].state_dict() if "loss_fn" in self._modules else {},
+            "other_buffers": {name: tensor.detach() for name, tensor in self._other_buffers().items()},
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "scaler": scaler.state_dict() if scaler is not None else {},
+            "choices": self._choices.state_dict(),
+            "replica_buffers": self._state.saved_buffers.state_dict(self._state.store),
+            "worker": {
+                "rank": self._rank,
+                "num_workers": self._num_workers,
+                "random": random_state(self._options.devices),
+                "unsent": self._state.unsent.values(),
+                "state": self._state.unsent.state_values(),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """See `mirrorc.Step.load_state_dict`."""
+        states = _checked(state)
+        own = next((one for one in states if one["worker"]["rank"] == self._rank), None)
+        common = own if own is not None else states[0]
+        self._check(common)
+        load_unsent = self._unsent_loader([one["worker"] for one in states], own)
+        self._choices.load_state_dict(common["choices"])  # raises before it changes anything
+        is_as_before = common["choices"]["devices_per_worker"] == self._choices.devices
+        replicas = common["replica_buffers"] if is_as_before else {}
+        self._state.saved_buffers.check(replicas, self._state.store)
+        if common["replica_buffers"] and not is_as_before:
+            self._warn(
+                f"the state has buffers of each replica of a run on {common['choices']['devices_per_worker']} devices, and this "
+                f"step has {self._choices.devices}: all replicas begin with the model's buffers"
+            )
+        self._load_values(common)
+        self._state.saved_buffers.load_state_dict(replicas, self._state.store)
+        self._state.accumulated.clear()
+        load_unsent()
+        if own is not None:
+            load_random_state(own["worker"]["random"], self._options.devices)
+
+    def _other_buffers(self) -> dict[str, torch.Tensor]:
+        saved = {id(t) for module in self._modules.values() for t in module.state_dict(keep_vars=True).values()}
+        return {name: t for name, t in self._model.tensors.items() if id(t) not in saved}
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Compares names and shapes, before anything is changed."""
+        for part, module in self._modules.items():
+            _check_tensors(f"{part}.state_dict()", state[part], module.state_dict())
+        _check_tensors("buffers that model.state_dict() leaves out", state["other_buffers"], self._other_buffers())
+        optimizers = self._state.optimizers.groups.optimizers
+        if len(state["optimizers"]) != len(optimizers):
+            raise ValueError(
+                f"the state has {len(state['optimizers'])} optimizers, and this step {len(optimizers)}: compile it with "
+                "optimizer= as the step that made the state"
+            )
+        if bool(state["scaler"]) != (self._options.scaler is not None):
+            has, lacks = ("the state", "this step") if state["scaler"] else ("this step", "the state")
+            raise ValueError(f"{has} has a scaler and {lacks} has none: give mirrorc.compile(scaler=) as before")
+
+    def _load_values(self, state: Mapping[str, Any]) -> None:
+        """Loads model, optimizers and scaler; puts all of them back if one fails."""
+        undo: list[Callable[[], object]] = []
+        try:
+            for part, module in self._modules.items():
+                before = {name: _copied(value) for name, value in module.state_dict().items()}
+                undo.append(partial(module.load_state_dict, before))
+                module.load_state_dict(state[part])
+            for name, buffer in self._other_buffers().items():
+                undo.append(partial(buffer.detach().copy_, buffer.detach().clone()))
+                buffer.detach().copy_(state["other_buffers"][name])
+            holders: list[Any] = [*self._state.optimizers.groups.optimizers]
+            saved = [*state["optimizers"]]
+            if self._options.scaler is not None:
+                holders.append(self._options.scaler)
+                saved.append(state["scaler"])
+            for holder, values in zip(holders, saved, strict=True):
+                undo.append(partial(holder.load_state_dict, holder.state_dict()))
+                holder.load_state_dict(values)
+        except BaseException:
+            with put_back_after(reversed(undo)):
+                raise
+
+    def _unsent_loader(
+        self, workers: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None
+    ) -> Callable[[], object]:
+        """A function that loads what the earlier run had not sent; checked before."""
+        is_compressed = any(isinstance(stage, SendLargest | SendPayload) for stage in self._options.pipeline)
+        num_before = workers[0]["num_workers"]
+        if not is_compressed or self._num_workers == 1:
+            if any(value.count_nonzero() for one in workers for value in one["unsent"].values()):
+                self._warn(
+                    f"the state has gradients that {num_before} workers had not sent, and this step sends all of its gradients: "
+                    "they are lost. Go on with the compression= of the earlier run, over several workers, to add them"
+                )
+            return lambda: None
+        values: dict[str, torch.Tensor] = {}
+        payload: dict[str, torch.Tensor] = {}
+        if not any(one["unsent"] or one["state"] for one in workers):
+            pass  # the earlier run had sent all
+        elif own is not None and num_before == self._num_workers:
+            worker = own["worker"]
+            values, payload = unsent_of_worker([{**worker, "rank": 0, "num_workers": 1}], 0, 1, self._model.parameters)
+        else:
+            values, payload = unsent_of_worker(workers, self._rank, self._num_workers, self._model.parameters)
+        return lambda: self._state.unsent.load(values, payload)
+
+    @staticmethod
+    def _warn(text: str) -> None:
+        warnings.warn(text, stacklevel=users_stack_level())
+
+
+def _checked(state: Any) -> list[Mapping[str, Any]]:
+    states = [state] if isinstance(state, Mapping) else state
+    if not isinstance(states, Sequence) or isinstance(states, str) or not states:
+        raise TypeError(
+            f"a step's state is a dict, as step.state_dict() gives it, or a list of those of all workers, not a "
+            f"{type(state).__name__}"
+        )
+    for one in states:
+        if not isinstance(one, Mapping):
+            raise TypeError(f"one of the states is a {type(one).__name__}: give what step.state_dict() gave")
+        if set(one) != set(KEYS):
+            raise ValueError(
+                f"a step's state has the keys {listed(KEYS)}; this one has {listed(map(str, one)) or 'none'}: give what "
+                "step.state_dict() gave"
+            )
+    return list(states)
+
+
+def _check_tensors(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    missing, unknown = [n for n in own if n not in saved], [n for n in saved if n not in own]
+    if missing or unknown:
+        parts = _told("lacks", missing) + _told("has besides", unknown)
+        raise ValueError(f"the state is of another model: in {what} it {' and '.join(parts)}. Nothing was changed")
+    for name, value in own.items():
+        if isinstance(value, torch.Tensor) and getattr(saved[name], "shape", None) != value.shape:
+            shape = list(saved[name].shape) if isinstance(saved[name], torch.Tensor) else type(saved[name]).__name__
+            raise ValueError(
+                f"the state is of another model: {name!r} has the shape {shape} there, and {list(value.shape)} in {what} here. "
+                "Nothing was changed"
+            )
+
+
+def _told(verb: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"{verb} {names[0]!r}{more}"] if names else []
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,117 @@
+"""A training function as a module that holds the modules it calls."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+
+class FunctionModule(nn.Module):
+    """Calls a function of the user. Its submodules have the names that the function has for them."""
+
+    def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        names = dict(_named_modules(function))
+        for number, module in enumerate(modules):
+            name = names.get(id(module), f"module_{number}")
+            self.add_module(name if not hasattr(self, name) and "." not in name else f"module_{number}", module)
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequence[nn.Module]) -> FunctionModule:
+    """The module of a function; it has the function's name and signature.
+
+    Raises:
+        TypeError: ``modules`` are not modules, or there are none.
+    """
+    of_function = [modules] if isinstance(modules, nn.Module) else modules
+    if not isinstance(of_function, Sequence) or not of_function or not all(isinstance(m, nn.Module) for m in of_function):
+        raise TypeError(
+            f"modules is {modules!r:.80}: give the modules that the function calls and the optimizer trains, modules=[net]"
+        )
+    signature = inspect.signature(function)
+    of_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+
+    def forward(self: FunctionModule, /, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    forward.__signature__ = signature.replace(parameters=[of_self, *signature.parameters.values()])  # type: ignore[attr-defined]
+    kind = type(getattr(function, "__name__", "function"), (FunctionModule,), {"forward": forward})
+    return kind(function, of_function)
+
+
+def with_copies(function: FunctionType, copy_of: Callable[[Any], Any]) -> FunctionType:
+    """The function with copies of the modules in its closure and its globals; itself if there are none.
+
+    Other globals are read where they are. Functions that it calls keep the originals, and so does one that assigns globals.
+    """
+    if _assigns_globals(function.__code__):
+        return function
+    cells = [_copied_cell(cell, copy_of) for cell in function.__closure__ or ()]
+    copied = {
+        name: copy
+        for name in _global_names(function.__code__)
+        if isinstance(value := function.__globals__.get(name), nn.Module) and (copy := copy_of(value)) is not value
+    }
+    if not copied and all(a is b for a, b in zip(cells, function.__closure__ or (), strict=True)):
+        return function
+    names = _Globals(function.__globals__, copied) if copied else function.__globals__
+    other = FunctionType(function.__code__, names, function.__name__, function.__defaults__, tuple(cells))
+    other.__kwdefaults__ = function.__kwdefaults__
+    return other
+
+
+class _Globals(dict[str, Any]):
+    """Some globals replaced, all others read where they are."""
+
+    def __init__(self, originals: dict[str, Any], replaced: dict[str, Any]) -> None:
+        super().__init__(replaced)
+        self._originals = originals
+
+    def __missing__(self, name: str) -> Any:
+        return self._originals[name]
+
+
+def _copied_cell(cell: CellType, copy_of: Callable[[Any], Any]) -> CellType:
+    try:
+        value = cell.cell_contents
+    except ValueError:  # it is empty
+        return cell
+    copy = copy_of(value) if isinstance(value, nn.Module) else value
+    return cell if copy is value else CellType(copy)
+
+
+def _named_modules(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
+    """The ids of the modules in a function's closure and globals, with their names there."""
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return
+    for name in _global_names(function.__code__):
+        if isinstance(value := function.__globals__.get(name), nn.Module):
+            yield id(value), name
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            if isinstance(cell.cell_contents, nn.Module):
+                yield id(cell.cell_contents), name
+        except ValueError:  # it is empty
+            continue
+
+
+def _global_names(code: CodeType) -> list[str]:
+    """The names that code, and functions within, may look up in their globals."""
+    within = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return [*code.co_names, *(name for inner in within for name in _global_names(inner))]
+
+
+def _assigns_globals(code: CodeType) -> bool:
+    within = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    own = any(instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for instruction in dis.get_instructions(code))
+    return own or any(map(_assigns_globals, within))

@@ -1,0 +1,50 @@
+"""The choices of a step in a checkpoint, with which a restart computes the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
+from mirrorc.errors import ExecutionError
+from mirrorc.options.step_options import StepOptions
+
+_FACTORS, _DEVICES = "sent_as_factors", "devices_per_worker"
+
+
+class SavedChoices:
+    """Attributes: devices: the number of devices of each worker."""
+
+    def __init__(self, exchange: ExchangeChoice, options: StepOptions) -> None:
+        self._exchange = exchange
+        self.devices = list(options.program_workers.devices_per_worker) or [len(options.devices)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Factors are None before a choice."""
+        names = self._exchange.names
+        return {_DEVICES: self.devices, _FACTORS: None if names is None else list(names)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the `state_dict` of an earlier run; ignores that of other numbers of devices, which need their own measurement.
+
+        Raises:
+            TypeError, ValueError: it is not such a state.
+            ExecutionError: this step has already made another choice.
+        """
+        names = _checked(state)
+        if names is None or state[_DEVICES] != self.devices or names == self._exchange.names:
+            return
+        if not self._exchange.is_open:
+            raise ExecutionError(
+                f"step.load_state_dict() came when the step had chosen another {_FACTORS} already: load it before the first call"
+            )
+        self._exchange.load(names)
+
+
+def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
+    if not isinstance(state, Mapping) or set(state) != {_DEVICES, _FACTORS}:
+        raise ValueError(f"the choices of a step's state are a dict of {_DEVICES} and {_FACTORS}, not {state!r:.80}")
+    names = state[_FACTORS]
+    if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
+        raise TypeError(f"{_FACTORS} of a step's state is {names!r}: it is a list of names, or None")
+    return None if names is None else tuple(names)
