@@ -1,7 +1,7 @@
 """Trains on scikit-learn's digits, stops half-way, and goes on from the checkpoint in new objects: bit for bit the same.
 
-python examples/resume_digits.py                       # writes checkpoint.pt into a temporary folder
-python examples/resume_digits.py --checkpoint checkpoint.pt
+python examples/resume_digits.py                       # writes a checkpoint into a temporary folder
+python examples/resume_digits.py --checkpoint checkpoint
 """
 
 from __future__ import annotations
@@ -18,37 +18,30 @@ from train_digits import DigitNet, load_data
 
 import mirrorc
 
-PARTS = "model", "optimizer", "scheduler", "step"
-
 
 class Training:
-    """A model, its optimizer, its scheduler, its step, and the epochs that it has behind it."""
+    """A model, its step, its scheduler, and the epochs that it has behind it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.model = DigitNet()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, options.epochs)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
         self.step = mirrorc.compile(
             self.model,
             options.devices,
-            optimizer=self.optimizer,
+            optimizer=optimizer,
             loss_fn=F.cross_entropy,
             compiler=mirrorc.Compiler(backend=options.backend),
         )
         self.batch, self.epoch = options.batch, 0
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint; torch's random numbers are part of it, as they shuffle the data and seed dropout."""
-        state = {name: getattr(self, name).state_dict() for name in PARTS}
-        torch.save({**state, "epoch": self.epoch, "random": torch.get_rng_state()}, path)
+        """Writes a checkpoint, with the random numbers that shuffle the data and seed dropout."""
+        mirrorc.save_checkpoint(self.step, path, scheduler=self.scheduler, epoch=self.epoch)
 
     def load(self, path: Path) -> None:
         """Goes back to a checkpoint. It may come before the first step, or between two."""
-        state = torch.load(path, weights_only=True)
-        for name in PARTS:
-            getattr(self, name).load_state_dict(state[name])
-        self.epoch = state["epoch"]
-        torch.set_rng_state(state["random"])
+        self.epoch = mirrorc.load_checkpoint(self.step, path, scheduler=self.scheduler)["epoch"]
 
     def run(self, until: int) -> None:
         """Trains until some epochs are behind it."""
@@ -71,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        path = options.checkpoint or Path(folder) / "checkpoint.pt"
+        path = options.checkpoint or Path(folder) / "checkpoint"
         whole = Training(options)
         with whole.step:
             whole.run(options.epochs // 2)

@@ -284,7 +284,10 @@ def make_step(
 
 def _module_of(function: Any, asked: Mapping[str, Any]) -> nn.Module:
     if isinstance(function, nn.Module):
-        raise ValueError("modules= belongs to a function in place of the model: leave it out, all of a model is trained")
+        raise ValueError(
+            f"modules= is a {type(asked['modules']).__name__}, and belongs to a function in place of the model: leave it out, "
+            "all of a model is trained"
+        )
     if not callable(function) or isinstance(function, type) or asked["modules"] is None:
         raise TypeError(
             f"model is a {type(function).__name__}: give a torch.nn.Module; or a function of a batch that returns the loss, with "
@@ -292,7 +295,9 @@ def _module_of(function: Any, asked: Mapping[str, Any]) -> nn.Module:
         )
     for name in ("loss_fn", "return_outputs"):
         if asked[name]:
-            raise ValueError(f"{name} has no part in a step of a function, which computes the loss and what else it returns")
+            raise ValueError(
+                f"{name} has no part in a step of a function, which computes the loss and what else it returns"
+            )
     return module_of_function(function, asked["modules"])
 
 

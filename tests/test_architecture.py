@@ -20,6 +20,7 @@ ORDER = (
     "mirrorc/__init__",
     "mirrorc/api",
     "mirrorc/cli",
+    "mirrorc/checkpoints",
     "mirrorc/step",
     "mirrorc/calls",
     "mirrorc/compilation",

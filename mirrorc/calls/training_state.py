@@ -43,6 +43,7 @@ class TrainingState:
                 f"step.state_dict() was called with {self._state.accumulated}, which a checkpoint has no place for: call it "
                 "after the update, or drop them by step.zero_grad()"
             )
+        self._state.catch_up()  # values that the user has written are those of all replicas
         optimizers, scaler = self._state.optimizers.groups.optimizers, self._options.scaler
         return {
             "model": self._options.model.state_dict(),

@@ -21,8 +21,9 @@ import resume_digits
 import settling_digits
 import torch
 import train_workers
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from worker_processes import ENVIRONMENT, free_port
+
+from mirrorc.checkpoints.folders import read
 
 ROOT = Path(__file__).parents[2]
 EAGER = ("--backend", "eager")
@@ -104,20 +105,35 @@ def test_averages_of_weights_and_evaluation() -> None:
 
 @pytest.mark.slow
 def test_resuming_bit_for_bit(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint.pt"
+    path = tmp_path / "checkpoint"
     assert resume_digits.main([*EAGER, "--epochs", "2", "--batch", "256", "--checkpoint", str(path)])
     assert path.exists()
 
 
 KILLED_ONCE = """
 import os, signal, train_workers
-from torch.distributed import checkpoint
-save = checkpoint.save
-def save_in_part(state, **given):
-    save(state, **given)
-    if state["num_steps"] == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+from mirrorc.checkpoints import checkpoint
+sync = checkpoint.sync
+def sync_or_die(folder):
+    sync(folder)
+    if train_workers.number == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-train_workers.dcp.save = save_in_part
+checkpoint.sync = sync_or_die
+save = train_workers.Training.save
+def save_number(training, folder):
+    train_workers.number = training.num_steps
+    save(training, folder)
+train_workers.Training.save = save_number
+train_workers.main()
+"""
+KEEPING = """
+import shutil, train_workers
+save = train_workers.Training.save
+def save_and_keep(training, folder):
+    save(training, folder)
+    if training.num_steps == 12 and training.step.is_chief:
+        shutil.copytree(folder, folder.parent / "twelve")
+train_workers.Training.save = save_and_keep
 train_workers.main()
 """
 
@@ -145,16 +161,15 @@ def trained_by_workers(folder: Path, *more: str, script: Path | None = None, wor
     command = [sys.executable, *launcher, str(script), *given]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "held out: accuracy" in done.stdout, done.stdout + done.stderr
-    checkpoint = folder / (folder / "last").read_text()
-    dcp_to_torch_save(checkpoint, folder / "whole.pt")
-    whole = torch.load(folder / "whole.pt", weights_only=True)
-    return {f"{part}.{name}": value for part, own in whole.items() for name, value in flat(own)}
+    return dict(flat(read(folder / "last")))
 
 
 def flat(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(state, dict):
         for key, value in state.items():
-            yield from flat(value, f"{name}.{key}")
+            yield from flat(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, list | tuple):
+        yield from flat(dict(enumerate(state)), name)
     else:
         yield name, state
 
@@ -163,15 +178,16 @@ def flat(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def test_workers_go_on_from_their_last_checkpoint(tmp_path: Path) -> None:
     """When one was killed while it saved, bit for bit; and in one process with as many replicas."""
     (tmp_path / "killed.py").write_text(KILLED_ONCE)
-    undisturbed = trained_by_workers(tmp_path / "one")
+    (tmp_path / "keeping.py").write_text(KEEPING)
+    undisturbed = trained_by_workers(tmp_path / "one", script=tmp_path / "keeping.py")
     killed = trained_by_workers(tmp_path / "two", script=tmp_path / "killed.py")
-    assert undisturbed.keys() == killed.keys() and undisturbed["num_steps."] == 14
+    assert undisturbed.keys() == killed.keys() and undisturbed["num_steps"] == 14
     for name, value in undisturbed.items():
         assert torch.equal(killed[name], value) if isinstance(value, torch.Tensor) else killed[name] == value, name
-    (tmp_path / "one" / "last").write_text("step-12")
-    other = trained_by_workers(tmp_path / "one", "--devices", "2", workers=1)
+    go_on_from(tmp_path / "one" / "twelve", tmp_path / "three")
+    other = trained_by_workers(tmp_path / "three", "--devices", "2", workers=1)
     for name, value in undisturbed.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not name.startswith("replica_buffers"):
             torch.testing.assert_close(other[name], value, rtol=1e-12, atol=1e-12)
 
 
@@ -180,17 +196,23 @@ def test_workers_go_on_with_what_they_had_not_sent(tmp_path: Path) -> None:
     """When one was killed while it saved, bit for bit; and one process more, as what all had is dealt out."""
     (tmp_path / "killed.py").write_text(KILLED_ONCE)
     more = ("--compression", "power-sgd")
-    undisturbed = trained_by_workers(tmp_path / "one", *more)
+    (tmp_path / "keeping.py").write_text(KEEPING)
+    undisturbed = trained_by_workers(tmp_path / "one", *more, script=tmp_path / "keeping.py")
     killed = trained_by_workers(tmp_path / "two", *more, script=tmp_path / "killed.py")
     for name, value in undisturbed.items():
         assert torch.equal(killed[name], value) if isinstance(value, torch.Tensor) else killed[name] == value, name
-    parts = [torch.load(tmp_path / "two" / "step-14" / "parts" / f"{rank}.pt") for rank in range(2)]
+    parts = [read(tmp_path / "two" / "last" / f"worker-{rank}")["worker"] for rank in range(2)]
     assert all(own["num_workers"] == 2 and own["state"] for own in parts)
     assert any(bool(value.any()) for own in parts for value in own["unsent"].values())
-    (tmp_path / "one" / "last").write_text("step-12")
-    other = trained_by_workers(tmp_path / "one", *more, workers=3)
-    assert other["num_steps."] == 14
-    assert torch.load(tmp_path / "one" / "step-14" / "parts" / "2.pt")["num_workers"] == 3
+    go_on_from(tmp_path / "one" / "twelve", tmp_path / "three")
+    other = trained_by_workers(tmp_path / "three", *more, workers=3)
+    assert other["num_steps"] == 14
+    assert read(tmp_path / "three" / "last" / "worker-2")["worker"]["num_workers"] == 3
+
+
+def go_on_from(checkpoint: Path, folder: Path) -> None:
+    folder.mkdir()
+    checkpoint.rename(folder / "last")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/examples/gallery.md"])

@@ -77,6 +77,7 @@ NUMBERS = {"1", "2.5", "inf", "numpy's 2.5"}
 TAKEN: dict[str, set[str]] = {
     "model": {"model"},
     "devices": {"None", "1", "list of device"},
+    "modules": {"None"},
     "optimizer": {"optimizer"},
     "loss_fn": {"None", "function", "model"},
     "loss_reduction": {"'mean'"},

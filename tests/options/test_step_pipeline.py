@@ -23,6 +23,7 @@ MODEL = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 
 GIVEN: dict[str, Any] = {
+    "modules": MODEL,
     "optimizer": [torch.optim.Adam(MODEL.parameters())],
     "loss_fn": F.l1_loss,
     "loss_reduction": "sum",
@@ -61,6 +62,7 @@ GIVEN: dict[str, Any] = {
 }
 """For each option another value than its default."""
 WITHOUT_EFFECT = {
+    "modules": "refused, as the model is not a function",
     "distributed": "there are no others in this process",
     "process_group": "refused, as nobody has initialised one",
     "cuda_graphs": "refused, as there is no GPU",

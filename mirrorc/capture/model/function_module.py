@@ -33,7 +33,11 @@ def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequen
         TypeError: ``modules`` are not modules, or there are none.
     """
     of_function = [modules] if isinstance(modules, nn.Module) else modules
-    if not isinstance(of_function, Sequence) or not of_function or not all(isinstance(m, nn.Module) for m in of_function):
+    if (
+        not isinstance(of_function, Sequence)
+        or not of_function
+        or not all(isinstance(m, nn.Module) for m in of_function)
+    ):
         raise TypeError(
             f"modules is {modules!r:.80}: give the modules that the function calls and the optimizer trains, modules=[net]"
         )
