@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -101,7 +102,7 @@ def load_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
     try:
         for name, holder in others.items():
             before = copy.deepcopy(holder.state_dict())
-            undo.append(lambda holder=holder, before=before: holder.load_state_dict(before))
+            undo.append(functools.partial(holder.load_state_dict, before))
             holder.load_state_dict(saved.pop(name))
         step.load_state_dict([{name: state[name] for name in KEYS} for state in states])
     except BaseException:
