@@ -65,8 +65,8 @@ def for_docutils(lines: list[str]) -> list[str]:
 # --- the API ---------------------------------------------------------------------------------------------------------
 
 _TOPICS: dict[str, tuple[str, ...]] = {
-    "Compiling": ("compile", "plan", "World"),
-    "The step": ("Step", "join"),
+    "Compiling": ("compile", "train_step", "plan", "World"),
+    "The step": ("Step", "join", "save_checkpoint", "load_checkpoint"),
     "Groups of options": ("Communication", "Memory", "Compiler", "Debug", "ClipGradNorm", "TopK"),
     "Arguments and outputs": ("replicated", "PerReplica", "summed", "shard_batch"),
     "Values of all replicas": ("all_reduce", "all_gather", "replica_id", "num_replicas"),

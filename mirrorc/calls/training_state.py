@@ -132,7 +132,7 @@ class TrainingState:
     ) -> Callable[[], object]:
         """A function that loads what the earlier run had not sent; checked before."""
         is_compressed = any(isinstance(stage, SendLargest | SendPayload) for stage in self._options.pipeline)
-        num_before = workers[0]["num_workers"]
+        num_before = max(one["num_workers"] for one in workers)
         if not is_compressed or self._num_workers == 1:
             if any(value.count_nonzero() for one in workers for value in one["unsent"].values()):
                 self._warn(
