@@ -34,7 +34,7 @@ class ProgramRuns:
         # Programs with their numbers of updates, in the order of their last calls; other threads read it while a step runs.
         # A program that the cache has dropped is gone here, too.
         self._called: tuple[tuple[weakref.ref[Executor], int], ...] = ()
-        self._main: Executor | None = None  # stays when the step is closed
+        self._main: Executor | None = None  # a strong reference, so that `main` stays when the step is closed
 
     @property
     def called(self) -> list[Executor]:

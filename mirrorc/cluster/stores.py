@@ -87,7 +87,7 @@ class OwnConnection:
 
     @property
     def is_lost(self) -> bool:
-        """Tests that the store's host has closed the connection. Later requests would make torch warn."""
+        """True if the store's host has closed the connection. Later requests would make torch warn."""
         return is_any_closed(self._sockets)
 
 

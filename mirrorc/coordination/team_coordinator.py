@@ -213,7 +213,7 @@ class TeamCoordinator:
         return Retry(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """Tests that all programs were compiled for the rows that workers gather in this call."""
+        """True if all programs were compiled for the rows that workers gather in this call."""
         rows = self.team.gathered_rows
         if not rows[0]:
             return True

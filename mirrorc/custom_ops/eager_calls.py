@@ -45,7 +45,7 @@ class OpaqueBackward(Protocol):
         """False if the backward holds a resource that other replicas need."""
 
     def has(self, place: int) -> bool:
-        """Tests whether a parameter's gradient is available."""
+        """True if a parameter's gradient is available."""
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
         """May be called once; calls ``on_gradient`` in this thread after each gradient."""

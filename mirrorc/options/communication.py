@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
@@ -191,4 +192,6 @@ class Communication(OptionGroup):
 
 
 def seconds_of(timeout: float | timedelta) -> float:
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    return float(max(0, min(timeout, sys.float_info.max)))  # a larger int is no float

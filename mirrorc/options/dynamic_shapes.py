@@ -19,7 +19,7 @@ def why_sizes_are_numbers(options: StepOptions) -> str:
 
 
 def sends_whole(options: StepOptions) -> bool:
-    """Tests that workers send whole gradients, because a program with symbolic sizes does not know the rows of factors."""
+    """True if workers send whole gradients, because a program with symbolic sizes does not know the rows of factors."""
     return options.program_workers.are_several and options.exchange == "auto" and options.dynamic is not False
 
 

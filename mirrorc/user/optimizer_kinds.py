@@ -83,7 +83,7 @@ def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests whether an optimizer may run on whole buckets.
+    """True if an optimizer may run on whole buckets.
 
     Its class is in `ELEMENTWISE`, its step is torch's and without hooks, and it is neither differentiable nor capturable.
     """
@@ -93,7 +93,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
-    """Tests whether a step with a sparse gradient writes only the gradient's rows of a table.
+    """True if a step with a sparse gradient writes only the gradient's rows of a table.
 
     SGD with momentum writes further rows; a hook or a replaced step may write anything.
     """
@@ -142,7 +142,7 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
 
 
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
-    """Tests whether torch's fused kernels update a group's parameters of a dtype on devices of a type.
+    """True if torch's fused kernels update a group's parameters of a dtype on devices of a type.
 
     With ``fused=None``, and not ``foreach``, they do for dtypes that all fused kernels support: 32 and 64 bits on CPUs,
     also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.

@@ -118,7 +118,7 @@ class _SavedValue:
 
 
 def can_keep_value(tensor: torch.Tensor) -> bool:
-    """Tests whether a tensor's value can be copied, compared and written."""
+    """True if a tensor's value can be copied, compared and written."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_inference())

@@ -35,7 +35,7 @@ class VerifiedGraphs:
         return self._is_known(graph) and id(graph) not in self._changed
 
     def is_last(self, program: Program) -> bool:
-        """Tests that a program equals the last verified one, except for remarks."""
+        """True if a program equals the last verified one, except for remarks."""
         return _contents(program) == self._last and all(map(self.has, all_graphs(program)))
 
     def add(self, program: Program) -> None:

@@ -131,7 +131,7 @@ class StepGraph:
         self._graph: Graph | None = None
 
     def is_for(self, **fixed: Any) -> bool:
-        """Tests whether the graph, or the warm-up, is valid for these arguments of `renew`."""
+        """True if the graph, or the warm-up, is valid for these arguments of `renew`."""
         return tuple(fixed.values()) == self._key
 
     def renew_for(self, program: Program, optimizers: BucketOptimizers, *, memory: int) -> None:

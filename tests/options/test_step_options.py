@@ -162,7 +162,13 @@ def test_a_step_may_wait_without_a_bound() -> None:
 
 @pytest.mark.parametrize(
     ("timeout", "seconds"),
-    [(timedelta(minutes=1.5), 90.0), (timedelta(days=1), 86400.0), (7, 7.0), (math.inf, LONGEST_WAIT_SECONDS)],
+    [
+        (timedelta(minutes=1.5), 90.0),
+        (timedelta(days=1), 86400.0),
+        (7, 7.0),
+        (math.inf, LONGEST_WAIT_SECONDS),
+        (10**400, LONGEST_WAIT_SECONDS),
+    ],
 )
 def test_a_timeout_is_seconds_or_a_timedelta(timeout: Any, seconds: float) -> None:
     with compiled(timeout=timeout) as step:

@@ -22,7 +22,7 @@ def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, 
 
 
 def writes_for_all(program: Program, node: fx.Node, replica: int) -> bool:
-    """Tests whether a replica writes into its worker's pack: all do if they reduce by shares, else the first."""
+    """True if a replica writes into its worker's pack: all do if they reduce by shares, else the first."""
     bucket, _ = program.packs[pack_of(node)]
     return replica == 0 or bucket.reduces_by_shares
 

@@ -99,7 +99,7 @@ def no_gathered_rows(program: Program) -> tuple[int, ...]:
 
 
 def rows_agree(claims: Sequence[Sequence[int]]) -> bool:
-    """Tests that all workers assume true numbers of rows. ``claims``: the `gathered_rows` of each, by rank."""
+    """True if all workers assume true numbers of rows. ``claims``: the `gathered_rows` of each, by rank."""
     for place in range(0, len(claims[0]), 3):
         rows = [claim[place] for claim in claims]
         for rank, claim in enumerate(claims):

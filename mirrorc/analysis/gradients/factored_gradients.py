@@ -45,7 +45,7 @@ def stays_factored(gradient: Any) -> bool:
 
 
 def is_left_to_shares(pack: fx.Node) -> bool:
-    """Tests that every user of a pack reads factors, not the bucket."""
+    """True if every user of a pack reads factors, not the bucket."""
     return all(
         user.target in (ops.gather_factors, ops.all_gather)
         or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_shared_memory)

@@ -99,7 +99,7 @@ def _choose(
     *,
     is_due: bool,
 ) -> bool:
-    """Tests whether a gradient becomes factors; if not, ``whole`` gets the reason.
+    """True if a gradient becomes factors; if not, ``whole`` gets the reason.
 
     Factors of a replica's microbatches count together. Due gradients were chosen before, alike on all workers.
     """

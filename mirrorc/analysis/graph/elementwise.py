@@ -67,7 +67,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def is_fused(user: fx.Node) -> bool:
-    """Tests whether backends fuse a user with its operands' operators, so that the operands need no memory."""
+    """True if backends fuse a user with its operands' operators, so that the operands need no memory."""
     if not is_compute(user):
         return False
     if viewed(user) is not None:

@@ -160,7 +160,7 @@ def _scaled(
 
 
 def _is_row_of(shape: tuple[int, ...], whole: tuple[int, ...], dim: int, size: int | None) -> bool:
-    """Tests that ``shape`` equals ``whole``, except for ``size`` (None: any) in dimension ``dim``."""
+    """True if ``shape`` equals ``whole``, except for ``size`` (None: any) in dimension ``dim``."""
     if len(shape) != len(whole) or (size is not None and shape[dim] != size):
         return False
     return all(size_there == other for i, (size_there, other) in enumerate(zip(shape, whole, strict=True)) if i != dim)

@@ -24,7 +24,7 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...], result: Any) -> int:
 
 
 def _is_blocked(image: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tests whether oneDNN copies a convolution's operands into blocks of channels.
+    """True if oneDNN copies a convolution's operands into blocks of channels.
 
     It does for float32 on the CPU, except in channels-last format (oneDNN's manual, "Understanding memory formats").
     """

@@ -21,7 +21,7 @@ def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tests whether two unit vectors are equal up to rounding."""
+    """True if two unit vectors are equal up to rounding."""
     return torch.allclose(
         first, second.to(first.device), rtol=0.0, atol=torch.finfo(first.dtype).eps ** 0.5, equal_nan=True
     )
@@ -48,7 +48,7 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
 
 
 def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
-    """Tests whether all captured graphs write the same value to a buffer.
+    """True if all captured graphs write the same value to a buffer.
 
     Raises:
         CaptureError: the graphs compute the value in different ways.

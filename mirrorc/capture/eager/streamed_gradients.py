@@ -32,11 +32,11 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """Tests that backward may pause. A run that draws may not: it holds the generators of the process."""
+        """True if backward may pause. A run that draws may not: it holds the generators of the process."""
         return self._run.stream is None
 
     def has(self, place: int) -> bool:
-        """Tests that backward has begun and a gradient is final, or known not to come."""
+        """True if backward has begun and a gradient is final, or known not to come."""
         return self.has_ended or (self._has_begun and place in self._there)
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:

@@ -24,7 +24,7 @@ class Guards(Protocol):
         """The expressions whose numbers differ from the graph's constants."""
 
     def hold(self) -> bool:
-        """Tests that a trace would read the same state."""
+        """True if a trace would read the same state."""
 
     def broken(self) -> str:
         """The change, with its line, after `hold` returned False."""

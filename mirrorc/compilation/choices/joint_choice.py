@@ -28,7 +28,7 @@ class JointChoice(ABC):
 
     @abstractmethod
     def concerns(self, program: Program) -> bool:
-        """Tests whether a program has something to choose."""
+        """True if a program has something to choose."""
 
     @abstractmethod
     def observe(self, program: Program) -> None:
@@ -44,7 +44,7 @@ class JointChoice(ABC):
 
     @abstractmethod
     def applies_to(self, program: Program) -> bool:
-        """Tests whether a program was compiled under the present decision."""
+        """True if a program was compiled under the present decision."""
 
     @abstractmethod
     def noted_in(self, program: Program) -> Program:

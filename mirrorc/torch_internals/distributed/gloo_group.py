@@ -75,7 +75,7 @@ class GlooGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Tests that another worker has closed a connection; always False without ``/proc``."""
+        """True if another worker has closed a connection; always False without ``/proc``."""
         return is_any_closed(self._connected)
 
     def let_go(self) -> None:

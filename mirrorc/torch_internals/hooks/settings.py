@@ -205,5 +205,5 @@ def has_hooks_on_saved_tensors() -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tests that the elements fill the memory without gaps or overlaps, in any order."""
+    """True if the elements fill the memory without gaps or overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

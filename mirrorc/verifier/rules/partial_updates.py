@@ -34,7 +34,7 @@ def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Viol
 
 
 def _is_sharded(program: Program) -> bool:
-    """Tests whether the optimizer is sharded by now. A program that accumulates, or evaluates, updates nothing."""
+    """True if the optimizer is sharded by now. A program that accumulates, or evaluates, updates nothing."""
     is_there = Property.SHARDED in program.properties or program.stage is Stage.LOWERED
     return is_there and program.trains and not program.accumulates
 

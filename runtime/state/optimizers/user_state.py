@@ -40,7 +40,7 @@ class ShownNumbers:
         copy_each(self._written, self._compared)
 
     def are_as_written(self) -> bool:
-        """Tests whether the values on the CPU are unchanged. Those on GPUs are not compared: that would wait for the GPU."""
+        """True if the values on the CPU are unchanged. Those on GPUs are not compared: that would wait for the GPU."""
         return all(map(torch.equal, self._compared, self._written))
 
 

@@ -74,6 +74,9 @@ def test_a_plan_holds_every_gradient_once_in_order_and_within_caps(
         limit = cap if bucket.index or cap == math.inf else min(first, cap)
         before = sum(slot.num_elements for slot in bucket.slots[:-1]) * bucket.dtype.itemsize
         assert len(bucket.slots) == 1 or bucket.num_bytes <= limit * 2**20 or before < limit * 2**20 / 16
+    if cap == math.inf:
+        kinds = {(weight.dtype, weight.rule) for weight in weights}
+        assert len(program.buckets) == len(kinds), "one pack of each dtype and rule, whatever the first cap is"
     ready = [position[bucket.slots[-1].variable] for bucket in program.buckets]
     assert ready == sorted(ready)
 
