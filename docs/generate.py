@@ -16,6 +16,7 @@ import typer
 import mirrorc
 from mirrorc import all_reduce_algorithms, cli, cluster, compression, errors, packing, passes
 from mirrorc.ir.reference import reference
+from mirrorc.messages.catalogue import ENTRIES
 from mirrorc.options.option import Exclusion, Option, records_of
 from mirrorc.options.table import MODES, OPTIONS
 from mirrorc.passes import PASSES
@@ -263,6 +264,17 @@ def operation_list() -> str:
     return reference()
 
 
+def error_list() -> str:
+    """Every code of errors and warnings, with an anchor."""
+    lines = []
+    for group in dict.fromkeys(entry.group for entry in ENTRIES.values()):
+        lines += [f"## {group}", ""]
+        for entry in ENTRIES.values():
+            if entry.group == group:
+                lines += [f"({entry.code.lower()})=", f"### {entry.code}: {entry.title}", "", entry.text, ""]
+    return "\n".join(lines)
+
+
 # --- files of the repository -----------------------------------------------------------------------------------------
 
 _PAGES = {
@@ -294,5 +306,6 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "pass-list": pass_list,
     "rules": rule_table,
     "operations": operation_list,
+    "errors": error_list,
     "file": repository_file,
 }

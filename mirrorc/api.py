@@ -22,6 +22,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.links import check_link
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import ALONE, Workers, World
+from mirrorc.messages.problem import message, problem, with_line
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import listed
 from mirrorc.options.algorithm import checked_algorithm
@@ -180,11 +181,16 @@ def plan(
         ExecutionError: an open step has the model's parameters on other devices: plan before it, or with a copy of the model.
     """
     if world is not None and not isinstance(world, World):
-        raise TypeError(f"world is {world!r:.60}: give a mirrorc.World, such as World(num_workers=2), or None")
+        raise TypeError(f"MC1001: world is {world!r:.60}: give mirrorc.World(num_workers=2), or None")
     if world is None and rank:
-        raise ValueError(f"rank is {rank}, but there is no world=: give rank only with a mirrorc.World")
+        raise problem(ValueError, f"MC1003: rank={rank} needs world=", fix="give rank only with a mirrorc.World")
     if options.get("distributed", "auto") != "auto":
-        raise ValueError("distributed has no part in a plan, which joins no workers: give world=, or leave it out")
+        raise problem(
+            ValueError,
+            "MC1003: distributed= cannot be used in a plan without world=",
+            "a plan joins no workers",
+            "mirrorc.plan(..., world=mirrorc.World(num_workers=2)), or leave distributed= out",
+        )
     arguments = {**OPTIONS.keywords, **options, "model": model, "devices": devices}
     declared = {name: arguments.pop(name) for name in options.keys() - OPTIONS.keywords.keys()}
     args, kwargs = _call_of(batch)
@@ -197,7 +203,9 @@ def _call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, dict):
         return (), batch
     if not isinstance(batch, tuple):
-        raise TypeError(f"batch is a {type(batch).__name__}: give a tuple, (x, y), or a dict of keyword arguments")
+        raise TypeError(
+            f"MC1001: batch is a {type(batch).__name__}: give a tuple, (x, y), or a dict of keyword arguments"
+        )
     if len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], dict):
         return batch
     return batch, {}
@@ -284,19 +292,25 @@ def make_step(
 
 def _module_of(function: Any, asked: Mapping[str, Any]) -> nn.Module:
     if isinstance(function, nn.Module):
-        raise ValueError(
-            f"modules= is a {type(asked['modules']).__name__}, and belongs to a function in place of the model: leave it out, "
-            "all of a model is trained"
+        raise problem(
+            ValueError,
+            f"MC1003: modules= ({type(asked['modules']).__name__}) cannot be used with a model",
+            "it names the modules that a function calls, and of a model all is trained",
+            "leave modules= out",
         )
     if not callable(function) or isinstance(function, type) or asked["modules"] is None:
-        raise TypeError(
-            f"model is a {type(function).__name__}: give a torch.nn.Module; or a function of a batch that returns the loss, with "
-            "modules= for the modules that it calls"
+        raise problem(
+            TypeError,
+            f"MC1201: model is a {type(function).__name__}, neither a module nor a function",
+            fix=("give a torch.nn.Module", "give a function of the batch that returns the loss, and modules=[net]"),
         )
     for name in ("loss_fn", "return_outputs"):
         if asked[name]:
-            raise ValueError(
-                f"{name} has no part in a step of a function, which computes the loss and what else it returns"
+            raise problem(
+                ValueError,
+                f"MC1003: {name}= cannot be used with a function in place of the model",
+                "the function computes the loss and what else it returns",
+                f"leave {name}= out",
             )
     return module_of_function(function, asked["modules"])
 
@@ -309,7 +323,7 @@ def _naming_mode(mode: Mode | None, remarks: Sequence[str]) -> Iterator[None]:
     except (ValueError, PassError) as error:
         if mode is None or not any(f"{name}=" in str(error) for name in MODES[mode]):
             raise
-        raise type(error)(f"{error} ({listed(remarks)})") from None
+        raise type(error)(with_line(str(error), "why", listed(remarks))) from None
 
 
 def _pipeline_parameters(request: Request, optimizers: OptimizerGroups, model_state: ModelState) -> dict[str, Any]:
@@ -333,5 +347,7 @@ def usable_backend(name: str, devices: Sequence[Device]) -> Backend:
     objection = backend.objection(devices[0].torch_device)
     if not objection:
         return backend
-    warnings.warn(f"{objection}: backend='eager' is used instead of {name!r}", stacklevel=users_stack_level())
+    warnings.warn(
+        message(f"MC1502: backend='eager' is used instead of {name!r}", objection), stacklevel=users_stack_level()
+    )
     return backend_named("eager")

@@ -1,4 +1,4 @@
-"""The command line: ``mirrorc show``, ``opt``, ``diff`` and ``verify`` for saved programs."""
+"""The command line: ``mirrorc show``, ``opt``, ``diff`` and ``verify`` for saved programs, ``explain-error`` for messages."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mirrorc.comparison.diff import diff_files, printed
 from mirrorc.compilation.instruments import instruments_for
 from mirrorc.errors import MirrorcError, VerifyError
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.catalogue import explained
 from mirrorc.messages.wording import printable
 from mirrorc.options.step_options import checked_directory
 from mirrorc.passes import PASSES
@@ -185,6 +186,15 @@ def verify_programs(
             broken = True
     if broken:
         raise typer.Exit(1)
+
+
+@app.command(name="explain-error")
+def explain_error(code: Annotated[str, typer.Argument(help="as MC1304; lower case will do")]) -> None:
+    """Explains the code of an error or a warning."""
+    try:
+        sys.stdout.write(explained(code))
+    except ValueError as error:
+        _fail(error)
 
 
 def _load(path: Path) -> Program:

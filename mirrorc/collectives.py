@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mirrorc.custom_ops import replica_collectives
+from mirrorc.messages.problem import problem
 
 _OPS = ("sum", "mean")
 
@@ -27,13 +28,15 @@ def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
         ValueError: ``op`` is unknown.
     """
     if op not in _OPS:
-        raise ValueError(f"op is {op!r}: all_reduce gives a {' or a '.join(_OPS)}")
+        raise ValueError(f"MC1701: op is {op!r}: all_reduce gives a {' or a '.join(_OPS)}")
     _check_tensor(value, "all_reduce")
     if value.dtype == torch.bool:
-        raise TypeError("all_reduce adds numbers, and was given truth values: convert them, as with .to(torch.int64)")
+        raise problem(
+            TypeError, "MC1701: all_reduce adds numbers, and was given truth values", fix="value.to(torch.int64)"
+        )
     if op == "mean" and not (value.is_floating_point() or value.is_complex()):
-        raise TypeError(
-            f"all_reduce was asked for a mean of {value.dtype}: convert the value with .float(), or take the sum"
+        raise problem(
+            TypeError, f"MC1701: all_reduce was asked for a mean of {value.dtype}", fix=("value.float()", "op='sum'")
         )
     total = replica_collectives.all_reduce_value(value)
     return total / num_replicas() if op == "mean" else total
@@ -57,7 +60,11 @@ def all_gather(value: torch.Tensor) -> torch.Tensor:
     """
     _check_tensor(value, "all_gather")
     if value.dim() == 0:
-        raise ValueError("all_gather puts rows one after the other, and a scalar has none: gather value[None]")
+        raise problem(
+            ValueError,
+            "MC1701: all_gather puts rows one after the other, and a scalar has none",
+            fix="gather value[None]",
+        )
     return replica_collectives.all_gather_value(value)
 
 
@@ -76,4 +83,4 @@ def num_replicas() -> torch.Tensor:
 
 def _check_tensor(value: object, name: str) -> None:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} takes a tensor, not {type(value).__name__}: make one of it with torch.tensor")
+        raise TypeError(f"MC1701: {name} takes a tensor, not {type(value).__name__}: make one of it with torch.tensor")

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mirrorc.messages.problem import problem
+
 Gradients = Mapping[str, torch.Tensor]
 """Tensors by parameter name."""
 
@@ -27,10 +29,12 @@ class TopK:
 
     def __post_init__(self) -> None:
         if not isinstance(self.ratio, Real) or isinstance(self.ratio, bool):
-            raise TypeError(f"ratio is {self.ratio!r}: give the part of all elements that is sent, such as 0.01")
+            raise TypeError(
+                f"MC1001: ratio is {self.ratio!r}: give the part of all elements that is sent, such as 0.01"
+            )
         if not 0 < self.ratio <= 1:
             raise ValueError(
-                f"ratio is {self.ratio!r}: give the part of all elements that is sent, above 0 and at most 1"
+                f"MC1002: ratio is {self.ratio!r}: give the part of all elements that is sent, above 0 and at most 1"
             )
 
     def count(self, num_elements: int) -> int:
@@ -60,7 +64,11 @@ class Collectives:
 
     def _run(self, tensor: torch.Tensor, launch: Callable[[], Any]) -> None:
         if not tensor.is_contiguous():
-            raise ValueError(f"a tensor of the strides {tensor.stride()} cannot be sent: give tensor.contiguous()")
+            raise problem(
+                ValueError,
+                f"MC1507: a tensor of the strides {tensor.stride()} cannot be sent",
+                fix="give tensor.contiguous()",
+            )
         try:
             launch().wait()
         except RuntimeError as error:
@@ -113,15 +121,18 @@ def check_payload(payload: Payload) -> None:
     """Raises TypeError unless the payload's class is a frozen dataclass with its own `num_bytes` and `exchange`."""
     kind = type(payload)
     if "__dataclass_params__" not in vars(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise TypeError(
-            f"compression is an instance of {kind.__qualname__}, which is no frozen dataclass: workers compare the texts of "
-            "their payloads, which are to say all of them; put @dataclass(frozen=True) before the class"
+        raise problem(
+            TypeError,
+            f"MC1507: compression is an instance of {kind.__qualname__}, which is no frozen dataclass",
+            "workers compare the texts of their payloads, which need to say all of them",
+            "put @dataclass(frozen=True) before the class",
         )
     for method in ("num_bytes", "exchange"):
         if getattr(kind, method) is getattr(Payload, method):
-            raise TypeError(
-                f"compression is an instance of {kind.__qualname__}, which has no {method}() of its own: define it as "
-                "mirrorc.compression.Payload says"
+            raise problem(
+                TypeError,
+                f"MC1507: compression is an instance of {kind.__qualname__}, which has no {method}()",
+                fix=f"define {method}() as mirrorc.compression.Payload says",
             )
 
 

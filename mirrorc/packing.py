@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from mirrorc.messages.problem import problem
+
 
 class Gradient(NamedTuple):
     """A gradient, as an argument of user-defined plans.
@@ -119,9 +121,9 @@ class EqualSplits:
 
 def _check_number(name: str, number: Any, least: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} is {number!r}: give a whole number of packs")
+        raise TypeError(f"MC1001: {name} is {number!r}: give a whole number of packs")
     if number < least:
-        raise ValueError(f"{name} is {number}: give {least} or more")
+        raise ValueError(f"MC1002: {name} is {number}: give {least} or more")
 
 
 Plan = ByBytes | EqualPacks | EqualSplits | Groups
@@ -134,7 +136,7 @@ PLANS: Mapping[str, Callable[..., Any]] = {plan.__name__: plan for plan in (ByBy
 def _check_cap(name: str, cap_mb: Any) -> None:
     is_number = not isinstance(cap_mb, bool) and isinstance(cap_mb, Real) and not math.isnan(cap_mb)
     if not is_number or cap_mb <= 0:
-        raise ValueError(f"{name} is {cap_mb!r}: give a positive number of MiB, or math.inf for one bucket")
+        raise ValueError(f"MC1002: {name} is {cap_mb!r}: give a positive number of MiB, or math.inf for one bucket")
 
 
 def plan_of(buckets: Any) -> Plan:
@@ -149,9 +151,11 @@ def plan_of(buckets: Any) -> Plan:
         return ByBytes(float(buckets))
     if isinstance(buckets, ByBytes | EqualPacks | EqualSplits) or (callable(buckets) and not isinstance(buckets, type)):
         return buckets
-    raise TypeError(
-        f"buckets is {buckets!r}: give a number of MiB, ByBytes(cap_mb), EqualPacks(number) or EqualSplits(number) of "
-        "mirrorc.packing, or a function that takes a list of mirrorc.packing.Gradient and gives groups of their names"
+    raise problem(
+        TypeError,
+        f"MC1001: buckets is {buckets!r}",
+        fix="give a number of MiB, ByBytes(cap_mb), EqualPacks(number) or EqualSplits(number) of mirrorc.packing, or a function "
+        "that takes a list of mirrorc.packing.Gradient and gives groups of their names",
     )
 
 
@@ -166,9 +170,9 @@ def may_cut(buckets: Any) -> bool:
 def check_order(order: Any) -> None:
     allowed = "say 'ready', as backward makes them, 'reversed', or give a key function of a mirrorc.packing.Gradient"
     if isinstance(order, str) and order not in ORDERS:
-        raise ValueError(f"order is {order!r}: {allowed}")
+        raise ValueError(f"MC1002: order is {order!r}: {allowed}")
     if not isinstance(order, str) and (isinstance(order, type) or not callable(order)):
-        raise TypeError(f"order is {order!r}: {allowed}")
+        raise TypeError(f"MC1001: order is {order!r}: {allowed}")
 
 
 def in_order(gradients: Sequence[Gradient], order: GradientOrder, registered: Sequence[str]) -> list[Gradient]:
@@ -193,12 +197,15 @@ def in_order(gradients: Sequence[Gradient], order: GradientOrder, registered: Se
         raise _of_the_users("order", "takes a", error) from error
     for gradient, key in zip(gradients, keys, strict=True):
         if why := _why_no_key(key):
-            raise ValueError(f"order gives {why} for {gradient.name!r}: give numbers, texts or tuples of them")
+            raise ValueError(f"MC1506: order gives {why} for {gradient.name!r}: give numbers, texts or tuples of them")
     try:
         return [gradient for _, gradient in sorted(zip(keys, gradients, strict=True), key=lambda pair: pair[0])]
     except Exception as error:
-        raise ValueError(
-            f"order gives keys that cannot be compared ({error}): give numbers, texts or tuples of them"
+        raise problem(
+            ValueError,
+            "MC1506: order gives keys that cannot be compared",
+            str(error),
+            "give numbers, texts or tuples of them",
         ) from error
 
 
@@ -224,36 +231,46 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
     except Exception as error:
         raise _of_the_users(plan, "takes a list of", error) from error
     if not _is_list(named_groups) or not all(map(_is_list, named_groups)):
-        raise TypeError(f"{plan} gives {named_groups!r:.200}: give a list of lists of names")
+        raise TypeError(f"MC1506: {plan} gives {named_groups!r:.200}: give a list of lists of names")
     by_name = {gradient.name: gradient for gradient in gradients}
     names = [name for group in named_groups for name in group]
     if unknown := [name for name in names if not isinstance(name, str) or name not in by_name]:
-        raise ValueError(f"{plan} names {unknown[0]!r}, which has no gradient: there are {', '.join(by_name)}")
+        raise problem(
+            ValueError,
+            f"MC1506: {plan} names {unknown[0]!r}, which has no gradient",
+            fix=f"there are {', '.join(by_name)}",
+        )
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"{plan} has {twice[0]!r} in two places: a gradient is reduced once, so name it once")
+        raise problem(
+            ValueError, f"MC1506: {plan} has {twice[0]!r} in two places", "a gradient is reduced once", "name it once"
+        )
     if missing := [name for name in by_name if name not in set(names)]:
-        raise ValueError(
-            f"{plan} leaves out {missing[0]!r}: each gradient needs a group, of its own if it fits no other"
+        raise problem(
+            ValueError,
+            f"MC1506: {plan} leaves out {missing[0]!r}: each gradient needs a group",
+            fix="give it one of its own",
         )
     resolved = [[by_name[name] for name in group] for group in named_groups]
     for group in resolved:
         dtypes = list(dict.fromkeys(gradient.dtype for gradient in group))
         if not dtypes:
-            raise ValueError(f"{plan} gives an empty group: leave it out")
+            raise ValueError(f"MC1506: {plan} gives an empty group: leave it out")
         if len(dtypes) > 1:
             first = [next(gradient.name for gradient in group if gradient.dtype is dtype) for dtype in dtypes[:2]]
-            raise ValueError(
-                f"{plan} puts {first[0]!r} ({dtypes[0]}) and {first[1]!r} ({dtypes[1]}) in one group: a pack has one dtype, so "
-                "make a group for each"
+            raise problem(
+                ValueError,
+                f"MC1506: {plan} puts {first[0]!r} ({dtypes[0]}) and {first[1]!r} ({dtypes[1]}) in one group",
+                "a pack has one dtype",
+                "make a group for each dtype",
             )
     return resolved
 
 
 def _of_the_users(option: str, takes: str, error: Exception) -> ValueError:
-    fields = ", ".join(Gradient._fields)
-    return ValueError(
-        f"{option}: your function raised {type(error).__name__}: {error}; it {takes} mirrorc.packing.Gradient, which has the "
-        f"fields {fields}"
+    return problem(
+        ValueError,
+        f"MC1506: {option}: your function raised {type(error).__name__}: {error}",
+        f"it {takes} mirrorc.packing.Gradient, which has the fields {', '.join(Gradient._fields)}",
     )
 
 

@@ -28,6 +28,7 @@ from mirrorc.coordination.coordinator import LocalCoordinator, coordinator_of
 from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import counted
 from mirrorc.options.step_options import StepOptions
@@ -97,16 +98,24 @@ class Step(StepReports):
 
     def __getattr__(self, name: str) -> Any:
         if name == "synchronize":
-            raise AttributeError(
-                "a step has no synchronize() any more: nothing is in flight when a call returns; leave it out"
+            raise problem(
+                AttributeError,
+                "MC1006: a step has no synchronize() any more",
+                "nothing is in flight when a call returns",
+                "leave it out",
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
-            raise AttributeError(
-                f"a step has no attribute {name!r} that could be set, and would not obey it: give options to mirrorc.compile(), "
-                "and change what the optimizer has between steps there"
+            raise problem(
+                AttributeError,
+                f"MC1601: step.{name} cannot be set",
+                "options are fixed by mirrorc.compile()",
+                (
+                    f"mirrorc.compile(..., {name}=...), for an option",
+                    "optimizer.param_groups, for the learning rate and the like",
+                ),
             )
         super().__setattr__(name, value)
 
@@ -146,9 +155,11 @@ class Step(StepReports):
             As a training call; nothing has changed then.
         """
         if self._options.cuda_graphs:
-            raise ExecutionError(
-                "step.accumulate() cannot be used with cuda_graphs=True: a graph replays the weights of one number of examples; "
-                "compile with cuda_graphs=False"
+            raise problem(
+                ExecutionError,
+                "MC1003: step.accumulate() cannot be used with cuda_graphs=True",
+                "a graph replays the weights of one number of examples",
+                "mirrorc.Compiler(cuda_graphs=False)",
             )
         return self._train(args, kwargs, lambda: Purpose.ACCUMULATION)
 
@@ -263,9 +274,11 @@ class Step(StepReports):
         return f"<Step of {type(self._options.model).__name__} on {devices}, backend {self._options.backend.name}: {state}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a compiled step cannot be copied or pickled: it has threads, and it trains one model. Copy or save the model and "
-            "the optimizer (their state_dict() is up to date after every step), and compile the copy"
+        raise problem(
+            TypeError,
+            "MC1602: a compiled step cannot be copied or pickled",
+            "it has threads, and it trains one model",
+            "copy or save the model and the optimizer, which are up to date after every step, and compile the copy",
         )
 
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
@@ -311,8 +324,10 @@ class Step(StepReports):
         accumulated = self._state.accumulated
         if accumulated.num_calls and not self._lock.is_closed:
             warnings.warn(
-                f"the step is closed with {accumulated}, and no update was made with them: end an accumulation with a call of "
-                "the step, or drop what is kept with step.zero_grad()",
+                message(
+                    f"MC3206: the step is closed with {accumulated}, and no update was made with them",
+                    fix=("end an accumulation with a call of the step", "step.zero_grad(), to drop what is kept"),
+                ),
                 stacklevel=users_stack_level(),
             )
         self._close()
@@ -360,15 +375,19 @@ def join(*steps: Step) -> AbstractContextManager[None]:
     others = [step for step in steps if not isinstance(step, Step)]
     if others or not steps:
         received = f"was given a {type(others[0]).__name__}" if others else "was given nothing"
-        raise TypeError(
-            f"mirrorc.join {received}: give it the steps of mirrorc.compile that the block calls, join(d_step, g_step)"
+        raise problem(
+            TypeError,
+            f"MC1603: mirrorc.join {received}",
+            fix="mirrorc.join(d_step, g_step), the steps that the block calls",
         )
     if len(set(map(id, steps))) < len(steps):
-        raise ValueError("mirrorc.join was given a step twice: give it each once")
+        raise problem(ValueError, "MC1603: mirrorc.join was given a step twice", fix="give it each once")
     joined = [member for step in steps for member in step.joined()]
     if len({id(member.calls.cluster) for member in joined}) > 1:
-        raise ValueError(
-            "mirrorc.join was given steps of different workers, which cannot tell each other whose turn it is: compile all "
-            "of them with one process_group"
+        raise problem(
+            ValueError,
+            "MC1603: mirrorc.join was given steps of different workers",
+            "they cannot tell each other whose turn it is",
+            "compile all of them with one process_group",
         )
     return until_all_have_left(joined)

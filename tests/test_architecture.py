@@ -50,9 +50,9 @@ ORDER = (
     "mirrorc/collectives",
     "mirrorc/ir",
     "mirrorc/custom_ops",
-    "mirrorc/messages",
     "mirrorc/compression",
     "mirrorc/packing",
+    "mirrorc/messages",
     "mirrorc/torch_internals",
     "mirrorc/errors",
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import message, problem
 from mirrorc.runtime.devices.thread_pool import is_thread_of_device
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.state.shared.call_owner import Callers
@@ -33,9 +34,11 @@ class ExclusiveCalls:
         ``try``, and the ``finally`` defers interrupts.
         """
         if os.getpid() != self._pid:
-            raise ExecutionError(
-                "the step was compiled in the parent of this forked process and its threads live there: compile it here, in "
-                "the child, or start the process with the 'spawn' method"
+            raise problem(
+                ExecutionError,
+                "MC5009: the step was compiled in the parent of this forked process",
+                "its threads live there",
+                ("compile it here, in the child", "start the process with the 'spawn' method"),
             )
         guard, owner, callers = self._guard, (threading.get_ident(), self), self._callers.now
         try:
@@ -57,13 +60,15 @@ class ExclusiveCalls:
     def _refusal(self, running: tuple[int, object]) -> str:
         step = "the step" if running[1] is self else "another step over the same parameters"
         if is_thread_of_device() or running[0] == threading.get_ident():
-            return (
-                f"{step} is running, and calls this one, in a hook or a method of the optimizer perhaps, where parameters are "
-                "between two steps: call step, evaluate or accumulate in the loop, when the step has returned"
+            return message(
+                f"MC5004: {step} is running, and calls this one",
+                "in a hook or a method of the optimizer, parameters are between two steps",
+                "call step, evaluate or accumulate in the loop, when the step has returned",
             )
-        return (
-            f"{step} is running in another thread: one step changes all parameters, so steps run one after the other; call it "
-            "from one thread, or guard it with a lock"
+        return message(
+            f"MC5004: {step} is running in another thread",
+            "one step changes all parameters, so steps run one after the other",
+            ("call it from one thread", "guard it with a lock"),
         )
 
     @property
@@ -72,7 +77,11 @@ class ExclusiveCalls:
 
     def check_open(self) -> None:
         if self.is_closed:
-            raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
+            raise problem(
+                ExecutionError,
+                "MC5003: the step is closed: its threads have ended",
+                fix="make a new one with mirrorc.compile()",
+            )
 
     def close(self, interrupt: Callable[[], None], end_threads: Callable[[], None]) -> None:
         """Refuses further calls, interrupts a call in another thread, and waits up to 5 seconds for it."""

@@ -17,6 +17,7 @@ from mirrorc.capture.call.batch_norm import fewest_examples
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.options.gradient_clipping import measured_norms
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
@@ -62,11 +63,20 @@ class StepReports(ABC):
         if program is None:
             main = self._runs.main
             if main is None:
-                raise ExecutionError("there is no program yet: the first call compiles it, or step.prepare(*batch)")
+                raise problem(
+                    ExecutionError,
+                    "MC5005: there is no program yet",
+                    "the first call compiles it",
+                    ("step(x, y)", "step.prepare(x, y)"),
+                )
             return main
         executor = next((executor for executor in self._runs.called if executor.program is program), None)
         if executor is None:
-            raise ValueError("program is none of this step: give one of step.programs, or None for the main one")
+            raise problem(
+                ValueError,
+                "MC5005: program is none of this step",
+                fix="give one of step.programs, or None for the main one",
+            )
         return executor
 
     @property
@@ -111,7 +121,11 @@ class StepReports(ABC):
         """
         program = (self._runs.last_update or self._executor_of(None)).program
         if not program.workers.are_several:
-            raise ExecutionError("there is no worker besides this one, so nothing is exchanged")
+            raise problem(
+                ExecutionError,
+                "MC5005: nothing is exchanged: there is no worker besides this one",
+                fix="torchrun --nproc-per-node=2 train.py",
+            )
         return schedule_hash(program)
 
     @property
@@ -163,8 +177,11 @@ class StepReports(ABC):
             self._state.results, last.program, num_groups, is_skipped=last.commit.is_skipped
         )
         if norms is None:
-            raise ExecutionError(
-                "no norm was measured: it is after the first step that is compiled with clip_grad_norm=; math.inf only measures"
+            raise problem(
+                ExecutionError,
+                "MC5005: no norm was measured",
+                "it is after the first step that is compiled with clip_grad_norm=",
+                "mirrorc.compile(..., clip_grad_norm=math.inf), which only measures",
             )
         return norms
 
@@ -216,9 +233,11 @@ class StepReports(ABC):
         if program is None and (main := self._runs.main) is not None and main.recorder is not None:
             executor = main
         if self._options.cuda_graphs:
-            raise ExecutionError(
-                "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
-                "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
+            raise problem(
+                ExecutionError,
+                "MC5005: no step was recorded",
+                "with cuda_graphs=True a step is one launch, and none of its calls has a time",
+                ("mirrorc.Compiler(cuda_graphs=False), to see where the time goes", "profile with torch.profiler"),
             )
         steps = recorded_steps(executor.recorder if executor is not None else None)
         assert executor is not None, "a step without a program has no recorded steps"

@@ -20,6 +20,7 @@ from mirrorc.coordination.coordinator import Coordinator
 from mirrorc.coordination.team_coordinator import TeamCoordinator
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import as_subclass
@@ -100,8 +101,10 @@ class TrainingCalls:
 
     def _begin(self, purpose: Purpose) -> None:
         if torch.is_inference_mode_enabled():
-            raise ExecutionError(
-                "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
+            raise problem(
+                ExecutionError,
+                "MC5006: the step was called inside torch.inference_mode(), where nothing can be trained",
+                fix="call it outside of the block",
             )
         self._modes.look(trains=True)
         self._state.begin_use()
@@ -140,9 +143,11 @@ class TrainingCalls:
         """None if all workers have left their loops."""
         last, call = self._last, coordinator.call_without_examples
         if last is None or call is None:
-            raise ExecutionError(
-                "this worker has left step.join() without any call of the step, so it does not know in what to take part: "
-                "call it once, or step.prepare(batch); a batch without examples will do"
+            raise problem(
+                ExecutionError,
+                "MC6302: this worker has left step.join() without any call of the step",
+                "it does not know in what to take part",
+                ("call the step once; a batch without examples will do", "step.prepare(batch)"),
             )
         self._state.begin_use()
         shards = split_call(call, len(last.program.devices), may_be_empty=True)

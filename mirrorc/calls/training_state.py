@@ -15,6 +15,7 @@ from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.choices.saved_choices import SavedChoices
 from mirrorc.coordination.residual_checkpoint import unsent_of_worker
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import listed
 from mirrorc.options.step_options import StepOptions
@@ -39,9 +40,11 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """See `mirrorc.Step.state_dict`."""
         if self._state.accumulated.num_calls:
-            raise ExecutionError(
-                f"step.state_dict() was called with {self._state.accumulated}, which a checkpoint has no place for: call it "
-                "after the update, or drop them by step.zero_grad()"
+            raise problem(
+                ExecutionError,
+                f"MC7003: step.state_dict() was called with {self._state.accumulated}",
+                "a checkpoint has no place for them",
+                ("call it after the update", "step.zero_grad(), to drop them"),
             )
         self._state.catch_up()  # values that the user has written are those of all replicas
         optimizers, scaler = self._state.optimizers.groups.optimizers, self._options.scaler
@@ -96,13 +99,18 @@ class TrainingState:
         _check_tensors("buffers that model.state_dict() leaves out", state["other_buffers"], self._other_buffers())
         optimizers = self._state.optimizers.groups.optimizers
         if len(state["optimizers"]) != len(optimizers):
-            raise ValueError(
-                f"the state has {len(state['optimizers'])} optimizers, and this step {len(optimizers)}: compile it with "
-                "optimizer= as the step that made the state"
+            raise problem(
+                ValueError,
+                f"MC7001: the state has {len(state['optimizers'])} optimizers, and this step {len(optimizers)}",
+                fix="compile it with optimizer= as the step that made the state",
             )
         if bool(state["scaler"]) != (self._options.scaler is not None):
             has, lacks = ("the state", "this step") if state["scaler"] else ("this step", "the state")
-            raise ValueError(f"{has} has a scaler and {lacks} has none: give mirrorc.compile(scaler=) as before")
+            raise problem(
+                ValueError,
+                f"MC7001: {has} has a scaler and {lacks} has none",
+                fix="mirrorc.compile(..., scaler=...) as before",
+            )
 
     def _load_values(self, state: Mapping[str, Any]) -> None:
         """Loads model, optimizers and scaler; puts all of them back if one fails."""
@@ -159,17 +167,24 @@ class TrainingState:
 def _checked(state: Any) -> list[Mapping[str, Any]]:
     states = [state] if isinstance(state, Mapping) else state
     if not isinstance(states, Sequence) or isinstance(states, str) or not states:
-        raise TypeError(
-            f"a step's state is a dict, as step.state_dict() gives it, or a list of those of all workers, not a "
-            f"{type(state).__name__}"
+        raise problem(
+            TypeError,
+            f"MC7002: a step's state is a {type(state).__name__}",
+            fix="give the dict of step.state_dict(), or a list of those of all workers",
         )
     for one in states:
         if not isinstance(one, Mapping):
-            raise TypeError(f"one of the states is a {type(one).__name__}: give what step.state_dict() gave")
+            raise problem(
+                TypeError,
+                f"MC7002: one of the states is a {type(one).__name__}",
+                fix="give what step.state_dict() gave",
+            )
         if set(one) != set(KEYS):
-            raise ValueError(
-                f"a step's state has the keys {listed(KEYS)}; this one has {listed(map(str, one)) or 'none'}: give what "
-                "step.state_dict() gave"
+            raise problem(
+                ValueError,
+                f"MC7002: a step's state has other keys than this one, {listed(map(str, one)) or 'none'}",
+                f"it has {listed(KEYS)}",
+                "give what step.state_dict() gave",
             )
     return list(states)
 
@@ -178,13 +193,19 @@ def _check_tensors(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) 
     missing, unknown = [n for n in own if n not in saved], [n for n in saved if n not in own]
     if missing or unknown:
         parts = _told("lacks", missing) + _told("has besides", unknown)
-        raise ValueError(f"the state is of another model: in {what} it {' and '.join(parts)}. Nothing was changed")
+        raise problem(
+            ValueError,
+            f"MC7001: the state is of another model: in {what} it {' and '.join(parts)}",
+            now="nothing was changed",
+        )
     for name, value in own.items():
         if isinstance(value, torch.Tensor) and getattr(saved[name], "shape", None) != value.shape:
             shape = list(saved[name].shape) if isinstance(saved[name], torch.Tensor) else type(saved[name]).__name__
-            raise ValueError(
-                f"the state is of another model: {name!r} has the shape {shape} there, and {list(value.shape)} in {what} here. "
-                "Nothing was changed"
+            raise problem(
+                ValueError,
+                f"MC7001: the state is of another model: {name!r} has the shape {shape} there, and {list(value.shape)} here",
+                f"it belongs to {what}",
+                now="nothing was changed",
             )
 
 

@@ -11,6 +11,7 @@ from mirrorc.capture.call.call_arguments import Leaf, PerReplica, Structure, fla
 from mirrorc.capture.call.shards import shard_sizes
 from mirrorc.cluster import find_place
 from mirrorc.ir.workers import Workers, World
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 
 _T = TypeVar("_T")
@@ -70,9 +71,11 @@ def _refuse_sequences_of_none(structure: Structure, sizes: Sequence[int], worker
     ends = list(itertools.accumulate(workers.devices_per_worker))
     numbers = [sum(sizes[end - number : end]) for end, number in zip(ends, workers.devices_per_worker, strict=True)]
     if not all(numbers) and _has_packed(structure):
-        raise ValueError(
-            f"the batch has packed sequences, {counted(sum(sizes), 'example')}, and worker {numbers.index(0)} would have none of "
-            "them, which torch cannot pack: pass them padded, with their lengths, or leave the batch out on all workers"
+        raise problem(
+            ValueError,
+            f"MC6303: worker {numbers.index(0)} would have none of the packed sequences, {counted(sum(sizes), 'example')}",
+            "torch cannot pack no sequence",
+            ("pass them padded, with their lengths", "leave the batch out on all workers"),
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from mirrorc.calls.training_state import KEYS
 from mirrorc.checkpoints.folders import beside, is_checkpoint, read, sync, write
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import listed
 from mirrorc.step import Step
 from mirrorc.user.restore import put_back_after
@@ -41,12 +42,18 @@ def save_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
     own = {"worker": state.pop("worker")}
     taken = others.keys() & {*state, *own}
     if taken:
-        raise ValueError(f"{listed(sorted(map(repr, taken)))} is a name of the step's own state: give another keyword")
+        raise problem(
+            ValueError,
+            f"MC7004: {listed(sorted(map(repr, taken)))} is a name of the step's own state",
+            fix="give another keyword",
+        )
     with _on_all(step):
         if step.is_chief:
             if whole.exists() and not is_checkpoint(whole):
-                raise ValueError(
-                    f"{whole} is no checkpoint: give a folder that does not exist, or an earlier checkpoint"
+                raise problem(
+                    ValueError,
+                    f"MC7004: {whole} is no checkpoint",
+                    fix="give a folder that does not exist, or an earlier checkpoint",
                 )
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
@@ -88,15 +95,23 @@ def load_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
     if not whole.exists() and is_checkpoint(beside(whole, "old")):
         whole = beside(whole, "old")  # a process ended between the two renames
     if not is_checkpoint(whole):
-        raise FileNotFoundError(f"{whole} has no checkpoint of mirrorc.save_checkpoint")
+        raise problem(
+            FileNotFoundError,
+            f"MC7004: {whole} has no checkpoint of mirrorc.save_checkpoint",
+            "a torch.save file is read by torch.load",
+            "give the folder that save_checkpoint was given",
+        )
     common = read(whole)
     num_workers = sum(1 for _ in whole.glob("worker-*"))
     states = [{**common, **read(whole / f"worker-{rank}")} for rank in range(num_workers)]
     saved = {name: value for name, value in common.items() if name not in KEYS}
     lacking = [name for name in others if name not in saved]
     if lacking:
-        raise ValueError(
-            f"the checkpoint has no {listed(map(repr, lacking))}; beside the step it has {listed(sorted(saved))}"
+        raise problem(
+            ValueError,
+            f"MC7004: the checkpoint has no {listed(map(repr, lacking))}",
+            f"beside the step it has {listed(sorted(saved))}",
+            "give load_checkpoint the keywords of save_checkpoint",
         )
     undo: list[Callable[[], object]] = []
     try:
@@ -125,8 +140,11 @@ def _on_all(step: Step) -> Iterator[None]:
         texts = cluster.all_say(said, timeout_seconds=step._options.timeout_seconds)
         rank, text = next(((rank, text) for rank, text in enumerate(texts) if text), (0, ""))
         if text and failure is None:
-            raise CommunicationError(
-                f"worker {rank} could not save its part of the checkpoint: {text}. An earlier one stays"
+            raise problem(
+                CommunicationError,
+                f"MC7005: worker {rank} could not save its part of the checkpoint",
+                text,
+                now="an earlier one stays",
             )
     if failure is not None:
         raise failure

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mirrorc.cluster.membership import Worker
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import message, problem
 from mirrorc.messages.wording import listed
 
 _SECONDS_BETWEEN_LOOKS = 0.02
@@ -39,6 +40,9 @@ class Transport(Protocol):
     def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
         """The texts of the workers ``ranks``; called only if digests differ."""
         ...
+
+
+_SEE_WHAT_IT_DOES = "see what it does, or mirrorc.Communication(timeout=...) for a longer wait"
 
 
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
@@ -80,7 +84,11 @@ class StoreTransport:
         late = _await(self._store, keys, self._deadline, self._look)
         if late:
             names = listed(worker for worker, key in zip(self.workers, keys, strict=True) if key in late)
-            raise CommunicationError(f"{names} did not come to compare {topic} with the other workers in time")
+            raise problem(
+                CommunicationError,
+                f"MC6203: {names} did not come to compare {topic} with the other workers in time",
+                fix=_SEE_WHAT_IT_DOES,
+            )
         digests = [int(self._store.get(key)) for key in keys]
         if len(set(digests)) == 1:
             self._await_readers()
@@ -113,7 +121,11 @@ def all_say(
     late = _await(store, keys, deadline, look)
     if late:
         names = listed(worker for worker, key in zip(workers, keys, strict=True) if key in late)
-        raise CommunicationError(f"{names} did not say in time what the other workers wait for")
+        raise problem(
+            CommunicationError,
+            f"MC6203: {names} did not say in time what the other workers wait for",
+            fix=_SEE_WHAT_IT_DOES,
+        )
     return [store.get(key).decode() for key in keys]
 
 
@@ -123,8 +135,10 @@ def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Fa
     for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
         if fact != other_fact:
             if other_fact is not None and other_fact[0] == "":
-                return f"{first} compares {topic}, {other} {other_fact[1]}. Let all workers run the same calls in one order"
-            return f"workers differ in {topic}: {first} has {_fact_text(fact)}, {other} has {_fact_text(other_fact)}"
+                fix = "let all workers run the same calls in one order"
+                return message(f"MC6301: {first} compares {topic}, {other} {other_fact[1]}", fix=fix)
+            why = f"{first} has {_fact_text(fact)}, {other} has {_fact_text(other_fact)}"
+            return message(f"MC6301: workers differ in {topic}", why)
     return ""
 
 

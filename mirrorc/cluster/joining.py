@@ -18,10 +18,11 @@ from mirrorc.cluster.membership import Worker, call_roll
 from mirrorc.cluster.place import Place
 from mirrorc.cluster.restarts import Start, await_start
 from mirrorc.cluster.rounds import Round
-from mirrorc.cluster.stores import open_store
+from mirrorc.cluster.stores import SEE_STORE, open_store
 from mirrorc.cluster.tf_config import place_by_tf_config
 from mirrorc.cluster.torchrun import place_by_torchrun
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 
 _BY_GROUP = "the process group"
 _LIFE = "life"  # the part of the store for signs of life
@@ -137,7 +138,7 @@ def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Clust
             numbers of workers or versions differ. All present workers raise it.
     """
     if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
+        raise ValueError(f"MC1002: timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
     place = find_place(process_group)
     if place.num_workers == 1:
         return Cluster(local_rank=place.local_rank or 0)
@@ -168,9 +169,11 @@ def _roll_call(opened: Any, place: Place, deadline: float, number: int) -> tuple
         return in_bounded_time(lambda: _roll_call_in_start(opened, place, deadline, number), seconds)
     except (RuntimeError, TimeoutError) as error:  # of torch; CommunicationError is none of them
         where = f" at {place.address}" if place.host else ""
-        raise CommunicationError(
-            f"{place}: the workers' store{where} does not answer any more ({error}). See what the process that has opened it "
-            "does: worker 0, or torchrun's agent"
+        raise problem(
+            CommunicationError,
+            f"MC6204: {place}: the workers' store{where} does not answer any more",
+            str(error),
+            SEE_STORE,
         ) from None
 
 
@@ -197,13 +200,16 @@ def _place_in(process_group: Any) -> Place:
     if process_group is not None and not (
         distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)
     ):
-        raise TypeError(
-            f"process_group is {process_group!r}: give a group of torch.distributed with this process in it, or None for the "
-            "default group"
+        raise problem(
+            TypeError,
+            f"MC6106: process_group is {process_group!r}",
+            fix="give a group of torch.distributed with this process in it, or None for the default group",
         )
     rank, num_workers = distributed.get_rank(process_group), distributed.get_world_size(process_group)
     if rank < 0:
-        raise ValueError(
-            "process_group does not have this process in it: give a group of all workers that train together"
+        raise problem(
+            ValueError,
+            "MC6106: process_group does not have this process in it",
+            fix="give a group of all workers that train together",
         )
     return Place(rank, num_workers, _BY_GROUP, store_persists=True)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from mirrorc.cluster.place import Place
-from mirrorc.cluster.stores import first_line
+from mirrorc.cluster.stores import SEE_STORE, first_line
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import numbered
 
 logger = logging.getLogger(__name__)
@@ -79,9 +80,11 @@ def call_roll(
         return _call_roll(store, place, deadline, worker or Worker(place.rank, place.num_workers), while_waiting)
     except RuntimeError as error:  # torch's errors of stores; CommunicationError is none of them
         where = f" at {place.address}" if place.host else ""
-        raise CommunicationError(
-            f"{place}: the workers' store{where} was lost while workers joined ({first_line(error)}). See why the "
-            "process that had opened it ended: worker 0, or torchrun's agent"
+        raise problem(
+            CommunicationError,
+            f"MC6204: {place}: the workers' store{where} was lost while workers joined",
+            first_line(error),
+            SEE_STORE,
         ) from error
 
 
@@ -97,7 +100,11 @@ def _call_roll(
         _look(store, came)
         now = time.monotonic()
         if now > deadline + _LONGEST_READING_SECONDS:
-            raise CommunicationError(f"{place}: a worker ended before it had told the others what it found")
+            raise problem(
+                CommunicationError,
+                f"MC6205: {place}: a worker ended before it had told the others what it found",
+                fix="see why that worker ended",
+            )
         verdict_here = _verdict(came, place, is_over=now > deadline)
         if verdict_here is not None and store.add(_NUM_JUDGES, 1) == 1:  # the first verdict counts
             store.set(_VERDICT, json.dumps(verdict_here))
@@ -110,12 +117,14 @@ def _call_roll(
     if place.hosts_store:
         _await_readers(store, verdict["num_readers"])
     if number not in verdict["members"] and not verdict["wrong"]:
-        raise CommunicationError(
-            f"{newcomer} came when all {place.num_workers} workers had joined: a worker cannot be replaced, and a second job "
-            "needs another address. End all workers, and start them together"
+        raise problem(
+            CommunicationError,
+            f"MC6205: {newcomer} came when all {place.num_workers} workers had joined",
+            "a worker cannot be replaced, and a second job needs another address",
+            "end all workers, and start them together",
         )
     if verdict["wrong"]:
-        raise CommunicationError(f"the workers cannot train together: {verdict['wrong']}")
+        raise problem(CommunicationError, "MC6205: the workers cannot train together", *verdict["wrong"].split(". ", 1))
     _look(store, came)
     return sorted((came[member] for member in verdict["members"]), key=lambda worker: worker.rank)
 

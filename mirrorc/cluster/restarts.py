@@ -7,6 +7,7 @@ from typing import Any
 
 from mirrorc.cluster.place import Place
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _NUM_STARTS, _NUM_KNOCKS = "starts", "knocks"
@@ -43,8 +44,10 @@ def await_start(store: Any, place: Place, deadline: float) -> int:
         if number and store.check([_heard(number)]) and int(store.get(_heard(number))) >= number_of_knock:
             return number
         if time.monotonic() > deadline:
-            raise CommunicationError(
-                f"{place}: worker 0 did not come in time. See whether it runs, and was told the same address"
+            raise problem(
+                CommunicationError,
+                f"MC6205: {place}: worker 0 did not come in time",
+                fix="see whether it runs, and was told the same address",
             )
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 

@@ -15,8 +15,9 @@ from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.consistency import StoreTransport, all_say, compare
 from mirrorc.cluster.lost_in_rounds import Lookout, in_short
 from mirrorc.cluster.membership import Worker
-from mirrorc.cluster.stores import first_line
+from mirrorc.cluster.stores import SEE_STORE, first_line
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,9 @@ class Round:
         try:
             return in_bounded_time(lambda: function(store, deadline), seconds)
         except (TimeoutError, RuntimeError) as error:
-            raise CommunicationError(
-                f"{self.workers[self.rank]} lost the workers' store while it {doing} ({first_line(error)}). See "
-                "why the process that had opened it ended or hangs: worker 0, or torchrun's agent"
+            raise problem(
+                CommunicationError,
+                f"MC6204: {self.workers[self.rank]} lost the workers' store while it {doing}",
+                first_line(error),
+                SEE_STORE,
             ) from error

@@ -12,10 +12,14 @@ from torch import distributed
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.place import Place
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals.distributed.sockets import connections_since, is_any_closed, open_sockets
 
 _LONGEST_ANSWER_SECONDS = 20.0  # of a store that listens
 _SECONDS_BETWEEN_TRIES = 0.1
+
+
+SEE_STORE = "see what the process that has opened it does: worker 0, or torchrun's agent"
 
 
 def open_store(place: Place, deadline: float) -> Any:
@@ -30,7 +34,8 @@ def open_store(place: Place, deadline: float) -> Any:
     try:
         return in_bounded_time(lambda: _opened(place, seconds), seconds + 1.0)
     except (RuntimeError, ValueError, TimeoutError) as error:
-        raise CommunicationError(f"{place}: {_why_not(place)} ({first_line(error)})") from error
+        what, fix = _why_not(place)
+        raise problem(CommunicationError, f"MC6204: {place}: {what}", first_line(error), fix) from error
 
 
 def _opened(place: Place, seconds: float) -> Any:
@@ -44,13 +49,14 @@ def _opened(place: Place, seconds: float) -> Any:
     )
 
 
-def _why_not(place: Place) -> str:
+def _why_not(place: Place) -> tuple[str, tuple[str, ...]]:
     if place.hosts_store:
-        return (
-            f"it cannot open the workers' store at {place.address}. If the port is in use, by an earlier run perhaps, end that "
-            "or choose another port for all workers; if the name is not that of this machine, correct it"
+        return f"it cannot open the workers' store at {place.address}", (
+            "end the earlier run that uses the port, or choose another port for all workers",
+            "correct the name, if it is not that of this machine",
         )
-    return f"what listens at {place.address} does not answer as a store. Choose a port for all workers that nothing else uses"
+    what = f"what listens at {place.address} does not answer as a store"
+    return what, ("choose a port for all workers that nothing else uses",)
 
 
 def _await_listener(place: Place, deadline: float) -> None:
@@ -62,9 +68,12 @@ def _await_listener(place: Place, deadline: float) -> None:
                 return
         except OSError as error:  # also for a name that is not known yet
             if left <= 0:
-                raise CommunicationError(
-                    f"{place}: nobody opened the workers' store at {place.address} within {time.monotonic() - began:.0f} s "
-                    f"({first_line(error)}). See whether the worker with rank 0 runs, and whether this machine reaches it there"
+                raise problem(
+                    CommunicationError,
+                    f"MC6205: {place}: nobody opened the workers' store at {place.address} within "
+                    f"{time.monotonic() - began:.0f} s",
+                    first_line(error),
+                    "see whether the worker with rank 0 runs, and whether this machine reaches it there",
                 ) from error
         time.sleep(_SECONDS_BETWEEN_TRIES)
 

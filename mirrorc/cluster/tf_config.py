@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from mirrorc.cluster.place import Place
+from mirrorc.messages.problem import problem
 
 SOURCE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["host-0:12345", "host-1:12345"]}, "task": {"type": "worker", "index": 0}}'
+_FIX = f"give an object such as {_EXAMPLE}, or unset TF_CONFIG"
 _TRAINING = ("chief", "worker")
 _OTHERS = {
     "ps": "a parameter server, which is not needed: every worker keeps all parameters, and workers reduce gradients among "
@@ -55,9 +57,9 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text or "{}")
     except ValueError as error:
-        raise ValueError(f"TF_CONFIG is no JSON ({error}): give an object such as {_EXAMPLE}, or unset it") from None
+        raise problem(ValueError, "MC6107: TF_CONFIG is no JSON", str(error), _FIX) from None
     if not isinstance(config, dict):
-        raise ValueError(f"TF_CONFIG is {_shown(config)}: give an object such as {_EXAMPLE}, or unset it")
+        raise problem(ValueError, f"MC6107: TF_CONFIG is {_shown(config)}", fix=_FIX)
     return config
 
 
@@ -110,8 +112,8 @@ def _checked_address(field: str, address: Any) -> tuple[str, int]:
 
 
 def _refuse(field: str, value: object, expected: str, is_there: bool = True) -> NoReturn:
-    problem = f"is {_shown(value)}" if is_there else "is missing"
-    raise ValueError(f"TF_CONFIG: {field} {problem}: {expected}; the whole is an object such as {_EXAMPLE}")
+    is_so = f"is {_shown(value)}" if is_there else "is missing"
+    raise problem(ValueError, f"MC6107: TF_CONFIG: {field} {is_so}: {expected}", fix=_FIX)
 
 
 def _shown(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mirrorc.cluster.place import Place
+from mirrorc.messages.problem import problem
 
 SOURCE = "torchrun's variables"
 _ALL = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
@@ -60,5 +61,5 @@ def _number(
 
 
 def _wrong(variables: Mapping[str, str], name: str, expected: str) -> ValueError:
-    problem = f"is {variables[name]!r}" if name in variables else "is not set, but others of torchrun's variables are"
-    return ValueError(f"the environment variable {name} {problem}: {expected}; {_REMEDY}")
+    is_so = f"is {variables[name]!r}" if name in variables else "is not set, but others of torchrun's variables are"
+    return problem(ValueError, f"MC6107: the environment variable {name} {is_so}", "", (expected, _REMEDY))

@@ -67,7 +67,7 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
     """
     for name, program in (("old", old), ("new", new)):
         if not isinstance(program, Program):
-            raise TypeError(f"{name} is a {type(program).__name__}: give a Program, such as step.program")
+            raise TypeError(f"MC7104: {name} is a {type(program).__name__}: give a Program, such as step.program")
     differences = diff_texts(*(program.to_text(regions=regions, **_CANONICAL) for program in (old, new)))
     if (
         differences
@@ -111,7 +111,9 @@ def printed(
         return program.to_text(regions=regions, slots=slots, sources=sources, fold=fold)
     except Exception as error:  # the printer may fail in any way on a program that breaks the rules
         reason = f"it is malformed ({type(error).__name__}: {error})"
-        raise ValueError(f"cannot print {path}: {reason}; mirrorc verify {path} says what is wrong with it") from error
+        raise ValueError(
+            f"MC7104: cannot print {path}: {reason}; mirrorc verify {path} says what is wrong with it"
+        ) from error
 
 
 def _form_of(text: str) -> dict[str, bool]:
@@ -132,7 +134,7 @@ def _read(text: str, name: str) -> PrintedProgram:
     try:
         return read_program_text(text)
     except ValueError as error:
-        raise ValueError(f"the {name} text cannot be compared: {error}") from None
+        raise ValueError(f"MC7104: the {name} text cannot be compared: {error}") from None
 
 
 def _sentences(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:

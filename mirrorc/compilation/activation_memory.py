@@ -10,6 +10,7 @@ from mirrorc.analysis.memory.activation_peaks import predicted_peak
 from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.errors import CaptureError, PassError
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.options.memory import bound_text
 from mirrorc.passes import ChooseCheckpoints
 from mirrorc.pipeline.protocol import Instrument, Pass
@@ -90,14 +91,15 @@ class BoundedPrograms(Generic[_Compiled]):
                 break
             step = max(peak - limit, int(limit * _LEAST_STEP))
             target = max(0, min(predicted * limit // peak, predicted - step))
-        raise PassError(_unreachable(asked, least, report_of_least))
+        raise PassError(f"MC1508: {_unreachable(asked, least, report_of_least)}")
 
     def _refuse_opaque(self) -> None:
         if any(node.target in OPAQUE for graph in self._captured.shard_graphs for node in graph.nodes):
-            raise CaptureError(
-                "Memory(activations=) cannot be kept to by a model that runs as plain PyTorch (capture='autograd'): what its "
-                "forward keeps for backward is in no graph. Remedy: call torch.utils.checkpoint with use_reentrant=False in the "
-                "model, and leave it out"
+            raise problem(
+                CaptureError,
+                "MC1003: Memory(activations=) cannot be kept to by a model that runs as plain PyTorch (capture='autograd')",
+                "what its forward keeps for backward is in no graph",
+                "leave activations= out, and call torch.utils.checkpoint(..., use_reentrant=False) in the model",
             )
 
 

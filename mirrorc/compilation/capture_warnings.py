@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from mirrorc.capture.diagnostics.python_effects import Note
-from mirrorc.capture.diagnostics.weighted_means import REMEDY
+from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import users_stack_level
 
 
@@ -19,12 +19,15 @@ class CaptureWarnings:
     def warn_of_differences(self, differences: Sequence[str]) -> None:
         if differences and not self._has_warned_of_differences:
             self._has_warned_of_differences = True
-            warnings.warn(
-                f"a step on {self._num_devices} devices is not exactly that of one device on the whole batch: "
-                f"{'; '.join(differences)}. DistributedDataParallel does the same. {REMEDY[0].upper()}{REMEDY[1:]}; "
-                "mirrorc.check_loss tells how much it makes",
-                stacklevel=users_stack_level(),
+            text = message(
+                f"MC3101: the loss gives other gradients on {self._num_devices} devices than on one, as it does under DDP",
+                "; ".join(differences),
+                (
+                    "reduction='sum', divided by a number that is the same for all shards",
+                    "print(mirrorc.check_loss(model, x, target=y, loss_fn=loss_fn)), to see how much",
+                ),
             )
+            warnings.warn(text, stacklevel=users_stack_level())
 
     def warn_of_ladder(self, text: str) -> None:
         """Warns of a fallback, unless ``text`` is empty."""

@@ -21,6 +21,7 @@ from mirrorc.capture.front_ends.state_guards import AllGuards
 from mirrorc.capture.program.symbolic_inputs import SymbolicSizes
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import LOSS_OUTPUT
+from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.runtime.execution.executor import Executor
 
@@ -127,9 +128,12 @@ class Specialization:
                 gathered = self.outputs.of_no_examples(loss.device)
             return loss, self.outputs.of_step(gathered, loss, call)
         except Exception as error:
-            raise ExecutionError(
-                f"the step is done and its update is made, but its outputs could not be put together: {error}; go on with the "
-                "next batch"
+            raise problem(
+                ExecutionError,
+                "MC2403: the outputs of the step could not be put together",
+                str(error),
+                "go on with the next batch",
+                now="the step is done and its update is made",
             ) from error
 
     def evaluated(self, call: Call, shards: Shards) -> tuple[torch.Tensor | None, Any]:
@@ -142,8 +146,8 @@ class Specialization:
             loss = gathered.pop(LOSS_OUTPUT).reshape(())
             return loss, self.outputs.of_step(gathered, loss, call)
         except Exception as error:
-            raise ExecutionError(
-                f"the batch was evaluated, but its outputs could not be put together: {error}"
+            raise problem(
+                ExecutionError, "MC2403: the outputs of the evaluation could not be put together", str(error)
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -311,8 +315,6 @@ class Specializations:
             changing.append(f"what Python reads in forward and loss (last: {self._read[-1]})")
         causes = " and ".join(changing) or "the optimizer's state"
         constants = f" ({'; '.join(reasons)})" if reasons else ""
-        warnings.warn(
-            f"the {self._subject} was compiled {len(first)} times, because {causes} keep changing{constants}; each new value is "
-            f"compiled anew: {'; '.join(remedies)}",
-            stacklevel=users_stack_level(),
-        )
+        why = f"{causes} keep changing{constants}, and each new value is compiled anew"
+        text = message(f"MC3403: the {self._subject} was compiled {len(first)} times", why, remedies)
+        warnings.warn(text, stacklevel=users_stack_level())

@@ -26,6 +26,7 @@ from mirrorc.compilation.choices.worker_choices import WorkerChoices
 from mirrorc.compilation.program_cache import Key, Specialization, Specializations
 from mirrorc.compilation.step_compiler import StepCompiler
 from mirrorc.errors import CaptureError
+from mirrorc.messages.problem import problem
 from mirrorc.options.dynamic_shapes import why_sizes_are_numbers
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.interrupts import InterruptGuard
@@ -130,9 +131,11 @@ class Specializer:
         finally:
             self._interrupts.let_go()
         if not is_true:  # else every step would compile
-            raise CaptureError(
-                f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
-                f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."
+            raise problem(
+                CaptureError,
+                f"MC2601: what {type(self._options.model).__name__} reads changes while it is captured",
+                f"no graph of it stays true: {new.guards.broken()}",
+                "read it between steps, and pass it to the step as an argument",
             )
         for dropped in cache.add(key, call, new, cached, self._model.plain_attributes(), self._numbers.reasons):
             dropped.release()

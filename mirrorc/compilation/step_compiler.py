@@ -35,6 +35,7 @@ from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import CAPTURE, Accumulation, Program, Remark
 from mirrorc.ir.variables import Synchronization
 from mirrorc.ir.workers import ALONE
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted, listed
 from mirrorc.options.gradient_clipping import check_bounds_of_groups
 from mirrorc.options.placement import check_owned_names
@@ -322,10 +323,11 @@ def _refuse_counted_rows(program: Program) -> None:
 def _refuse_rows(program: Program) -> None:
     for name, variable in program.variables.items():
         if variable.update is not None and variable.update.takes_rows:
-            raise ValueError(
-                f"gradients of several calls cannot be accumulated: that of {name!r}, which is looked up with sparse=True, is "
-                "rows, and no step keeps those of several calls. Train with one call for each update, in microbatches=k parts, "
-                "or look it up with sparse=False"
+            raise problem(
+                ValueError,
+                f"MC1003: gradients of several calls cannot be accumulated: that of {name!r} is sparse",
+                "it is rows, and no step keeps those of several calls",
+                ("train with one call for each update, in microbatches=k parts", "look it up with sparse=False"),
             )
 
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from mirrorc.cluster import Cluster, Round, find_place, join
+from mirrorc.messages.problem import problem, with_line
 from mirrorc.options.communication import Communication, seconds_of
 
 _DOING = "mirrorc.compile"
@@ -46,19 +47,25 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
         group = self._communication.process_group
         if self._distributed is False:
             if group is not None:
-                raise ValueError(
-                    "process_group= names workers, and distributed=False trains without others: leave out one of them"
+                raise problem(
+                    ValueError,
+                    "MC1003: process_group= and distributed=False cannot be combined",
+                    "one names workers, and the other trains without them",
+                    "leave out one of them",
                 )
             return None
         try:
             place = find_place(group)
         except ValueError as error:
-            raise ValueError(f"{error}; or give distributed=False, to train in this process alone") from None
+            raise ValueError(
+                with_line(str(error), "fix", "distributed=False, to train in this process alone")
+            ) from None
         if place.num_workers > 1:
             return join(group, timeout_seconds=seconds_of(self._communication.timeout))
         if self._distributed is True:
-            raise ValueError(
-                "distributed is True, but this process is the only worker: start several (torchrun --nproc-per-node=2), or "
-                "leave distributed out"
+            raise problem(
+                ValueError,
+                "MC6101: distributed is True, but this process is the only worker",
+                fix=("torchrun --nproc-per-node=2 train.py", "leave distributed out"),
             )
         return None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from mirrorc.capture.call.call_arguments import Call
+from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import listed
 
@@ -50,9 +51,14 @@ class EqualBatches:
             return
         self._num_calls = _NUM_CALLS
         warnings.warn(
-            f"worker {self._rank} was given the same batches as {listed(f'worker {rank}' for rank in others)}: each example "
-            "counts twice or more. Give each worker its own: torch.utils.data.DistributedSampler(dataset, step.num_workers, "
-            "step.rank), or step.shard_batch(batch) for a batch that every worker has whole",
+            message(
+                f"MC3501: worker {self._rank} was given the same batches as {listed(f'worker {rank}' for rank in others)}",
+                "each example counts twice or more",
+                (
+                    "torch.utils.data.DistributedSampler(dataset, step.num_workers, step.rank)",
+                    "step.shard_batch(batch), for a batch that every worker has whole",
+                ),
+            ),
             stacklevel=users_stack_level(),
         )
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mirrorc.messages.problem import problem
+
 _KEYS = ("num_workers", "rank", "unsent")
 
 
@@ -39,14 +41,16 @@ def _checked(
         keys = set(state) if isinstance(state, Mapping) else set()
         if not keys.issuperset(_KEYS):  # those of earlier versions have other keys besides
             raise TypeError(
-                f"each of the states is a dict with {', '.join(_KEYS)}, as step.state_dict() has it under 'worker'"
+                f"MC7002: each of the states is a dict with {', '.join(_KEYS)}, as step.state_dict() has it under 'worker'"
             )
     ranks, numbers = [state["rank"] for state in states], {state["num_workers"] for state in states}
     if len(numbers) != 1 or sorted(ranks) != list(range(*numbers)):
-        raise ValueError(
-            f"the states are those of the ranks {', '.join(map(str, ranks)) or 'of nobody'} of runs with "
-            f"{', '.join(map(str, sorted(numbers))) or 'no'} workers: give the list of what step.state_dict() gave on every "
-            "worker of one run, once each, or some gradients would be lost or added twice"
+        raise problem(
+            ValueError,
+            f"MC7006: the states are those of the ranks {', '.join(map(str, ranks)) or 'of nobody'} of runs with "
+            f"{', '.join(map(str, sorted(numbers))) or 'no'} workers",
+            "some gradients would be lost or added twice",
+            "give the list of what step.state_dict() gave on every worker of one run, once each",
         )
     for state in states:
         for name, value in state["unsent"].items():
@@ -57,15 +61,19 @@ def _checked(
                 or (parameter.shape, parameter.dtype) != (value.shape, value.dtype)
             ):
                 has = f"{list(parameter.shape)} of {parameter.dtype}" if parameter is not None else "no such parameter"
-                raise ValueError(
-                    f"worker {state['rank']} had not sent all of the gradient of {name!r}, which is no tensor like this model's "
-                    f"parameter ({has}): give states of a run of this model"
+                raise problem(
+                    ValueError,
+                    f"MC7006: worker {state['rank']} had not sent all of the gradient of {name!r}, and its rest does not fit",
+                    f"it is no tensor like this model's parameter ({has})",
+                    "give states of a run of this model",
                 )
         for name, value in state.get("state", {}).items():
             if name not in parameters or not isinstance(value, torch.Tensor):
-                raise ValueError(
-                    f"worker {state['rank']} had a state of the payload of {name!r}, which is no tensor for a parameter of this "
-                    "model: give states of a run of this model"
+                raise problem(
+                    ValueError,
+                    f"MC7006: worker {state['rank']} had a state of the payload of {name!r}, which does not fit",
+                    "it is no tensor for a parameter of this model",
+                    "give states of a run of this model",
                 )
     first = next(state for state in states if state["rank"] == 0)
     return {state["rank"]: state["unsent"] for state in states}, first

@@ -7,6 +7,7 @@ import warnings
 import torch
 
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.state.step_state import StepState
@@ -50,8 +51,11 @@ class TakenValues:
                 else f"has not written: write on all workers, or on {source}"
             )
             warnings.warn(
-                f"what was written to parameters, buffers or the optimizer's state of worker {self._team.cluster.rank} since the "
-                f"last step is replaced by the values of {source}, which {why}",
+                message(
+                    f"MC3502: what worker {self._team.cluster.rank} wrote since the last step is replaced by "
+                    f"the values of {source}",
+                    f"parameters, buffers or the optimizer's state differ between workers, and {source} {why}",
+                ),
                 stacklevel=users_stack_level(),
             )
         self._make_state_whole_for(agreed.source)
@@ -70,10 +74,12 @@ class TakenValues:
         control.all_reduce(num_parted)
         if is_dealt and num_parted:
             with control.raising_alike():
-                raise CommunicationError(
-                    f"worker {source}, whose values all take over, has a part of the optimizer's state alone, and those of "
-                    "others may be of another step, as the connection was lost while parameters were updated. Nothing was "
-                    "changed. Load a checkpoint into model and optimizer on all workers, and call the step again"
+                raise problem(
+                    CommunicationError,
+                    f"MC6401: worker {source}, whose values all take over, has a part of the optimizer's state alone",
+                    "parts of others may be of another step, as the connection was lost while parameters were updated",
+                    "load a checkpoint into model and optimizer on all workers, and call the step again",
+                    now="Nothing was changed",
                 )
         if is_dealt:
             self._state.optimizers.gather(control.all_gather)

@@ -25,6 +25,7 @@ from mirrorc.coordination.state_sync import TakenValues
 from mirrorc.coordination.uneven_inputs import JoinedStep, refuse_within_others
 from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Accumulation, Program
+from mirrorc.messages.problem import problem
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
@@ -223,9 +224,12 @@ class TeamCoordinator:
         self._num_row_meetings += 1
         if self._num_row_meetings >= _MOST_ROW_MEETINGS:
             with self.team.control.raising_alike():
-                raise CommunicationError(
-                    "how many rows the model gathers by mirrorc.all_gather on one worker follows from how many it gathers on the "
-                    "others, without end. No parameter was changed. Give all workers as many examples"
+                raise problem(
+                    CommunicationError,
+                    "MC2503: how many rows the model gathers by mirrorc.all_gather has no end",
+                    "the number on one worker follows from how many it gathers on the others",
+                    "give all workers as many examples",
+                    now="No parameter was changed",
                 )
         return False
 
@@ -281,9 +285,11 @@ class TeamCoordinator:
         """
         self.team.stop_on_failure(executor.interrupt)
         if self._announcements.facts_of(executor).texts != self._announcements.facts_of(last).texts:
-            raise ExecutionError(
-                "without examples, this worker would exchange something else than in its last call, because groups, modes or "
-                "what forward reads have changed since: leave them as they are until step.join() ends"
+            raise problem(
+                ExecutionError,
+                "MC6302: without examples, this worker would exchange something else than in its last call",
+                "groups, modes or what forward reads have changed since",
+                "leave them as they are until step.join() ends",
             )
 
     @property
@@ -330,9 +336,11 @@ class TeamCoordinator:
 
     def _gather_state(self) -> None:
         if self.is_in_block:
-            raise ExecutionError(
-                "step.gather_optimizer_state() was called inside of step.join(), where a worker that has left makes no calls of "
-                "its own: call it on all workers after the block"
+            raise problem(
+                ExecutionError,
+                "MC6302: step.gather_optimizer_state() was called inside of step.join()",
+                "a worker that has left makes no calls of its own there",
+                "call it on all workers after the block",
             )
         with self.call():
             self._state.refuse_if_torn()
@@ -340,10 +348,12 @@ class TeamCoordinator:
             announcement = self._announcements.besides("step.gather_optimizer_state()", has_changed=is_whole)
             if self.team.exchange_headers(*announcement).takes_over:
                 with self.team.control.raising_alike():
-                    raise CommunicationError(
-                        "the workers have no parts of one state of the optimizer: some have loaded or cleared it since the "
-                        "last step, and others have not, or that step has failed while it updated. Nothing was changed. Load it "
-                        "on all workers, make a step, and call step.gather_optimizer_state() then"
+                    raise problem(
+                        CommunicationError,
+                        "MC6401: cannot gather the optimizer's state: workers have states of different steps",
+                        "some have loaded or cleared it since the last step, or that step failed while it updated",
+                        "optimizer.load_state_dict(...) on every worker, one step, then step.gather_optimizer_state()",
+                        now="Nothing was changed",
                     )
             if not is_whole:
                 self._state.optimizers.gather(self.team.control.all_gather)

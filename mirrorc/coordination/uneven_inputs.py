@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from mirrorc.cluster import Cluster
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.workers.protocol.header import Agreement
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
@@ -111,10 +112,11 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
     """Raises in a block of other steps, where some workers may have left. ``action`` is a clause of the error."""
     block = _current_block.get()
     if block is not None and calls not in block.calls:
-        raise ExecutionError(
-            f"{action} inside of step.join() of another step: a worker that has left that block takes part in the calls of its "
-            "step alone, so that the two would wait for each other. Put one block around the calls of both, with "
-            "mirrorc.join(one_step, other_step)"
+        raise problem(
+            ExecutionError,
+            f"MC6302: {action} inside of step.join() of another step",
+            "a worker that has left takes part in the calls of its step alone, and the two would wait for each other",
+            "with mirrorc.join(one_step, other_step): around the calls of both",
         )
 
 
@@ -133,8 +135,11 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
     block = Block(steps)
     for calls in block.calls:
         if calls.is_in_block:
-            raise ExecutionError(
-                "step.join() was entered inside of step.join(): one block around the loop is enough, leave the inner one out"
+            raise problem(
+                ExecutionError,
+                "MC6302: step.join() was entered inside of step.join()",
+                "one block around the loop is enough",
+                "leave the inner one out",
             )
         refuse_within_others(calls, "step.join() was entered")
     block.enter()

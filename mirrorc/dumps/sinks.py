@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mirrorc.dumps.folders import DumpFolder
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import is_structured_trace_on, trace_artifact
 
@@ -62,7 +63,11 @@ def dump_sinks(directory: Path | None) -> list[Sink]:
 def warn_of_lost_dump(error: OSError) -> None:
     """A failed dump is no reason to end a training run."""
     warnings.warn(
-        f"a dump of the program cannot be written ({error}): training goes on without it; make room for it or name another "
-        "directory (dump=, MIRRORC_DUMP)",
+        message(
+            "MC7103: a dump of the program cannot be written",
+            str(error),
+            "make room for it, or name another directory (dump=, MIRRORC_DUMP)",
+            now="training goes on without it",
+        ),
         stacklevel=users_stack_level(),
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mirrorc.messages.problem import problem
+
 _NAME = re.compile(r"(?P<type>cpu|cuda)(:(?P<index>\d+))?(/(?P<part>\d+))?")
 _REMEDY = "name devices like 'cpu:0', 'cuda:1', or 'cuda:0/1' for the second logical device on GPU 0"
 
@@ -23,50 +25,70 @@ def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[D
         count = torch.cuda.device_count()
         devices = [f"cuda:{i}" for i in range(count)] or ["cpu:0"]
     elif isinstance(devices, bool | str | bytes | torch.Tensor) or not isinstance(devices, int | Iterable):
-        raise TypeError(f"devices is {devices!r}: give a list of device names, a number of devices, or None; {_REMEDY}")
+        raise problem(
+            TypeError, f"MC1101: devices is {devices!r}: give a list of names, a number, or None", fix=_REMEDY
+        )
     elif isinstance(devices, int):
         devices = _numbered(devices, torch.cuda.device_count())
     parsed = tuple(_parse_device(name) for name in devices)
     if not parsed:
-        raise ValueError(f"devices is empty: a program needs at least one device; {_REMEDY}")
+        raise problem(ValueError, "MC1101: devices is empty: a program needs at least one device", fix=_REMEDY)
     seen: set[str] = set()
     for device in parsed:
         if device.name in seen:
-            raise ValueError(
-                f"device {device.name!r} is named twice: every replica needs a device of its own; {_REMEDY}"
+            raise problem(
+                ValueError,
+                f"MC1103: device {device.name!r} is named twice",
+                "every replica needs a device of its own",
+                _REMEDY,
             )
         seen.add(device.name)
     if len({device.torch_device.type for device in parsed}) > 1:
         names = ", ".join(device.name for device in parsed)
-        raise ValueError(f"devices mix CPUs and GPUs ({names}): replicas must run at one speed; use one kind")
+        raise problem(
+            ValueError,
+            f"MC1103: devices mix CPUs and GPUs ({names}): replicas must run at one speed",
+            fix="use one kind",
+        )
     return parsed
 
 
 def _numbered(number: int, num_gpus: int) -> list[str]:
     if 0 < num_gpus < number:
         gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-        raise ValueError(
-            f"devices is {number}, but torch sees {gpus}: name logical CPUs, devices=['cpu:0', 'cpu:1', ...], "
-            "or logical devices of one GPU, ['cuda:0', 'cuda:0/1', ...]"
+        raise problem(
+            ValueError,
+            f"MC1102: devices is {number}, but torch sees {gpus}",
+            fix=(
+                "devices=['cpu:0', 'cpu:1'], logical CPUs",
+                "devices=['cuda:0', 'cuda:0/1'], logical devices of one GPU",
+            ),
         )
     return [f"{'cuda' if num_gpus else 'cpu'}:{i}" for i in range(number)]
 
 
 def _parse_device(name: str | torch.device) -> Device:
     if not isinstance(name, str | torch.device):
-        raise TypeError(f"device {name!r} is a {type(name).__name__}, not a name; {_REMEDY}")
+        raise problem(TypeError, f"MC1101: device {name!r} is a {type(name).__name__}, not a name", fix=_REMEDY)
     match = _NAME.fullmatch(str(name))
     if match is None:
-        raise ValueError(f"unknown device {str(name)!r}; {_REMEDY}")
+        raise problem(ValueError, f"MC1101: unknown device {str(name)!r}", fix=_REMEDY)
     index = int(match["index"] or 0)
     if match["type"] == "cpu":
         if match["part"]:
-            raise ValueError(f"unknown device {str(name)!r}: CPU devices are logical already, use 'cpu:{index}'")
+            raise problem(
+                ValueError,
+                f"MC1101: unknown device {str(name)!r}",
+                "CPU devices are logical already",
+                f"use 'cpu:{index}'",
+            )
         return Device(f"cpu:{index}", torch.device("cpu"))
     count = torch.cuda.device_count()
     if index >= count:
         visible = f"{count} GPU(s)" if count else "no GPU"
-        raise ValueError(f"device {str(name)!r} is absent: torch sees {visible} on this machine; {_REMEDY}")
+        raise problem(
+            ValueError, f"MC1102: device {str(name)!r} is absent: torch sees {visible} on this machine", fix=_REMEDY
+        )
     part = f"/{int(match['part'])}" if match["part"] and int(match["part"]) else ""
     return Device(f"cuda:{index}{part}", torch.device("cuda", index))
 

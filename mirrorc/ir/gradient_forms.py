@@ -96,11 +96,11 @@ def register(form: GradientForm) -> None:
     name = form.operation.__name__
     if form.operation not in ops.FACTORED:
         raise ValueError(
-            f"{type(form).__name__}: {name} is not declared as an operation that gives a gradient as factors"
+            f"MC4005: {type(form).__name__}: {name} is not declared as an operation that gives a gradient as factors"
         )
     if form.operation in FORMS:
         raise ValueError(
-            f"{type(form).__name__}: the operation {name} is already that of {type(FORMS[form.operation]).__name__}"
+            f"MC4005: {type(form).__name__}: the operation {name} is already that of {type(FORMS[form.operation]).__name__}"
         )
     FORMS[form.operation] = form
 
@@ -113,14 +113,16 @@ def form_of(gradient: fx.Node) -> GradientForm:
     form = FORMS.get(gradient.target)
     if form is None:
         name = getattr(gradient.target, "__name__", gradient.target)
-        raise LookupError(f"{gradient.name}: no form of gradient has the operation {name}; register it, see {__name__}")
+        raise LookupError(
+            f"MC4005: {gradient.name}: no form of gradient has the operation {name}; register it, see {__name__}"
+        )
     return form
 
 
 def form_named(operation: str) -> GradientForm:
     form = next((form for known, form in FORMS.items() if known.__name__ == operation), None)
     if form is None:
-        raise LookupError(f"no form of gradient has the operation {operation}; register it, see {__name__}")
+        raise LookupError(f"MC4005: no form of gradient has the operation {operation}; register it, see {__name__}")
     return form
 
 

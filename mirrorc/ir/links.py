@@ -9,6 +9,7 @@ from typing import Any
 
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device, have_shared_memory
+from mirrorc.messages.problem import problem
 
 _DEVICE_NAMES = {"cpu": "logical CPUs", "cuda": "GPUs"}
 
@@ -71,7 +72,7 @@ _links: dict[str, Link] = {}
 
 def register_link(link: Link) -> None:
     if _links.setdefault(link.name, link) != link:
-        raise ValueError(f"there is a link {link.name!r} already: give this one another name")
+        raise ValueError(f"MC4005: there is a link {link.name!r} already: give this one another name")
 
 
 def unregister_link(name: str) -> None:
@@ -85,7 +86,7 @@ def link_names(spans: Span = Span.DEVICES) -> tuple[str, ...]:
 def link_named(name: object) -> Link:
     link = _links.get(str(name))
     if link is None:
-        raise ValueError(f"link is {name!r}: give one of {', '.join(link_names())}, or None for the best")
+        raise ValueError(f"MC1002: link is {name!r}: give one of {', '.join(link_names())}, or None for the best")
     return link
 
 
@@ -94,7 +95,9 @@ def carrier_of(link: str, operation: Any) -> str:
     if operation in chosen.carries:
         return chosen.name
     if not chosen.falls_back_to:
-        raise ValueError(f"link {link!r} does not carry {operation.__name__} and names no link that does: use another")
+        raise ValueError(
+            f"MC1104: link {link!r} does not carry {operation.__name__} and names no link that does: use another"
+        )
     return carrier_of(chosen.falls_back_to, operation)
 
 
@@ -110,7 +113,11 @@ def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[st
         if not objection:
             return link.name, "; ".join(f"link {link.name} instead of {name}: {why}" for name, why in declined)
         declined.append((link.name, objection))
-    raise ValueError(f"no link joins {', '.join(map(str, devices))}: register one with mirrorc.ir.links.register_link")
+    raise problem(
+        ValueError,
+        f"MC1104: no link joins {', '.join(map(str, devices))}",
+        fix="register one with mirrorc.ir.links.register_link",
+    )
 
 
 def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
@@ -139,7 +146,9 @@ def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.D
     if objection:
         names = ", ".join(device.name for device in devices)
         others = " or ".join(repr(other.name) for other in _links.values() if not other.objection(devices, spans))
-        raise ValueError(f"link={link!r} cannot join {names}: {objection}; use {others}, or None for the best")
+        raise problem(
+            ValueError, f"MC1104: link={link!r} cannot join {names}", objection, f"use {others}, or None for the best"
+        )
 
 
 def why_memory_is_not_shared(devices: Sequence[Device]) -> str:

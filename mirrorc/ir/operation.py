@@ -165,7 +165,7 @@ def operation(
 
 def _register(record: Operation) -> None:
     if record.name in _BY_NAME:
-        raise ValueError(f"operation {record.name!r} is declared already: give this one another name")
+        raise ValueError(f"MC4005: operation {record.name!r} is declared already: give this one another name")
     _BY_NAME[record.name] = _BY_SYMBOL[record.symbol] = record
     for selection in _SELECTIONS:
         selection.refresh()
@@ -175,7 +175,7 @@ def _symbol(function: Callable[..., Any]) -> Symbol:
     name = function.__name__
 
     def symbol(*args: object, **kwargs: object) -> NoReturn:
-        raise TypeError(f"{name} is an operation of the IR: only mirrorc's runtime can run it")
+        raise TypeError(f"MC4005: {name} is an operation of the IR: only mirrorc's runtime can run it")
 
     symbol.__name__ = symbol.__qualname__ = name
     symbol.__doc__ = function.__doc__
@@ -254,7 +254,9 @@ class Handlers(Generic[Handler]):
     def of(self, target: Any) -> Handler:
         if (handler := self._find(target)) is None:
             name = getattr(target, "__name__", target)
-            raise LookupError(f"nothing is registered to {self.part} the operation {name}: decorate a function for it")
+            raise LookupError(
+                f"MC4005: nothing is registered to {self.part} the operation {name}: decorate a function for it"
+            )
         return handler
 
     def forget(self, symbol: Symbol) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mirrorc.messages.problem import message, problem
+
 
 @dataclass(frozen=True)
 class World:
@@ -27,9 +29,10 @@ class World:
             return
         counts = tuple(_count(f"devices_per_worker[{rank}]", number) for rank, number in enumerate(numbers))
         if len(counts) != self.num_workers:
-            raise ValueError(
-                f"devices_per_worker has {len(counts)} numbers, but num_workers is {self.num_workers}: give one for each worker, "
-                "or a single number for all"
+            raise problem(
+                ValueError,
+                f"MC6104: devices_per_worker has {len(counts)} numbers, but num_workers is {self.num_workers}",
+                fix="give one for each worker, or a single number for all",
             )
         object.__setattr__(self, "devices_per_worker", counts)
 
@@ -37,8 +40,10 @@ class World:
         is_whole = hasattr(type(rank), "__index__") and not isinstance(rank, bool)
         if not is_whole or not 0 <= rank < self.num_workers:
             raise (ValueError if is_whole else TypeError)(
-                f"rank is {rank!r:.60}, but the world has {self.num_workers} workers: give a number from 0 to "
-                f"{self.num_workers - 1}"
+                message(
+                    f"MC6104: rank is {rank!r:.60}, but the world has {self.num_workers} workers",
+                    fix=f"give a number from 0 to {self.num_workers - 1}",
+                )
             )
         counts = self.devices_per_worker
         return Workers((counts,) * self.num_workers if isinstance(counts, int) else tuple(counts), rank)
@@ -47,10 +52,10 @@ class World:
 def _count(name: str, number: Any) -> int:
     wanted = "give a positive whole number"
     if isinstance(number, bool) or not hasattr(type(number), "__index__"):
-        raise TypeError(f"{name} is {number!r:.60}: {wanted}")
+        raise TypeError(f"MC1001: {name} is {number!r:.60}: {wanted}")
     count = operator.index(number)
     if count < 1:
-        raise ValueError(f"{name} is {count}: {wanted}")
+        raise ValueError(f"MC1002: {name} is {count}: {wanted}")
     return count
 
 

@@ -20,13 +20,14 @@ from mirrorc.custom_ops.replica_collectives import refused_collectives
 from mirrorc.errors import MirrorcError
 from mirrorc.loss_check.evaluation import Evaluated, Evaluation
 from mirrorc.loss_check.reasons import reasons_for
+from mirrorc.messages.problem import message, problem
 
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 _COARSE = 5e-2  # for 16-bit parameters, and under autocast
-_ASKS = (
-    "check_loss computes one shard after the other, and the model or the loss asks other replicas for values (mirrorc.all_reduce "
-    "and the like, or a SyncBatchNorm). Remedy: compare what step.evaluate gives with the loss of the plain model on the whole "
-    "batch"
+_ASKS = message(
+    "MC3103: check_loss cannot compare a model or loss that asks other replicas for values",
+    "it computes one shard after the other, without mirrorc.all_reduce and the like, or a SyncBatchNorm",
+    "compare step.evaluate(batch) with the loss of the plain model on the whole batch",
 )
 _SHOWN = 5  # gradients in the printed form
 _SMALLEST_SCALE = 1e-2  # of the largest gradient of all: one that is zero but for rounding differs by nothing
@@ -143,17 +144,17 @@ def check_loss(
         reasons = reasons_for(whole, parts, other if fits_other else None, is_normalization, is_repeatable)
     result = LossCheck(is_same, whole.loss, by_shards.loss, shards.num_examples, differences, allowed, reasons)
     if raises and not is_same:
-        raise MirrorcError(str(result))
+        raise MirrorcError(f"MC3103: {result}")
     return result
 
 
 def _check_options(loss_reduction: str, num_replicas: int) -> None:
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(
-            f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
+            f"MC1002: loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
         )
     if not isinstance(num_replicas, int) or num_replicas < 1:
-        raise ValueError(f"num_replicas is {num_replicas!r}: give the number of shards, such as 2")
+        raise ValueError(f"MC1002: num_replicas is {num_replicas!r}: give the number of shards, such as 2")
 
 
 def _joined(call: Call) -> list[torch.Tensor]:
@@ -165,10 +166,12 @@ def _joined(call: Call) -> list[torch.Tensor]:
         try:
             joined.append(torch.cat(leaf.per_replica).detach())
         except RuntimeError as error:
-            raise ValueError(
-                f"argument {leaf.path!r}: the values of its PerReplica make no whole batch: {error}; check batches whose shards "
-                "differ in dim 0 alone"
-            ) from None
+            raise problem(
+                ValueError,
+                f"MC1307: argument {leaf.path!r}: the values of its PerReplica make no whole batch",
+                str(error),
+                "check batches whose shards differ in dim 0 alone",
+            ) from error
     return joined
 
 

@@ -17,6 +17,7 @@ from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.loss_check.equal_draws import EqualDraws
 from mirrorc.loss_check.observed_calls import ObservedCalls
+from mirrorc.messages.problem import problem
 from mirrorc.user.restore import restored
 
 
@@ -53,10 +54,12 @@ class Evaluation:
             with observed.watching(), self._draws.replacing():
                 loss = self._call(*copies)
             if loss.numel() != 1 or not loss.requires_grad:
-                raise ValueError(
-                    f"there is no loss: the model, or loss_fn, gives a tensor {list(loss.shape)} that "
-                    f"{'depends on' if loss.requires_grad else 'does not depend on'} the parameters, where a step needs a scalar "
-                    "that does"
+                raise problem(
+                    ValueError,
+                    f"MC2202: there is no loss, but a tensor {list(loss.shape)}",
+                    f"it {'depends on' if loss.requires_grad else 'does not depend on'} the parameters, and a "
+                    "step needs a scalar that does",
+                    "loss.mean()",
                 )
             computed = torch.autograd.grad(loss.reshape(()), list(self._trainable.values()), allow_unused=True)
         observed.unequal_draws = self._draws.unequal

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mirrorc.capture.diagnostics.weighted_means import REMEDY
 from mirrorc.loss_check.evaluation import Evaluated
 
 
@@ -80,4 +79,5 @@ def _weighted_means(whole: Evaluated, parts: Sequence[Evaluated]) -> list[str]:
                 f"{mean.function} leaves out the {left_out} of {num_targets} targets that are {mean.ignore_index}, and a replica "
                 f"divides by the number that its shard keeps: {', '.join(str(many - few) for few, many in counts)}"
             )
-    return [f"{text}; {REMEDY}" for text in dict.fromkeys(reasons)]
+    remedy = "use reduction='sum', and divide by a number that is the same for all shards"
+    return [f"{text}; {remedy}" for text in dict.fromkeys(reasons)]

@@ -44,6 +44,10 @@ def last_users_line(stack_trace: str) -> str:
     return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip() if frame is not None else ""
 
 
+def line_of(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}  {frame.line}".rstrip()
+
+
 def last_users_frame(stack_trace: str) -> traceback.FrameSummary | None:
     lines = [line.strip() for line in stack_trace.splitlines()]
     for i in range(len(lines) - 1, -1, -1):

@@ -9,6 +9,7 @@ from typing import Any
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import best_link, carrier_of, link_names
+from mirrorc.messages.problem import problem
 from mirrorc.options.option import Request
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.all_reduce.auto import Auto
@@ -24,33 +25,46 @@ def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
     workers, devices, asked = request.workers, request.devices, request.asked
     algorithm = algorithm_of(asked["algorithm"])
     if objection := algorithm.objection(len(devices)):
-        raise ValueError(f"algorithm={algorithm.name!r} cannot be used on {_names(devices)}: {objection}")
+        raise problem(
+            ValueError, f"MC1503: algorithm={algorithm.name!r} cannot be used on {_names(devices)}", objection
+        )
     if algorithm.name == "native":
         return None
     if asked["exact_order"] and isinstance(algorithm, Auto):
         algorithm = replace(algorithm, exact_order=True)
     name = algorithm.name
     if asked["exact_order"] and algorithm.changes_bits:
-        raise ValueError(
-            f"algorithm={name!r} as it is given cannot be used with exact_order=True: {algorithm.changes_bits}; leave out "
-            "one of them, or use 'reduce-to-one' or 'round-robin', which add up in the order of replicas"
+        raise problem(
+            ValueError,
+            f"MC1003: algorithm={name!r} as it is given cannot be used with exact_order=True",
+            algorithm.changes_bits,
+            (
+                "algorithm='reduce-to-one' or 'round-robin', which add up in the order of replicas",
+                "leave out one of them",
+            ),
         )
     if algorithm.sends and asked["placement"] not in ("auto", "mirrored", "shared"):
-        raise ValueError(
-            f"algorithm={name!r} cannot be used with placement={asked['placement']!r}: gradients are reduced to the device that "
-            "owns their parameter there, and to no other; leave out one of them"
+        raise problem(
+            ValueError,
+            f"MC1003: algorithm={name!r} cannot be used with placement={asked['placement']!r}",
+            "with a placement, each gradient is reduced to the owner of its parameter alone",
+            "leave out one of them",
         )
     if workers.are_several and algorithm.sends:
-        raise ValueError(
-            f"algorithm={name!r} cannot be used over several workers: it makes sums of messages between the devices of one "
-            "process, and workers exchange what their devices have summed up in one memory, by a library; leave it out"
+        raise problem(
+            ValueError,
+            f"MC1003: algorithm={name!r} cannot be used over several workers",
+            "it makes sums of messages between the devices of one process, and a library sums over workers",
+            "leave it out",
         )
     if algorithm.sends and len(devices) > 1:
         link = asked["link"] or best_link(devices)[0]
         try:
             carrier_of(link, ops.send)
         except ValueError as error:
-            raise ValueError(f"algorithm={name!r} needs sends: {error}") from error
+            raise problem(
+                ValueError, f"MC1503: algorithm={name!r} needs sends between the devices", str(error)
+            ) from error
     return algorithm
 
 
@@ -64,20 +78,22 @@ def algorithm_of(algorithm: Any) -> AllReduceAlgorithm:
         return algorithm
     there_are = f"give one of {', '.join(map(repr, ALGORITHMS))}, or an object of mirrorc.all_reduce_algorithms"
     if not isinstance(algorithm, str):
-        raise TypeError(f"algorithm is {algorithm!r}: {there_are}, such as ReduceToOne(device=1)")
+        raise TypeError(f"MC1001: algorithm is {algorithm!r}: {there_are}, such as ReduceToOne(device=1)")
     name = algorithm.partition("{")[0].strip()
     if name in link_names():
-        raise ValueError(
-            f"algorithm is {algorithm!r}, which is a link and not an algorithm: give link={algorithm!r}, or {there_are}"
+        raise problem(
+            ValueError,
+            f"MC1002: algorithm is {algorithm!r}, which is a link and not an algorithm",
+            fix=(f"mirrorc.Communication(link={algorithm!r})", there_are),
         )
     if name not in ALGORITHMS and ":" not in name:
-        raise ValueError(f"algorithm is {algorithm!r}: {there_are}")
+        raise ValueError(f"MC1002: algorithm is {algorithm!r}: {there_are}")
     try:
         made = parse_passes(algorithm, ALGORITHMS)
     except ValueError as error:
-        raise ValueError(f"algorithm is {algorithm!r}: {error}; {there_are}") from error
+        raise problem(ValueError, f"MC1002: algorithm is {algorithm!r}", str(error), there_are) from error
     if len(made) != 1 or not isinstance(made[0], AllReduceAlgorithm):
-        raise ValueError(f"algorithm is {algorithm!r}, which is not one algorithm: {there_are}")
+        raise ValueError(f"MC1002: algorithm is {algorithm!r}, which is not one algorithm: {there_are}")
     return made[0]
 
 

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import ClassVar, Literal
 
 from mirrorc.capture.front_ends.fallback import ladder_named
+from mirrorc.messages.problem import problem
 from mirrorc.options.option import Exclusion, OptionGroup, Request, option
 from mirrorc.pipeline.pipeline_edits import Placed
 from mirrorc.pipeline.protocol import Pass
@@ -93,8 +94,11 @@ class Compiler(OptionGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.capture, str) and self.capture == "trace":
-            raise ValueError(
-                "capture='trace' was withdrawn: models that it took train with capture='autograd', which 'auto' falls back to"
+            raise problem(
+                ValueError,
+                "MC1006: capture='trace' was withdrawn",
+                "'auto' falls back to 'autograd' for the models that it took",
+                "mirrorc.Compiler(capture='autograd')",
             )
         backend_named(self.backend)
         ladder_named(self.capture)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mirrorc.messages.problem import problem
 from mirrorc.options.step_options import StepOptions
 
 
@@ -27,7 +28,9 @@ def check_dynamic(options: StepOptions) -> None:
     """Refuses ``dynamic=True`` together with options that need sizes as numbers."""
     why = why_sizes_are_numbers(options) if options.dynamic else ""
     if why:
-        raise ValueError(
-            f"dynamic=True makes sizes of arguments symbols, and they stay numbers here: {why}. Leave dynamic out; each new size "
-            "is compiled then"
+        raise problem(
+            ValueError,
+            "MC1003: dynamic=True cannot make symbols of sizes here",
+            why,
+            "leave dynamic= out; each new size is then compiled once",
         )

@@ -13,6 +13,7 @@ import torch
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.user.optimizer_groups import OptimizerGroups
@@ -38,14 +39,16 @@ class ClipGradNorm:
         _check("max_norm", self.max_norm)
         _check("norm_type", self.norm_type)
         if self.norm_type == 0:
-            raise ValueError("norm_type is 0: give a positive number, or math.inf for the largest absolute value")
+            raise ValueError(
+                "MC1002: norm_type is 0: give a positive number, or math.inf for the largest absolute value"
+            )
 
 
 def _check(name: str, value: Any) -> None:
     if isinstance(value, bool | torch.Tensor) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}: give a number, such as 1.0")
+        raise TypeError(f"MC1001: {name} is {value!r}: give a number, such as 1.0")
     if not float(value) >= 0:
-        raise ValueError(f"{name} is {value!r}: give a number that is not negative")
+        raise ValueError(f"MC1002: {name} is {value!r}: give a number that is not negative")
 
 
 ClipNorms = float | ClipGradNorm | Sequence[float | ClipGradNorm | None] | None
@@ -65,9 +68,10 @@ def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups)
         bounds = [_bound(value) for value in clip_grad_norm]
         if len(bounds) != len(groups):
             who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"
-            raise ValueError(
-                f"clip_grad_norm is {clip_grad_norm!r}, but the {who} {counted(len(groups), 'group')}: give one number for all "
-                "gradients together, or a number or None for each group"
+            raise problem(
+                ValueError,
+                f"MC1504: clip_grad_norm is {clip_grad_norm!r}, but the {who} {counted(len(groups), 'group')}",
+                fix=("clip_grad_norm=1.0, one number for all gradients together", "a number or None for each group"),
             )
         arguments["max_grad_norm"] = tuple(None if bound is None else float(bound.max_norm) for bound in bounds)
         arguments["grad_norm_type"] = tuple(2.0 if bound is None else float(bound.norm_type) for bound in bounds)
@@ -81,10 +85,14 @@ def check_bounds_of_groups(pipeline: Sequence[Pass], groups: OptimizerGroups) ->
     bounds = next((getattr(entry, "max_norm", None) for entry in pipeline if entry.name == "clip-gradients"), None)
     if isinstance(bounds, tuple) and len(bounds) != len(groups):
         who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"
-        raise ValueError(
-            f"clip_grad_norm has {counted(len(bounds), 'bound')}, one for each group, but the {who} "
-            f"{counted(len(groups), 'group')} now: close this step and compile one with a bound, or None, for each group, or "
-            "with one number for all gradients together"
+        raise problem(
+            ValueError,
+            f"MC1504: clip_grad_norm has {counted(len(bounds), 'bound')}, but the {who} {counted(len(groups), 'group')} now",
+            "it has one bound for each group",
+            (
+                "close this step, and compile one with a bound or None for each group",
+                "clip_grad_norm=1.0, one number for all gradients together",
+            ),
         )
 
 
@@ -94,9 +102,11 @@ def _bound(value: Any) -> ClipGradNorm | None:
     try:
         return ClipGradNorm(value)
     except (TypeError, ValueError) as error:
-        raise type(error)(
-            f"clip_grad_norm is {value!r}: give a number that is not negative, mirrorc.ClipGradNorm(max_norm, norm_type), or a "
-            "sequence of these for the groups of the optimizer"
+        raise problem(
+            type(error),
+            f"MC1002: clip_grad_norm is {value!r}",
+            fix="give a number from 0, mirrorc.ClipGradNorm(max_norm, norm_type), or a sequence of these for the groups of the "
+            "optimizer",
         ) from None
 
 

@@ -39,7 +39,7 @@ def activation_bound(activations: int | str | None) -> float | None:
         elif size := _BYTES.fullmatch(activations.strip()):
             bound = int(float(size["number"]) * _UNITS[size["unit"]])
     if bound <= 0:
-        raise ValueError(f"activations is {activations!r}: {_ACTIVATIONS}")
+        raise ValueError(f"MC1002: activations is {activations!r}: {_ACTIVATIONS}")
     return None if isinstance(bound, float) and bound == 1.0 else bound
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mirrorc.ir.devices import Device
+from mirrorc.messages.problem import problem
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,6 +27,8 @@ def checked_autocast(autocast: Any, devices: Sequence[Device]) -> torch.dtype | 
     if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
         return dtype
     kind = ValueError if isinstance(autocast, str | torch.dtype) else TypeError
-    raise kind(
-        f"autocast is {autocast!r}: give torch.bfloat16 or torch.float16, True for what torch takes on these devices, or None"
+    raise problem(
+        kind,
+        f"MC1002: autocast is {autocast!r}",
+        fix="give torch.bfloat16 or torch.float16, True for what torch takes on these devices, or None",
     )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import ALONE, Workers
+from mirrorc.messages.problem import message, problem
 from mirrorc.options.former_names import FORMER
 from mirrorc.pipeline.pipeline_edits import Placed
 from mirrorc.pipeline.protocol import Pass
@@ -120,11 +121,11 @@ class Option:
         if self.texts and isinstance(value, str):
             is_taken = value in self.texts
         elif self.kinds is not None and not any(_is_of(value, kind) for kind in self.kinds):
-            raise TypeError(f"{self.name} is {shown(value)}: {self.allowed}")
+            raise TypeError(f"MC1001: {self.name} is {shown(value)}: {self.allowed}")
         else:
             is_taken = value is None or self.accepts(value)
         if not is_taken:
-            raise ValueError(f"{self.name} is {shown(value)}: {self.allowed}")
+            raise ValueError(f"MC1002: {self.name} is {shown(value)}: {self.allowed}")
 
     def text(self, value: Any) -> str:
         """The option with its value for messages: ``link='nccl'``; large values are left out: ``buckets=``."""
@@ -145,11 +146,15 @@ class OptionGroup:
         known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name, value in fields.items():
             if name in FORMER:
-                raise TypeError(f"mirrorc.{cls.__name__} has no {name!r}: {FORMER[name].format(value=_spelled(value))}")
+                raise problem(
+                    TypeError,
+                    f"MC1006: mirrorc.{cls.__name__} has no {name!r}",
+                    fix=FORMER[name].format(value=_spelled(value)),
+                )
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 guess = f"did you mean {close[0]!r}?" if close else f"its fields are {', '.join(known)}"
-                raise TypeError(f"mirrorc.{cls.__name__} got an unexpected keyword argument {name!r}; {guess}")
+                raise TypeError(f"MC1005: mirrorc.{cls.__name__} got an unexpected keyword argument {name!r}; {guess}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -203,12 +208,14 @@ class Options:
             ValueError: there is an option of this name.
         """
         if option.name in self._records or option.name in ("model", "devices", "batch", *self.groups, *FORMER):
-            raise ValueError(f"there is an option {option.name!r} already, or was one: give this one another name")
+            raise ValueError(
+                f"MC4005: there is an option {option.name!r} already, or was one: give this one another name"
+            )
         self._records[option.name] = option
 
     def withdraw(self, name: str) -> None:
         if name in self._builtin:
-            raise ValueError(f"{name!r} is an option of mirrorc, and stays")
+            raise ValueError(f"MC4005: {name!r} is an option of mirrorc, and stays")
         del self._records[name]
 
     def by_name(self, asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +233,7 @@ class Options:
         for keyword, kind in self.groups.items():
             group = kind() if asked[keyword] is None else asked[keyword]
             if not isinstance(group, kind):
-                raise TypeError(f"{keyword} is {shown(group)}: give a mirrorc.{kind.__name__}, or None")
+                raise TypeError(f"MC1001: {keyword} is {shown(group)}: give a mirrorc.{kind.__name__}, or None")
             flat |= {record.name: getattr(group, record.name) for record in records_of(kind)}
         outside = {option.name: option.default for option in self if option.name not in self._builtin}
         return {**flat, **outside, **declared}
@@ -234,13 +241,15 @@ class Options:
     def _why_no_option(self, name: str, value: Any) -> str:
         record = self._records.get(name)
         if record is not None:
-            return f"{name!r} is a field of a group: give {self._in_group(record, value)}"
+            return message(f"MC1005: {name!r} is a field of a group", fix=self._in_group(record, value))
         if name in FORMER:
-            return f"mirrorc.compile() has no option {name!r} any more: {FORMER[name].format(value=_spelled(value))}"
+            fix = FORMER[name].format(value=_spelled(value))
+            return message(f"MC1006: mirrorc.compile() has no option {name!r} any more", fix=fix)
         close = difflib.get_close_matches(name, ("model", "devices", *self.groups, *self._records), n=1)
         near = self._records.get(close[0]) if close else None
         guess = self._in_group(near, value) if near is not None and near.group else repr(*close) if close else ""
-        return f"mirrorc.compile() got an unexpected keyword argument {name!r}{guess and f'; did you mean {guess}'}"
+        text = f"mirrorc.compile() got an unexpected keyword argument {name!r}{guess and f'; did you mean {guess}'}"
+        return f"MC1005: {text}"
 
     def _in_group(self, record: Option, value: Any) -> str:
         return f"{record.group}=mirrorc.{self.groups[record.group].__name__}({record.name}={_spelled(value)})"
@@ -259,14 +268,18 @@ class Options:
             names = option.passes.names_for(value)
             for name in names:
                 if name in disabled:
-                    raise ValueError(
-                        f"{option.text(value)} asks for the pass {name!r}, which disable= leaves out: leave out one of them"
+                    raise problem(
+                        ValueError,
+                        f"MC1003: {option.text(value)} needs the pass {name!r}, which disable= leaves out",
+                        fix="leave out one of them",
                     )
             is_there = passes is not None and {*names} <= {getattr(entry, "name", "") for entry in passes}
             if passes is not None and not (option.passes.may_be_in_passes and is_there):
-                raise ValueError(
-                    f"{option.text(value)} has no part in a pipeline given with passes=: {option.passes.remedy_for(value)}, or "
-                    "use add= and disable= in place of passes="
+                raise problem(
+                    ValueError,
+                    f"MC1004: {option.text(value)} and passes= cannot be combined",
+                    "the pipeline given with passes= decides it",
+                    (option.passes.remedy_for(value), "keep the option, and change the pipeline by add= and disable="),
                 )
 
     def check_exclusions(self, request: Request) -> None:
@@ -279,7 +292,9 @@ class Options:
             for exclusion in option.excludes:
                 if exclusion.needs_pipeline == has_pipeline and (why := self._reason(exclusion, request)):
                     beside = self._beside(exclusion.beside, request)
-                    raise ValueError(f"{option.text(value)} cannot be used {beside}: {why}; {exclusion.remedy}")
+                    raise problem(
+                        ValueError, f"MC1003: {option.text(value)} cannot be used {beside}", why, exclusion.remedy
+                    )
 
     def _reason(self, exclusion: Exclusion, request: Request) -> str:
         if callable(exclusion.why):

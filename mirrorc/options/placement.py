@@ -11,6 +11,7 @@ import torch
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
+from mirrorc.messages.problem import problem
 from mirrorc.passes import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.pipeline.protocol import Pass
 
@@ -41,24 +42,31 @@ def _named(placement: Mapping[str, str | torch.device], model: ModelState, devic
         if variable not in model.parameters:
             close = difflib.get_close_matches(str(name), list(model.parameters), n=1, cutoff=0.0)
             hint = f"; the closest name is {close[0]!r}" if close else ""
-            raise ValueError(
-                f"placement names {name!r}, which is no parameter of the model{hint} ({REST!r} stands for all others)"
+            raise problem(
+                ValueError,
+                f"MC1505: placement names {name!r}, which is no parameter of the model{hint}",
+                f"{REST!r} stands for all others",
             )
         if device not in known:
-            raise ValueError(
-                f"placement gives {name!r} to {owner!r}, which is none of the devices: name one of {', '.join(known)}"
+            raise problem(
+                ValueError,
+                f"MC1505: placement gives {name!r} to {owner!r}, which is none of the devices",
+                fix=f"name one of {', '.join(known)}",
             )
         if owners.setdefault(variable, device) != device:
-            raise ValueError(
-                f"placement gives {name!r} to {device!r} and {variable!r} to {owners[variable]!r}, which are one parameter: "
-                "name one device for it"
+            raise problem(
+                ValueError,
+                f"MC1505: placement gives {name!r} to {device!r} and {variable!r} to {owners[variable]!r}, "
+                "which are one parameter",
+                fix="name one device for it",
             )
     owner = placement.get(REST, LEAST_LOADED)
     rule = _device_name(owner)
     if rule not in (CENTRAL, LEAST_LOADED, CACHED, *known):
-        raise ValueError(
-            f"placement gives {REST!r}, all parameters that are not named, to {owner!r}: say {CENTRAL!r}, "
-            f"{LEAST_LOADED!r}, {CACHED!r} or one of the devices {', '.join(known)}"
+        raise problem(
+            ValueError,
+            f"MC1505: placement gives {REST!r}, all parameters that are not named, to {owner!r}",
+            fix=f"say {CENTRAL!r}, {LEAST_LOADED!r}, {CACHED!r} or one of the devices {', '.join(known)}",
         )
     return {"placement": rule, "owners": tuple(owners.items())}
 
@@ -71,4 +79,4 @@ def check_owned_names(pipeline: Sequence[Pass], known: Collection[str]) -> None:
     """Raises PassError if 'place-variables' gives an owner to a variable that is not among ``known``."""
     for name in (name for entry in pipeline if isinstance(entry, PlaceVariables) for name, _ in entry.owners):
         if name not in known:
-            raise PassError(f"pass 'place-variables' names {name!r}, which is no variable of the step")
+            raise PassError(f"MC1505: pass 'place-variables' names {name!r}, which is no variable of the step")

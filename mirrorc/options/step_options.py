@@ -16,6 +16,7 @@ from mirrorc.cluster import Cluster, Round
 from mirrorc.ir import workers
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
+from mirrorc.messages.problem import problem
 from mirrorc.options.communication import Exchange
 from mirrorc.options.table import LossReduction
 from mirrorc.passes import ShareParameters
@@ -62,9 +63,10 @@ LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0
 def check_loss_function(loss_fn: Any) -> None:
     """Refuses a class in place of an object of it."""
     if isinstance(loss_fn, type):
-        raise TypeError(
-            f"loss_fn is the class {loss_fn.__name__}: give an object of it, loss_fn={loss_fn.__name__}(), or a function "
-            "loss_fn(output, target)"
+        raise problem(
+            TypeError,
+            f"MC1401: loss_fn is the class {loss_fn.__name__}, not an object of it",
+            fix=(f"loss_fn={loss_fn.__name__}()", "give a function loss_fn(output, target)"),
         )
 
 
@@ -92,5 +94,7 @@ def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
     existing = next((place for place in (directory, *directory.parents) if place.exists()), None)
     if existing is not None and not existing.is_dir():
-        raise ValueError(f"{option} is {str(path)!r}, but {existing} is a file: give a directory, existing or new")
+        raise ValueError(
+            f"MC1002: {option} is {str(path)!r}, but {existing} is a file: give a directory, existing or new"
+        )
     return directory

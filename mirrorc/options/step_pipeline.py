@@ -9,6 +9,7 @@ from typing import Any
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import Workers
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import listed
 from mirrorc.options.option import Request
 from mirrorc.options.step_options import why_replicas_are_not_compared
@@ -54,12 +55,16 @@ def check_whole(
     try:
         check_order(pipeline)
         for name, why in _missing(pipeline, workers, devices):
-            raise PassError(f"the pass {name!r} is missing, and {why}; add mirrorc.passes.{_class_of(name)}()")
+            raise problem(
+                PassError, f"MC4002: the pass {name!r} is missing", f"{why}", f"add mirrorc.passes.{_class_of(name)}()"
+            )
     except PassError as error:
         options = listed(
             f"{o}=" for o in ("passes", "add", "disable", "exact_order") if asked[o] not in (None, (), False)
         )
-        raise PassError(f"what {options or 'passes='} gives is no pipeline of a whole step: {error}") from None
+        raise problem(
+            PassError, f"MC4002: what {options or 'passes='} gives is no pipeline of a whole step", str(error)
+        ) from None
 
 
 def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device]) -> Iterator[tuple[str, str]]:

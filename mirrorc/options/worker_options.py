@@ -10,6 +10,7 @@ from mirrorc.cluster import Round
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.ir.workers import Workers
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 
 
@@ -26,16 +27,19 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
     numbers, kinds = zip(*(each.split() for each in answers), strict=True)
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is not None:
-        raise ValueError(
-            f"{workers[0]} has devices of the type {kinds[0]!r}, {workers[other]} of the type {kinds[other]!r}: "
-            "nothing joins them; give all workers devices of one type"
+        raise problem(
+            ValueError,
+            "MC6102: workers have devices of different types",
+            f"those of {workers[0]} are {kinds[0]!r}, those of {workers[other]} {kinds[other]!r}, and nothing joins them",
+            "give all workers devices of one type",
         )
     several = next((rank for rank, number in enumerate(numbers) if kinds[0] != "cpu" and number != "1"), None)
     if several is not None:
-        raise ValueError(
-            f"{workers[several]} has {numbers[several]} GPUs: a worker of several exchanges the gradients of one GPU; "
-            "start a worker for each GPU (torchrun --nproc-per-node=gpu), and give each its own, "
-            "devices=[f'cuda:{mirrorc.cluster.find_place().local_rank}']"
+        raise problem(
+            ValueError,
+            f"MC6103: {workers[several]} has {numbers[several]} GPUs, and may have one",
+            "a worker exchanges the gradients of one GPU",
+            "torchrun --nproc-per-node=gpu, and devices=[f'cuda:{mirrorc.cluster.find_place().local_rank}']",
         )
     return Workers(tuple(map(int, numbers)), compilation.rank)
 
@@ -47,9 +51,10 @@ def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device]
     number = workers.devices_per_worker[workers.rank]
     names = parse_devices(number if devices is None else devices)
     if len(names) != number:
-        raise ValueError(
-            f"devices names {counted(len(names), 'device')}, but worker {workers.rank} of the world has {number}: leave devices "
-            "out, or give World(devices_per_worker=...) the number of each worker's devices"
+        raise problem(
+            ValueError,
+            f"MC6104: devices names {counted(len(names), 'device')}, but worker {workers.rank} of the world has {number}",
+            fix=("leave devices out", "World(devices_per_worker=...) with the number of each worker's devices"),
         )
     return names
 
@@ -59,13 +64,16 @@ def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable
     if not workers.are_several:
         return
     if len(devices) > 1 and (why := why_memory_is_not_shared(devices)):
-        raise ValueError(
-            f"this worker, one of several, has {len(devices)} devices, and {why}: a worker would send each gradient as often as "
-            "it has devices; give each worker one device"
+        raise problem(
+            ValueError,
+            f"MC6103: this worker, one of several, has {len(devices)} devices, which do not share their parameters here",
+            f"{why}, and a worker would send each gradient as often as it has devices",
+            "give each worker one device",
         )
     if len(devices) > 1 and "share-parameters" in disable:
-        raise ValueError(
-            f"disable= leaves out 'share-parameters', and this worker, one of several, has {len(devices)} devices: these "
-            "need to share their parameters, so that a worker sends each sum once; leave the pass in, or give each worker one "
-            "device"
+        raise problem(
+            ValueError,
+            f"MC6103: this worker, one of several, has {len(devices)} devices, and disable= leaves out 'share-parameters'",
+            "they need to share their parameters, so that a worker sends each sum once",
+            ("leave the pass in", "give each worker one device"),
         )

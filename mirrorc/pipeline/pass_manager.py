@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from mirrorc.errors import MirrorcError, PassError
 from mirrorc.ir.program import Program, Property, Remark
+from mirrorc.messages.problem import problem
 from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.pipeline.pass_order import check_input
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
@@ -66,19 +67,25 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
         raise
     except Exception as error:
         raise PassError(
-            f"pass {compiler_pass.name!r} failed on a {program.stage.name} program: {type(error).__name__}: {error}"
+            f"MC4001: pass {compiler_pass.name!r} failed on a {program.stage.name} program: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(after, Program):
-        raise PassError(f"pass {compiler_pass.name!r} gave a {type(after).__name__}: run() must return a Program")
-    if after.stage is not compiler_pass.output_stage:
         raise PassError(
-            f"pass {compiler_pass.name!r} gave a {after.stage.name} program but promises "
-            f"{compiler_pass.output_stage.name}; set the stage with program.evolve(stage=...)"
+            f"MC4001: pass {compiler_pass.name!r} gave a {type(after).__name__}: run() must return a Program"
+        )
+    if after.stage is not compiler_pass.output_stage:
+        raise problem(
+            PassError,
+            f"MC4001: pass {compiler_pass.name!r} gave a {after.stage.name} program but promises "
+            f"{compiler_pass.output_stage.name}",
+            fix="set the stage with program.evolve(stage=...)",
         )
     if not isinstance(after.remarks, tuple) or not all(isinstance(remark, Remark) for remark in after.remarks):
-        raise PassError(
-            f"pass {compiler_pass.name!r} gave a program whose remarks are {after.remarks!r:.200}: they must be a tuple of "
-            "texts; add one with program.with_remarks('why')"
+        raise problem(
+            PassError,
+            f"MC4001: pass {compiler_pass.name!r} gave a program whose remarks are {after.remarks!r:.200}",
+            "they must be a tuple of texts",
+            "program.with_remarks('why')",
         )
     noted = _signed(_with_remark_on_bits(compiler_pass, program, after), program.remarks, compiler_pass.name)
     return _with_properties(noted, program, compiler_pass)

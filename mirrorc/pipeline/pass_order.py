@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from mirrorc.errors import PassError
 from mirrorc.ir.program import Property, Stage
+from mirrorc.messages.problem import problem
 from mirrorc.pipeline.protocol import Pass, traits_of
 
 
@@ -22,9 +23,11 @@ def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Proper
         actual, remedy = f"the program is already {stage.name}", f"leave {compiler_pass.name!r} out"
     elif stage > wanted:
         remedy = "move it to an earlier place in the pipeline"
-    raise PassError(
-        f"pass {compiler_pass.name!r} takes programs from {wanted.name} to {compiler_pass.output_stage.name}, but {actual}; "
-        f"{remedy}"
+    raise problem(
+        PassError,
+        f"MC4002: pass {compiler_pass.name!r} takes programs from {wanted.name} to "
+        f"{compiler_pass.output_stage.name}, but {actual}",
+        fix=remedy,
     )
 
 
@@ -45,9 +48,11 @@ def check_order(passes: Sequence[Pass]) -> None:
 def check_end(stage: Stage) -> None:
     """Raises `PassError` unless the last stage is LOWERED."""
     if stage is not Stage.LOWERED:
-        raise PassError(
-            f"the pipeline ends with a {stage.name} program, which cannot run: it must end at LOWERED, as 'lower-devices' gives "
-            "it"
+        raise problem(
+            PassError,
+            f"MC4002: the pipeline ends with a {stage.name} program, which cannot run",
+            "it must end at LOWERED",
+            "mirrorc.passes.LowerDevices() at its end",
         )
 
 
@@ -61,14 +66,20 @@ def _check_properties(compiler_pass: Pass, properties: Collection[Property], pas
         if wanted not in properties:
             makers = [p.name for p in passes if wanted in traits_of(p).establishes]
             remedy = f"run {makers[0]!r} before it" if makers else f"add a pass that establishes {wanted}"
-            raise PassError(f"pass {compiler_pass.name!r} takes {wanted.value} programs, but this one is not; {remedy}")
+            raise problem(
+                PassError,
+                f"MC4002: pass {compiler_pass.name!r} takes {wanted.value} programs, but this one is not",
+                fix=remedy,
+            )
     for early in traits.precedes:
         if early in properties:
             is_establisher = early in traits.establishes
             remedy = (
                 f"leave {compiler_pass.name!r} out" if is_establisher else "move it to an earlier place in the pipeline"
             )
-            raise PassError(
-                f"pass {compiler_pass.name!r} takes programs that are not {early.value} yet, but the program is already "
-                f"{early.value}; {remedy}"
+            raise problem(
+                PassError,
+                f"MC4002: pass {compiler_pass.name!r} takes programs that are not {early.value} yet",
+                "this one is already",
+                remedy,
             )

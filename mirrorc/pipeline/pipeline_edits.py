@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mirrorc.messages.problem import problem
 from mirrorc.pipeline.protocol import Pass, traits_of
 
 
@@ -34,7 +35,11 @@ def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) 
     known = [compiler_pass.name for compiler_pass in passes]
     for name in names:
         if name not in known:
-            raise ValueError(f"{option} names {name!r}, which is no pass of the pipeline: {', '.join(known)}")
+            raise problem(
+                ValueError,
+                f"MC4004: {option} names {name!r}, which is no pass of the pipeline",
+                fix=f"name one of {', '.join(known)}",
+            )
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,18 @@ def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass
     result = list(passes)
     for placed in additions:
         if not isinstance(placed, Placed):
-            raise TypeError(
-                f"add holds {placed!r}: say where it goes, with mirrorc.after('pack-gradients', it) or mirrorc.before"
+            raise problem(
+                TypeError,
+                f"MC4004: add holds {placed!r}, without a place",
+                fix="mirrorc.after('pack-gradients', it), or mirrorc.before",
             )
         _check_pass("add", placed.compiler_pass)
         names = [compiler_pass.name for compiler_pass in result]
         if placed.anchor not in names:
-            raise ValueError(
-                f"add places {placed.compiler_pass.name!r} next to {placed.anchor!r}, which is no pass of the pipeline: "
-                f"{', '.join(names)}"
+            raise problem(
+                ValueError,
+                f"MC4004: add places {placed.compiler_pass.name!r} next to {placed.anchor!r}, which is no pass of the pipeline",
+                fix=f"name one of {', '.join(names)}",
             )
         result.insert(names.index(placed.anchor) + placed.is_after, placed.compiler_pass)
     return result
@@ -82,6 +90,8 @@ def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass
 
 def _check_pass(option: str, compiler_pass: object) -> None:
     if isinstance(compiler_pass, type) or not isinstance(compiler_pass, Pass):
-        raise TypeError(
-            f"{option} holds {compiler_pass!r}, which is no pass: a pass has name, input_stage, output_stage and run(program)"
+        raise problem(
+            TypeError,
+            f"MC4004: {option} holds {compiler_pass!r}, which is no pass",
+            "a pass has name, input_stage, output_stage and run(program)",
         )

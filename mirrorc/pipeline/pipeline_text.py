@@ -42,7 +42,7 @@ def _format(compiler_pass: Pass) -> str:
         options = dict(_options_of(compiler_pass))
         _check_made_again(compiler_pass, options)
     except Exception as error:  # of the user's, too: values may not even be comparable
-        raise ValueError(f"the pass {compiler_pass.name!r} cannot be written as text: {error}") from error
+        raise ValueError(f"MC4004: the pass {compiler_pass.name!r} cannot be written as text: {error}") from error
     return name + (f"{{{','.join(f'{key}={text}' for key, text in options.items())}}}" if options else "")
 
 
@@ -52,7 +52,9 @@ def _class_name(kind: type) -> str:
     except (KeyError, AttributeError):
         importable = None
     if importable is not kind:
-        raise ValueError(f"its class {kind.__qualname__} is not found by its name: define it at the top of a module")
+        raise ValueError(
+            f"MC4004: its class {kind.__qualname__} is not found by its name: define it at the top of a module"
+        )
     module = _script_module() if kind.__module__ == "__main__" else kind.__module__
     return f"{module}:{kind.__qualname__}"
 
@@ -63,7 +65,7 @@ def _script_module() -> str:
     name = spec.name if spec is not None else Path(script or "").stem
     if name == "__main__" or not re.fullmatch(r"[\w.-]+" if spec is not None else r"[\w-]+", name):
         where = f"in {script}, whose name no module has" if script else "in a session, which has no file"
-        raise ValueError(f"its class is defined {where}: put it in a module of its own")
+        raise ValueError(f"MC4004: its class is defined {where}: put it in a module of its own")
     return str(name)
 
 
@@ -74,7 +76,7 @@ def _options_of(compiler_pass: Pass) -> Iterator[tuple[str, str]]:
         is_readable = name in fields if fields is not None else hasattr(compiler_pass, name)
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or not is_readable:
             raise ValueError(
-                f"{kind.__name__} does not keep its argument {name!r} under that name: make it a dataclass"
+                f"MC4004: {kind.__name__} does not keep its argument {name!r} under that name: make it a dataclass"
             )
         value = getattr(compiler_pass, name)
         if not _are_equal(value, parameter.default):
@@ -119,9 +121,11 @@ def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
         names = inspect.signature(kind).parameters
         differing = [name for name in names if not _are_equal(getattr(again, name), getattr(compiler_pass, name))]
     except Exception as error:
-        raise ValueError(f"{kind.__qualname__} cannot be made again: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"MC4004: {kind.__qualname__} cannot be made again: {type(error).__name__}: {error}"
+        ) from error
     if differing:
-        raise ValueError(f"{kind.__qualname__}, made again from its options, has another {differing[0]!r}")
+        raise ValueError(f"MC4004: {kind.__qualname__}, made again from its options, has another {differing[0]!r}")
 
 
 def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pass]:
@@ -137,7 +141,8 @@ def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pa
         separator = _SEPARATOR.match(text, end) if end is not None else None
         if match is None or end is None or separator is None:
             raise ValueError(
-                f"{text[place:]!r} in {text!r} is no pass: write name, or name{{option=value,option=value}}, separated by commas"
+                f"MC4004: {text[place:]!r} in {text!r} is no pass: write name, or "
+                f"name{{option=value,option=value}}, separated by commas"
             )
         passes.append(_make(match["name"], _options(match["name"], text[match.end() : end][1:-1]), known))
         place = separator.end()
@@ -160,14 +165,14 @@ def _options(name: str, text: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("an option has no name")
+            raise ValueError("MC4004: an option has no name")
         if any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError("** gives no option a name")
+            raise ValueError("MC4004: ** gives no option a name")
         return {str(keyword.arg): _parse_value(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, TypeError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(
-            f"the options of {name!r}, {text!r}, are not option=value with plain values: {reason}"
+            f"MC4004: the options of {name!r}, {text!r}, are not option=value with plain values: {reason}"
         ) from error
 
 
@@ -191,13 +196,13 @@ def _parse_value(node: ast.expr) -> Any:
             return set(map(_parse_value, items))
         case ast.Dict(keys=keys, values=values):
             if None in keys:
-                raise ValueError(f"{ast.unparse(node)} is no plain value")
+                raise ValueError(f"MC4004: {ast.unparse(node)} is no plain value")
             pairs = zip(keys, values, strict=True)
             return {_parse_value(key): _parse_value(value) for key, value in pairs if key is not None}
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ValueError(f"{ast.unparse(node)} is no plain value") from None
+        raise ValueError(f"MC4004: {ast.unparse(node)} is no plain value") from None
 
 
 def _make(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..., Pass]]) -> Pass:
@@ -206,21 +211,22 @@ def _make(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..
         make = _imported_class(name)
     if make is None:
         raise ValueError(
-            f"there is no pass {name!r}: there are {', '.join(known)}, and module:Class for one of your own"
+            f"MC4004: there is no pass {name!r}: there are {', '.join(known)}, and module:Class for one of your own"
         )
     try:
         made: Any = make(**options)
     except TypeError as error:
         fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(make) if dataclasses.is_dataclass(make) else ()
         names = ", ".join(field.name for field in fields if field.init) or "none"
-        raise ValueError(f"the pass {name!r} does not take these options ({error}); it has: {names}") from error
+        raise ValueError(f"MC4004: the pass {name!r} does not take these options ({error}); it has: {names}") from error
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"making the pass {name!r} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"MC4004: making the pass {name!r} failed: {type(error).__name__}: {error}") from error
     if isinstance(made, type) or not isinstance(made, Pass):
         raise ValueError(
-            f"{name!r} gives a {type(made).__qualname__}, which is no pass: a pass has name, input_stage, output_stage and "
+            f"MC4004: {name!r} gives a {type(made).__qualname__}, which is no pass: a pass has name, "
+            "input_stage, output_stage and "
             "run(program)"
         )
     return made
@@ -232,19 +238,20 @@ def _imported_class(name: str) -> Callable[..., Pass]:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"the pass {name!r} cannot be imported: {error}; run from where its module is found"
+            f"MC4004: the pass {name!r} cannot be imported: {error}; run from where its module is found"
         ) from error
     except ImportError as error:
         raise ValueError(
-            f"the pass {name!r} cannot be imported: {error}; put the pass in a module of its own, or guard what the script "
+            f"MC4004: the pass {name!r} cannot be imported: {error}; put the pass in a module of its own, or "
+            "guard what the script "
             "does with if __name__ == '__main__'"
         ) from error
     try:
         maker: Callable[..., Pass] = operator.attrgetter(qualified)(module)
     except AttributeError as error:
-        raise ValueError(f"the pass {name!r} cannot be imported: {error}; write module:Class") from error
+        raise ValueError(f"MC4004: the pass {name!r} cannot be imported: {error}; write module:Class") from error
     if not callable(maker):
-        raise ValueError(f"{name!r} is a {type(maker).__qualname__}, not a class: write module:Class")
+        raise ValueError(f"MC4004: {name!r} is a {type(maker).__qualname__}, not a class: write module:Class")
     return maker
 
 
@@ -255,6 +262,6 @@ def import_module(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise ModuleNotFoundError(f"there is no module {missing!r}") from error
+            raise ModuleNotFoundError(f"MC4004: there is no module {missing!r}") from error
         reason = str(error).partition("\n")[0]
-        raise ImportError(f"importing {name} failed: {type(error).__name__}: {reason:.300}") from error
+        raise ImportError(f"MC4004: importing {name} failed: {type(error).__name__}: {reason:.300}") from error

@@ -155,7 +155,8 @@ class TextCursor:
         """Raises ``ValueError`` at the end."""
         if self.is_at_end:
             raise ValueError(
-                f"the printed program is cut off: line {self.number}, {self._lines[-1][1][:_SHOWN]!r}, is its last, where a "
+                f"MC7104: the printed program is cut off: line {self.number}, {self._lines[-1][1][:_SHOWN]!r}, "
+                "is its last, where a "
                 f"function or region must end with 'return ...'; {_ANEW}"
             )
         self._taken += 1
@@ -163,7 +164,8 @@ class TextCursor:
 
     def fail(self, expected: str) -> NoReturn:
         raise ValueError(
-            f"this is no printed program: line {self.number} is {self._lines[self._taken - 1][1][:_SHOWN]!r}, where this was "
+            f"MC7104: this is no printed program: line {self.number} is "
+            f"{self._lines[self._taken - 1][1][:_SHOWN]!r}, where this was "
             f"expected: {expected}; the whole form is in the docstring of mirrorc.printing.program_text, {_ANEW}"
         )
 
@@ -209,7 +211,9 @@ def read_program_text(text: str) -> PrintedProgram:
         ValueError: the text is not a printed program.
     """
     if not isinstance(text, str):
-        raise TypeError(f"the text of a program is a {type(text).__name__}: give a str, such as program.to_text()")
+        raise TypeError(
+            f"MC7104: the text of a program is a {type(text).__name__}: give a str, such as program.to_text()"
+        )
     cursor = TextCursor(text)
     heading = cursor.match(_HEADING, cursor.take(), "the heading '# mirrorc · stage STAGE · N devices · N buckets'")
     report = [line.removeprefix("# ") for line in _while_matching(cursor, _REPORT)]

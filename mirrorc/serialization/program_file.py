@@ -29,6 +29,7 @@ import torch
 from torch import fx, nn
 
 from mirrorc.ir.program import Program, Region
+from mirrorc.messages.problem import problem
 from mirrorc.serialization.graph_data import GraphReader, GraphWriter
 from mirrorc.serialization.operator_names import UnknownOperatorError
 from mirrorc.serialization.plain_data import DataError, expect, expect_identifier
@@ -49,7 +50,7 @@ def save_program(program: Program, path: str | os.PathLike[str]) -> None:
     try:
         data = _encode_program(program)
     except DataError as error:
-        raise ValueError(f"cannot save the program to {path}: {error}") from error
+        raise problem(ValueError, f"MC7101: cannot save the program to {path}", str(error)) from error
     encoded = (json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n").encode("ascii")
     if path.suffix == ".gz":
         encoded = gzip.compress(encoded, mtime=0)
@@ -76,18 +77,28 @@ def load_program(path: str | os.PathLike[str]) -> Program:
     try:
         return _decode_program(data)
     except UnknownOperatorError as error:
-        raise ValueError(
-            f"cannot load {path}: {error}; import the library that registers it first (on the command line: --import MODULE)"
-            + _other_torch(data["torch"])
+        raise problem(
+            ValueError,
+            f"MC7102: cannot load {path}",
+            str(error),
+            (
+                "import the library that registers it first; on the command line, --import MODULE",
+                *_other_torch(data["torch"]),
+            ),
         ) from error
     except (DataError, RecursionError) as error:
-        raise ValueError(f"cannot load {path}, it is damaged: {error}; save the program again") from error
+        raise problem(
+            ValueError, f"MC7102: cannot load {path}, it is damaged", str(error), "save the program again"
+        ) from error
 
 
-def _other_torch(written_with: str) -> str:
+_FIX = "give a file that Program.save has written"
+
+
+def _other_torch(written_with: str) -> tuple[str, ...]:
     if written_with == str(torch.__version__):
-        return ""
-    return f", or use the same torch: the file was written with torch {_version(written_with)}, this is torch {torch.__version__}"
+        return ()
+    return (f"use torch {_version(written_with)}, which has written the file; this is torch {torch.__version__}",)
 
 
 def _version(version: Any) -> str:
@@ -97,27 +108,30 @@ def _version(version: Any) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     encoded = path.read_bytes()
-    remedy = "give a file that Program.save has written"
     if _is_torch_checkpoint(path, encoded):
-        raise ValueError(f"cannot load {path}: this is a torch checkpoint, not a program; {remedy}")
+        raise problem(ValueError, f"MC7102: cannot load {path}: this is a torch checkpoint, not a program", fix=_FIX)
     try:
         if encoded.startswith(_GZIP_MAGIC):
             encoded = _decompressed(encoded)
         data = json.loads(encoded)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise ValueError(f"cannot load {path}: it is not JSON, or not all of it ({error}); {remedy}") from error
+        raise problem(
+            ValueError, f"MC7102: cannot load {path}: it is not JSON, or not all of it", str(error), _FIX
+        ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ValueError(f"cannot load {path}: it is JSON, but no mirrorc program; {remedy}")
+        raise problem(ValueError, f"MC7102: cannot load {path}: it is JSON, but no mirrorc program", fix=_FIX)
     version = data.get("version")
     if type(version) is int and version > VERSION:
-        raise ValueError(
-            f"cannot load {path}: it has version {version} of the format, this mirrorc reads up to {VERSION}; use mirrorc "
-            f"{_version(data.get('mirrorc'))}, which has written it, or later"
+        raise problem(
+            ValueError,
+            f"MC7102: cannot load {path}: it has version {version} of the format, this mirrorc reads up to {VERSION}",
+            fix=f"use mirrorc {_version(data.get('mirrorc'))}, which has written it, or later",
         )
     if type(version) is int and 0 < version < VERSION:
-        raise ValueError(
-            f"cannot load {path}: it has version {version} of the format, this mirrorc reads version {VERSION}; save the program "
-            f"again, or use mirrorc {_version(data.get('mirrorc'))}, which has written it"
+        raise problem(
+            ValueError,
+            f"MC7102: cannot load {path}: it has version {version} of the format, this mirrorc reads version {VERSION}",
+            fix=("save the program again", f"use mirrorc {_version(data.get('mirrorc'))}, which has written it"),
         )
     return data
 

@@ -20,6 +20,6 @@ def __getattr__(name: str) -> Any:
         from mirrorc.testing.snapshots import ProgramSnapshot
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"ProgramSnapshot needs {error.name}, which is not installed: pip install 'mirrorc[testing]'"
+            f"MC7201: ProgramSnapshot needs {error.name}, which is not installed: pip install 'mirrorc[testing]'"
         ) from error
     return ProgramSnapshot

@@ -77,13 +77,15 @@ def _text_of(program: Program | Step | str) -> str:
     if isinstance(program, str):
         return program
     raise TypeError(
-        f"a {type(program).__name__} cannot be checked: give a Program, a Step, or a text such as program.to_text()"
+        f"MC7201: a {type(program).__name__} cannot be checked: give a Program, a Step, or a text such as program.to_text()"
     )
 
 
 def _parse(directives: str) -> list[_Directive]:
     if not isinstance(directives, str):
-        raise TypeError(f"directives is a {type(directives).__name__}: give a string of lines such as 'CHECK: update('")
+        raise TypeError(
+            f"MC7201: directives is a {type(directives).__name__}: give a string of lines such as 'CHECK: update('"
+        )
     parsed: list[_Directive] = []
     for number, line in enumerate(directives.splitlines(), 1):
         match = _LINE.fullmatch(line.strip())
@@ -91,11 +93,13 @@ def _parse(directives: str) -> list[_Directive]:
             parsed += _parse_directive(match["directive"], number)
         elif line.strip() and not line.strip().startswith("#"):
             raise ValueError(
-                f"line {number} of the check, {line.strip()!r}, is no directive: begin it with one of {_KNOWN} or, for a "
+                f"MC7201: line {number} of the check, {line.strip()!r}, is no directive: begin it with one of {_KNOWN} or, for a "
                 "comment, with #"
             )
     if not parsed:
-        raise ValueError(f"the check has no directive, so nothing could fail: write lines that begin with {_KNOWN}")
+        raise ValueError(
+            f"MC7201: the check has no directive, so nothing could fail: write lines that begin with {_KNOWN}"
+        )
     return parsed
 
 
@@ -104,10 +108,14 @@ def _parse_directive(line: str, number: int) -> list[_Directive]:
     kind = match["kind"] if match else ""
     takes_count = kind.startswith("CHECK-COUNT")
     if match is None or kind not in _KINDS or takes_count != bool(match["count"]) or match["count"] == "0":
-        raise ValueError(f"line {number} of the check, {line!r}, is no directive that is known: there are {_KNOWN}")
+        raise ValueError(
+            f"MC7201: line {number} of the check, {line!r}, is no directive that is known: there are {_KNOWN}"
+        )
     sought = " ".join(match["sought"].split())
     if not sought:
-        raise ValueError(f"line {number} of the check, {line!r}, seeks nothing: write what is sought after the colon")
+        raise ValueError(
+            f"MC7201: line {number} of the check, {line!r}, seeks nothing: write what is sought after the colon"
+        )
     if not takes_count:
         return [_Directive(line, number, kind, sought)]
     no_more = [_Directive(line, number, "CHECK-NOT", sought)] if kind == "CHECK-COUNT-EXACTLY" else []

@@ -40,11 +40,12 @@ class ProgramSnapshot:
     def __init__(self, snapshot: SnapshotAssertion, name: str | None = None, regions: bool = False) -> None:
         if not isinstance(snapshot, SnapshotAssertion):
             raise TypeError(
-                f"the fixture 'snapshot' gives a {type(snapshot).__name__}: another plugin or a conftest.py has taken its name "
+                f"MC7201: the fixture 'snapshot' gives a {type(snapshot).__name__}: another plugin or a "
+                "conftest.py has taken its name "
                 "from syrupy, which mirror_snapshot needs; switch that plugin off with -p no:NAME, or rename the fixture"
             )
         if name is not None and (not isinstance(name, str) or not name):
-            raise TypeError(f"name is {name!r}: give the snapshot's name, a string")
+            raise TypeError(f"MC7201: name is {name!r}: give the snapshot's name, a string")
         self._assertion = (
             snapshot.use_extension(ProgramFiles) if snapshot.extension_class is not ProgramFiles else snapshot
         )
@@ -74,7 +75,7 @@ class ProgramSnapshot:
         if not isinstance(program, Program):
             remedy = "compare step.program" if isinstance(program, Step) else "compare a Program, such as step.program"
             raise TypeError(
-                f"mirror_snapshot holds the text of a program and is compared with a {type(program).__name__}: {remedy}"
+                f"MC7201: mirror_snapshot holds the text of a program and is compared with a {type(program).__name__}: {remedy}"
             )
         schedule = program.evolve(optimizer_groups={})  # which is the same whatever the learning rate is
         text = schedule.to_text(regions=self._regions, slots=True, sources=False)

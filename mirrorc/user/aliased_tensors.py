@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from mirrorc.ir.variables import OUTSIDE
+from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import is_dense, num_users
 
@@ -31,10 +32,11 @@ def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Coll
     """Refuses to move tensors out of shared memory: other processes would keep the old values."""
     shared = [name for name in moving if tensors[name].device.type == "cpu" and tensors[name].is_shared()]
     if shared:
-        raise ValueError(
-            f"parameter {shared[0]!r} lies in memory that processes share (share_memory()), and a step moves parameters into "
-            "buckets of its own, so that other processes would keep their old values: share a copy instead, shared = "
-            "copy.deepcopy(model).share_memory(), and after steps shared.load_state_dict(model.state_dict())"
+        raise problem(
+            ValueError,
+            f"MC1208: parameter {shared[0]!r} lies in memory that processes share, share_memory()",
+            "a step moves parameters into buckets of its own, and other processes would keep their old values",
+            "share a copy, shared = copy.deepcopy(model).share_memory(), and update it by shared.load_state_dict(...)",
         )
 
 
@@ -56,9 +58,16 @@ def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torc
         gc.collect()  # unreachable objects do not count, such as a cycle around a saved state_dict
     if held := held_by_others():
         warnings.warn(
-            f"the memory of {len(held)} of the model's parameters, such as {held[0]!r}, is held by something else, too, which "
-            "was taken before the first step: a state_dict(), p.data, a view, or an output whose backward is still to come. A "
-            "step moves parameters into buckets, and what was taken before does not follow them: take it after the first step",
+            message(
+                f"MC3207: a state_dict() or view taken before the first step does not follow training "
+                f"({len(held)} parameters, such as "
+                f"{held[0]!r})",
+                "the first step moves parameters into buckets; p.data, or an output whose backward is to come, is a view, too",
+                (
+                    "take it after the first step",
+                    "copy it, copy.deepcopy(model.state_dict()), to keep the initial values",
+                ),
+            ),
             stacklevel=users_stack_level(),
         )
 
@@ -90,19 +99,17 @@ def _addresses(tensor: torch.Tensor) -> torch.Tensor:
 def _objection(tensors: Mapping[str, torch.Tensor], first: str, second: str) -> str:
     both = f"{_kind(tensors[first])} {first!r} and {_kind(tensors[second])} {second!r}"
     if all(isinstance(tensors[name], torch.nn.Parameter) and not name.startswith(OUTSIDE) for name in (first, second)):
-        remedy = (
-            f"tie them, so that they are one parameter (model.{second} = model.{first}, before the optimizer is made), or give "
-            f"one memory of its own (model.{second}.data = model.{second}.detach().clone())"
+        fix = (
+            f"tie them: model.{second} = model.{first}, before the optimizer is made",
+            f"give one memory of its own: model.{second}.data = model.{second}.detach().clone()",
         )
     else:
-        remedy = (
-            f"use {first!r} in the place of {second!r}, or give {second!r} memory of its own, with .clone(), and write it where "
-            "it should follow"
+        fix = (
+            f"use {first!r} in the place of {second!r}",
+            f"give {second!r} memory of its own, with .clone(), and write it where it should follow",
         )
-    return (
-        f"{both} share memory, so that writing one changes the other, but are two variables, to each of which a step gives "
-        f"memory of its own: {remedy}"
-    )
+    why = "writing one changes the other, and a step gives each memory of its own"
+    return message(f"MC1208: {both} share memory, but are two variables", why, fix)
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -10,11 +10,13 @@ from typing import Protocol
 
 import torch
 
+from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import observe_clipping, observe_zero_grad
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
-_HOOK = "register a hook once, before the first step: optimizer.register_step_pre_hook(it)"
+_HOOK = "optimizer.register_step_pre_hook(hook), once, for anything else to be done to gradients before the update"
+_DONE = "when mirrorc's step returns, it has made its update already, and it leaves no gradients"
 
 
 class PendingGradients(Protocol):
@@ -55,10 +57,15 @@ class GradientHabits:
             gc.collect()  # gradients of unreachable steps do not count
         name = self._first_of_others(ids)
         if name is not None:
-            raise ValueError(
-                f"another step has kept a gradient of {name!r} by its accumulate(), and the update of this step would leave "
-                "it out: let that step make its update first, or drop what it has kept with its zero_grad(). To train on "
-                "the sum of two losses, compile one step whose loss_fn, or whose model, adds them"
+            raise problem(
+                ValueError,
+                f"MC3206: another step has kept a gradient of {name!r} by its accumulate(), which this update would leave out",
+                "",
+                (
+                    "let that step make its update first",
+                    "drop what it has kept, with its zero_grad()",
+                    "to train on the sum of two losses, compile one step whose loss_fn adds them",
+                ),
             )
 
     def _first_of_others(self, ids: Collection[int]) -> str | None:
@@ -72,9 +79,12 @@ class GradientHabits:
         if self._with_gradients and not are_used:
             self._warn(
                 "gradients",
-                f"{len(self._with_gradients)} of the parameters had gradients from a backward() of yours, and the step has "
-                "dropped them: it trains on the gradients of its own batch alone. To train on both, put the other loss into "
-                "loss_fn or into the model; otherwise call optimizer.zero_grad() before the step",
+                message(
+                    f"MC3204: {len(self._with_gradients)} parameters had gradients from a backward() of yours, "
+                    "and the step dropped them",
+                    "it trains on the gradients of its own batch alone",
+                    ("put the other loss into loss_fn or into the model", "optimizer.zero_grad() before the step"),
+                ),
             )
 
     def note_step(self) -> None:
@@ -89,16 +99,24 @@ class GradientHabits:
         if self.pending.has_any:
             self._warn(
                 "kept",
-                "optimizer.step() found no gradients and did nothing: step.accumulate() keeps them, and the next call of the "
-                "step updates with them. Remove the call, and end the accumulation with step(...) on its last batch",
+                message(
+                    "MC3202: optimizer.step() found no gradients and did nothing: step.accumulate() keeps them",
+                    "the next call of the step updates with them",
+                    "leave optimizer.step() out, and end the accumulation with step(...) on its last batch",
+                ),
             )
             return self.has_trained
         self._warn(
             "step",
-            "optimizer.step() found no gradients and did nothing: when mirrorc's step returns, it has made this update already, "
-            "and it leaves no gradients. Remove the call, or the loop that makes it; a GradScaler goes into compile() as "
-            "scaler=. To clip gradients, compile with clip_grad_norm= or clip_grad_value=; for anything else that should "
-            f"happen to them before the update, {_HOOK}",
+            message(
+                "MC3202: optimizer.step() found no gradients and did nothing",
+                _DONE,
+                (
+                    "leave optimizer.step() out, or the loop that makes it",
+                    "mirrorc.compile(..., scaler=scaler), for a GradScaler",
+                    _HOOK,
+                ),
+            ),
         )
         return self.has_trained
 
@@ -106,9 +124,11 @@ class GradientHabits:
         if any(id(parameter) in self._parameters and parameter.requires_grad for parameter in parameters):
             self._warn(
                 "clipping",
-                f"{function}() found no gradients and did nothing: when mirrorc's step returns, it has made its update already, "
-                "and it leaves no gradients. Remove the call, and compile with clip_grad_norm= or clip_grad_value=: each "
-                f"step then clips them before its update. To clip them in another way, {_HOOK}",
+                message(
+                    f"MC3203: {function}() found no gradients and did nothing",
+                    _DONE,
+                    ("mirrorc.compile(..., clip_grad_norm=1.0) or clip_grad_value=, in its place", _HOOK),
+                ),
             )
 
     def _warn(self, kind: str, message: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mirrorc.ir.variables import UpdateRule, Variable
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import has_step_hooks, has_torchs_step
 from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_fused, state_signature, writes_rows
 
@@ -96,16 +97,20 @@ class OptimizerGroups:
             for index, group in enumerate(optimizer.param_groups):
                 for i, parameter in enumerate(group["params"]):
                     if id(parameter) not in names:
-                        raise ValueError(
-                            f"{owner}'s parameter {i} of group {index}, {list(parameter.shape)}, is none of the model's: make "
-                            "the optimizer over model.parameters() of the model that you compile (after any .to() or deepcopy)"
+                        raise problem(
+                            ValueError,
+                            f"MC1213: {owner}'s parameter {i} of group {index}, {list(parameter.shape)}, is none of the model's",
+                            fix="make the optimizer over model.parameters() of the model that you compile, "
+                            "after any .to() or deepcopy",
                         )
                     first = held_by.setdefault(id(parameter), which)
                     if first != which:
-                        raise ValueError(
-                            f"parameter {names[id(parameter)]!r} is in optimizer[{first}] "
-                            f"({type(self.optimizers[first]).__name__}) and in {owner} ({type(optimizer).__name__}): several "
-                            "optimizers of one step update different parameters, so give it to one of them"
+                        raise problem(
+                            ValueError,
+                            f"MC1214: parameter {names[id(parameter)]!r} is in optimizer[{first}] and in {owner}",
+                            f"{type(self.optimizers[first]).__name__} and {type(optimizer).__name__} of one "
+                            "step update different parameters",
+                            "give it to one of them",
                         )
 
 
@@ -118,21 +123,26 @@ def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) 
             model's or is in two optimizers.
     """
     if option is None:
-        raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")
+        raise problem(
+            ValueError, "MC1211: optimizer is missing", fix="optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        )
     are_several = isinstance(option, list | tuple)
     if not are_several:
         _check_kind("optimizer", option)
     elif not option:
-        raise ValueError(
-            f"optimizer is an empty {type(option).__name__}: give a torch.optim.Optimizer over model.parameters(), or several "
-            "over different ones"
+        raise problem(
+            ValueError,
+            f"MC1211: optimizer is an empty {type(option).__name__}",
+            fix="give a torch.optim.Optimizer over model.parameters(), or several over different ones",
         )
     for i, optimizer in enumerate(option if are_several else ()):
         _check_kind(f"optimizer is a {type(option).__name__} whose item {i}", optimizer)
         first = next(j for j, other in enumerate(option) if other is optimizer)
         if first != i:
-            raise ValueError(
-                f"optimizer[{first}] and optimizer[{i}] are the same {type(optimizer).__name__}, which steps once: give it once"
+            raise problem(
+                ValueError,
+                f"MC1214: optimizer[{first}] and optimizer[{i}] are the same {type(optimizer).__name__}, which steps once",
+                fix="give it once",
             )
     groups = OptimizerGroups(option if are_several else [option])
     groups.check(parameters)
@@ -141,20 +151,25 @@ def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) 
 
 def _check_kind(subject: str, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"{subject} is a {type(optimizer).__name__}: give a torch.optim.Optimizer over model.parameters()"
-            f"{', or a list of several' if subject == 'optimizer' else ''}"
+        several = ", or a list of several" if subject == "optimizer" else ""
+        raise problem(
+            TypeError,
+            f"MC1211: {subject} is a {type(optimizer).__name__}",
+            fix=f"give a torch.optim.Optimizer over model.parameters(){several}",
         )
     if hasattr(optimizer, "consolidate_state_dict"):
-        raise ValueError(
-            f"{type(optimizer).__name__} deals parameters out to processes and exchanges them by itself: give the optimizer that "
-            "it wraps, over model.parameters(), and shard_optimizer=True"
+        raise problem(
+            ValueError,
+            f"MC1202: {type(optimizer).__name__} deals parameters out to processes and exchanges them by itself",
+            fix="give the optimizer that it wraps, over model.parameters(), and mirrorc.Memory(shard_optimizer=True)",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{type(optimizer).__name__} needs a closure that evaluates the model several times in a step; mirrorc's step "
-            "evaluates it once: use an optimizer whose step() works without a closure, such as AdamW"
+        raise problem(
+            TypeError,
+            f"MC1212: {type(optimizer).__name__} needs a closure that evaluates the model several times in a step",
+            "a compiled step evaluates it once",
+            "use an optimizer whose step() works without a closure, such as AdamW",
         )
 
 
@@ -239,7 +254,7 @@ def _text_of_tensor(value: torch.Tensor) -> str:
 
 
 def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable]) -> None:
-    remedy = "use Adam, AdamW or SGD with fused=True, or compile with cuda_graphs=False"
+    fixes = ("use Adam, AdamW or SGD with fused=True", "mirrorc.Compiler(cuda_graphs=False)")
     for name, variable in variables.items():
         rule = variable.update
         if rule is None:
@@ -247,21 +262,27 @@ def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable])
         optimizer, index = groups[rule.group]
         name_of = type(optimizer).__name__
         if not rule.elementwise:
-            raise ValueError(
-                f"cuda_graphs=True cannot capture {name_of}, which runs by itself (another class than torch's element-wise "
-                f"ones, or with hooks, capturable or differentiable): {remedy}"
+            raise problem(
+                ValueError,
+                f"MC1501: cuda_graphs=True cannot capture {name_of}, which runs by itself",
+                "it is another class than torch's element-wise ones, or has hooks, or is capturable or differentiable",
+                fixes,
             )
         group = optimizer.param_groups[index]
         if not is_fused(type(optimizer), group, variable.dtype, "cuda"):
-            raise ValueError(
-                f"cuda_graphs=True cannot capture the update of {name!r} ({variable.dtype}) by {name_of}, group {rule.group}, "
-                f"which is not fused: {remedy}"
+            raise problem(
+                ValueError,
+                f"MC1501: cuda_graphs=True cannot capture the update of {name!r} ({variable.dtype}) by {name_of}",
+                f"its group {rule.group} is not fused",
+                fixes,
             )
         tensors = [key for key in optimizer.defaults if key != "lr" and _holds_tensor(group[key])]
         if tensors:
-            raise ValueError(
-                f"cuda_graphs=True cannot capture {name_of} with {tensors[0]!r} as a tensor in group {rule.group}, which is "
-                f"read on the host in every step: give a number, or compile with cuda_graphs=False"
+            raise problem(
+                ValueError,
+                f"MC1501: cuda_graphs=True cannot capture {name_of} with {tensors[0]!r} as a tensor in group {rule.group}",
+                "it is read on the host in every step",
+                ("give a number", "mirrorc.Compiler(cuda_graphs=False)"),
             )
 
 

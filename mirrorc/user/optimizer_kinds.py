@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import adagrad_is_fused_on_gpus, bare_step, has_step_hooks, has_torchs_step
 
 _REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # class -> required entries of a parameter's state
@@ -56,10 +57,14 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
         if state.get(entry) is None:
             switches = [switch for switch, switched in _SWITCHES if switched == entry]
             because = "".join(f" with {switch}={hyperparameters[switch]!r}" for switch in switches)
-            raise ValueError(
-                f"the state of {kind.__name__} for {name!r} has no {entry!r}, which it needs{because} once there is state: put "
-                "it there (such as torch.zeros_like(parameter)), or clear the state, optimizer.state[parameter].clear(), so "
-                "that it is made anew in the next step"
+            raise problem(
+                ValueError,
+                f"MC1215: the state of {kind.__name__} for {name!r} has no {entry!r}",
+                f"it needs one{because} once there is state",
+                (
+                    f"optimizer.state[parameter][{entry!r}] = torch.zeros_like(parameter)",
+                    "optimizer.state[parameter].clear(), so that it is made anew in the next step",
+                ),
             )
     for entry, value in flat_entries(state).items():
         if entry in SCALAR_STATE:
@@ -67,13 +72,17 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
         subject = f"the state {entry!r} of {kind.__name__} for {name!r}"
         shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         if shape != list(parameter.shape):
-            raise ValueError(
-                f"{subject} is {shape}, but the parameter is {list(parameter.shape)}: give it a tensor of the parameter's shape"
+            raise problem(
+                ValueError,
+                f"MC1215: {subject} is {shape}, but the parameter is {list(parameter.shape)}",
+                fix="give it a tensor of the parameter's shape",
             )
         if value.dtype != parameter.dtype:
-            raise ValueError(
-                f"{subject} is {value.dtype}, but the parameter is {parameter.dtype}: after a change of the model's dtype, call "
-                "optimizer.load_state_dict(optimizer.state_dict()), which casts the state"
+            raise problem(
+                ValueError,
+                f"MC1215: {subject} is {value.dtype}, but the parameter is {parameter.dtype}",
+                "the model's dtype was changed",
+                "optimizer.load_state_dict(optimizer.state_dict()), which casts the state",
             )
 
 
@@ -124,14 +133,16 @@ def check_gradient_of(
             bare_step(kind)(kind([{**group, "params": [trial]}]))
     except RuntimeError as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        remedy = (
-            "look it up with sparse=False, or use torch.optim.SparseAdam, or SGD or Adagrad without weight_decay and fused"
+        fixes = (
+            ("look it up with sparse=False", "torch.optim.SparseAdam, or SGD or Adagrad without weight_decay and fused")
             if is_sparse
-            else "look it up with sparse=True and nothing else, or give it to an optimizer for dense gradients"
+            else ("look it up with sparse=True and nothing else", "give it to an optimizer for dense gradients")
         )
-        raise ValueError(
-            f"{kind.__name__} cannot update {name!r}, whose gradient is {'sparse' if is_sparse else 'dense'}: torch says that "
-            f"{message.rstrip('.')}. Remedy: {remedy}"
+        raise problem(
+            ValueError,
+            f"MC1216: {kind.__name__} cannot update {name!r}, whose gradient is {'sparse' if is_sparse else 'dense'}",
+            message.rstrip("."),
+            fixes,
         ) from None
 
 

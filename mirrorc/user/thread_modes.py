@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import dispatch_modes, has_hooks_on_saved_tensors
 
@@ -17,15 +18,23 @@ class CallersModes:
         for kind in dispatch_modes():
             self._warn(
                 kind,
-                f"the step was called within {kind}, a TorchDispatchMode, which sees nothing of what devices run: what it "
-                "counts, notes or changes leaves the step out. Use it on the plain model, model(x), between steps",
+                message(
+                    f"MC3208: the step was called within {kind}, a TorchDispatchMode, which sees nothing of what devices run",
+                    "what it counts, notes or changes leaves the step out",
+                    "use it on the plain model, model(x), between steps",
+                ),
             )
         if trains and has_hooks_on_saved_tensors():
             self._warn(
                 "hooks",
-                "the step was called within torch.autograd.graph.saved_tensors_hooks (which save_on_cpu is, too): they get "
-                "nothing of what the step keeps for backward. Enter them in forward, which then runs as plain PyTorch; or have "
-                "the step keep less, with memory=mirrorc.Memory(activations=...)",
+                message(
+                    "MC3208: the step was called within saved_tensors_hooks, or save_on_cpu, which get nothing of it",
+                    "devices keep values for backward in threads of their own",
+                    (
+                        "enter them in forward, which then runs as plain PyTorch",
+                        "mirrorc.Memory(activations=...), for a step that keeps less",
+                    ),
+                ),
             )
 
     def _warn(self, kind: str, message: str) -> None:

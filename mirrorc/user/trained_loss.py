@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import no_torch_function
 
@@ -24,7 +25,11 @@ class TrainedLoss(torch.Tensor):
             super().backward(*args, **kwargs)
             return
         warnings.warn(
-            "loss.backward() did nothing: a step runs backward and makes the update by itself; leave it out",
+            message(
+                "MC3201: loss.backward() did nothing",
+                "a step runs backward and makes the update by itself",
+                "leave it out",
+            ),
             stacklevel=users_stack_level(),
         )
 

@@ -84,7 +84,7 @@ def _refuse_first(program: Program, violations: Iterator[Violation], rule: Rule,
     line = source_line(violation.node) if violation.node is not None else ""
     at = f" (at {line})" if line else ""
     text = (
-        f"{by} the rule {rule.name} {rule.when(program)}: {violation}{at}. The rule: {rule.statement} The program "
+        f"MC4101: {by} the rule {rule.name} {rule.when(program)}: {violation}{at}. The rule: {rule.statement} The program "
         f"will not run; mend the pass (dump= shows the program after every pass).{surroundings(program, violation.node)}"
     )
     raise VerifyError(printable(text))

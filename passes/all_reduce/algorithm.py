@@ -83,7 +83,9 @@ class AllReduceAlgorithm:
 
     def run(self, program: Program) -> Program:
         if why := self.objection(program.num_replicas):
-            raise PassError(f"pass {self.name!r} cannot be used on {counted(program.num_replicas, 'device')}: {why}")
+            raise PassError(
+                f"MC4003: pass {self.name!r} cannot be used on {counted(program.num_replicas, 'device')}: {why}"
+            )
         if not _sums(program):
             return program.with_remarks(f"no {self.name}: no devices sum up gradients here", is_kept=False)
         before, program = program, program.evolve(graph=copied(program.mirrored_graph))

@@ -35,11 +35,15 @@ class Auto(AllReduceAlgorithm):
 
     def __post_init__(self) -> None:
         if isinstance(self.small_bytes, bool) or not isinstance(self.small_bytes, int):
-            raise TypeError(f"small_bytes is {self.small_bytes!r}: give a whole number of bytes, 0 if none is small")
+            raise TypeError(
+                f"MC1001: small_bytes is {self.small_bytes!r}: give a whole number of bytes, 0 if none is small"
+            )
         if self.small_bytes < 0:
-            raise ValueError(f"small_bytes is {self.small_bytes}: give a number of bytes, 0 if none is small")
+            raise ValueError(f"MC1002: small_bytes is {self.small_bytes}: give a number of bytes, 0 if none is small")
         if not isinstance(self.exact_order, bool):
-            raise TypeError(f"exact_order is {self.exact_order!r}: say True, for the order of replicas, or False")
+            raise TypeError(
+                f"MC1001: exact_order is {self.exact_order!r}: say True, for the order of replicas, or False"
+            )
 
     @property
     def changes_bits(self) -> str:

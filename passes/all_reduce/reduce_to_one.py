@@ -31,7 +31,9 @@ class ReduceToOne(AllReduceAlgorithm):
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise ValueError(f"dtype is {self.dtype!r}: give a floating-point dtype such as torch.float64, or None")
+            raise ValueError(
+                f"MC1002: dtype is {self.dtype!r}: give a floating-point dtype such as torch.float64, or None"
+            )
 
     @property
     def changes_bits(self) -> str:

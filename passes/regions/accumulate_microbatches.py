@@ -261,7 +261,9 @@ class _ShardGraph:
         if how == "concatenated":
             return self._insert(aten.cat.default, (list(parts),), {})
         if how not in ("averaged", "summed"):
-            raise PassError(f"pass 'accumulate-microbatches' cannot put together outputs that are gathered {how!r}")
+            raise PassError(
+                f"MC4003: pass 'accumulate-microbatches' cannot put together outputs that are gathered {how!r}"
+            )
         total = None
         for index, part in enumerate(parts):
             total = self._added(total, part, index, how)

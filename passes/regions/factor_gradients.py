@@ -22,6 +22,7 @@ from mirrorc.ir.links import best_link, carrier_of, link_named, why_memory_is_no
 from mirrorc.ir.names import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program, Stage
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 from mirrorc.printing.printed_values import size_text
 from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, num_bytes_now
@@ -71,15 +72,17 @@ class FactorGradients:
 
     def run(self, program: Program) -> Program:
         if not program.buckets:
-            raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
+            raise PassError("MC4003: pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
         rows = {slot.variable: slot for b in program.buckets if b.rule.takes_rows for slot in b.slots}
         why_not = self._why_no_shares(program, bool(slots))
         if why_not and not rows and not program.gathered:
             return program.with_remarks(f"no gradient stays factors: {why_not}", is_kept=program.num_replicas > 1)
         if rows and program.accumulation is not Accumulation.NONE:
-            raise PassError(
-                f"sparse gradients of several calls, as that of {min(rows)}, are not kept: look it up with sparse=False"
+            raise problem(
+                PassError,
+                f"MC2501: sparse gradients of several calls, as that of {min(rows)}, are not kept",
+                fix="look it up with sparse=False",
             )
         due = {*rows, *program.gathered, *(program.workers.sent_as_factors if program.trains else ())}
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
@@ -101,7 +104,8 @@ class FactorGradients:
             name = min(missing)
             remedy = "look it up with sparse=False" if name in rows else "compile with exchange='dense'"
             raise PassError(
-                f"the gradient of {name} is to be sent, or given to the optimizer, as factors, but no region gives it so: it is "
+                f"MC4003: the gradient of {name} is to be sent, or given to the optimizer, as factors, but no "
+                "region gives it so: it is "
                 f"one of those {whole.get(name, 'that are used otherwise, too')}; {remedy}"
             )
         if regions == program.regions:

@@ -68,10 +68,10 @@ class PlaceGradients:
 
     def run(self, program: Program) -> Program:
         if not program.buckets:
-            raise PassError("pass 'place-gradients' needs a bucket plan: run 'plan-buckets' before it")
+            raise PassError("MC4003: pass 'place-gradients' needs a bucket plan: run 'plan-buckets' before it")
         if any(node.target is ops.slot for graph in program.shard_graphs for node in graph.nodes):
             raise PassError(
-                "pass 'place-gradients' was given regions that write into slots already: leave one of them out"
+                "MC4003: pass 'place-gradients' was given regions that write into slots already: leave one of them out"
             )
         slots = {slot.variable: (bucket.index, slot) for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)

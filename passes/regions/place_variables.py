@@ -53,10 +53,11 @@ class PlaceVariables:
 
     def run(self, program: Program) -> Program:
         if not program.buckets:
-            raise PassError("pass 'place-variables' needs a bucket plan: run 'plan-buckets' before it")
+            raise PassError("MC4003: pass 'place-variables' needs a bucket plan: run 'plan-buckets' before it")
         if any(bucket.is_cut for bucket in program.buckets):
             raise PassError(
-                "pass 'place-variables' cannot give parts of gradients to owners: packs end within gradients; give plan-buckets "
+                "MC4003: pass 'place-variables' cannot give parts of gradients to owners: packs end within "
+                "gradients; give plan-buckets "
                 "a plan of whole gradients"
             )
         owner_of = self._owners(program)
@@ -74,14 +75,14 @@ class PlaceVariables:
         named = dict(self.owners)
         for name, device in named.items():
             if device not in replicas:
-                raise PassError(_unknown(f"{device!r}, as the owner of {name!r}", replicas))
+                raise PassError("MC4003: " + _unknown(f"{device!r}, as the owner of {name!r}", replicas))
         sizes = {slot.variable: (bucket, slot) for bucket in program.buckets for slot in bucket.slots}
         owner_of: dict[str, int] = {}
         for name, (bucket, _) in sizes.items():
             owner = replicas[named[name]] if name in named else 0
             if not bucket.rule.elementwise and owner != 0:
                 raise PassError(
-                    f"{name!r} cannot be owned by {named[name]}: {bucket.rule.why_by_itself}, so it runs by itself, "
+                    f"MC4003: {name!r} cannot be owned by {named[name]}: {bucket.rule.why_by_itself}, so it runs by itself, "
                     f"on {program.devices[0]}, and all that it updates is owned there; leave {name!r} out"
                 )
             if name in named or not bucket.rule.elementwise:
@@ -100,7 +101,9 @@ class PlaceVariables:
                 loads[owner] += _num_bytes(*sizes[name])
             return owner_of
         if self.rule != CENTRAL and self.rule not in replicas:
-            raise PassError(_unknown(f"the rule {self.rule!r}", {CENTRAL: 0, LEAST_LOADED: 0, CACHED: 0, **replicas}))
+            raise PassError(
+                "MC4003: " + _unknown(f"the rule {self.rule!r}", {CENTRAL: 0, LEAST_LOADED: 0, CACHED: 0, **replicas})
+            )
         return owner_of | dict.fromkeys(rest, replicas.get(self.rule, 0))
 
     def _remarks(self, program: Program, buckets: Sequence[Bucket], owner_of: Mapping[str, int]) -> list[str]:

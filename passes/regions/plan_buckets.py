@@ -102,7 +102,7 @@ class PlanBuckets:
             gradients = in_order(ready, self.order, list(program.variables))
             planned = self._planned(program, gradients, factored)
         except (TypeError, ValueError) as error:
-            raise PassError(f"pass 'plan-buckets': {error}") from error
+            raise PassError(f"MC4003: pass 'plan-buckets': {error}") from error
         # `order` decides which gradients share a bucket, but buckets are launched in the order in which they are ready
         in_launch_order = sorted(planned.closed, key=lambda members: max(position[member.name] for member in members))
         unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
@@ -247,7 +247,7 @@ def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tu
         return buckets
     if program.workers.shards_optimizer:
         raise PassError(
-            "pass 'plan-buckets': a bucket that is cut into packs cannot be dealt out to workers, who get parts of whole "
+            "MC4003: pass 'plan-buckets': a bucket that is cut into packs cannot be dealt out to workers, who get parts of whole "
             "buckets: leave shard_optimizer out, or give other buckets"
         )
     packs: dict[int, list[Pack]] = {}

@@ -56,7 +56,7 @@ class ShareParameters:
     def run(self, program: Program) -> Program:
         if any(bucket.placement is Placement.SHARED for bucket in program.buckets):
             raise PassError(
-                "pass 'share-parameters' was given parameters that are shared already: leave one of them out"
+                "MC4003: pass 'share-parameters' was given parameters that are shared already: leave one of them out"
             )
         if program.num_replicas == 1:
             alone = program.evolve(stage=Stage.SCHEDULED)
@@ -73,7 +73,8 @@ class ShareParameters:
                 continue
             if bucket.is_gathered:
                 raise PassError(
-                    f"the factors of bucket {bucket.index} are gathered by each device, which would update its own copy, and not "
+                    f"MC4003: the factors of bucket {bucket.index} are gathered by each device, which would "
+                    "update its own copy, and not "
                     "a share of one: compile with exchange='dense'"
                 )
             (first, *others) = (reductions[pack.number] for pack in bucket.launch_units)

@@ -50,7 +50,7 @@ class UpdateAtOwner:
     def run(self, program: Program) -> Program:
         if program.workers.are_several:
             raise PassError(
-                "pass 'update-at-owner' leaves updates to devices of one process, and here are several workers"
+                "MC4003: pass 'update-at-owner' leaves updates to devices of one process, and here are several workers"
             )
         if program.num_replicas == 1:
             alone = program.evolve(stage=Stage.SCHEDULED)
@@ -58,7 +58,8 @@ class UpdateAtOwner:
         without = [bucket.index for bucket in program.buckets if bucket.owner is None]
         if without:
             raise PassError(
-                f"pass 'update-at-owner' was given {numbered('bucket', without)} without an owner: run 'place-variables' behind "
+                f"MC4003: pass 'update-at-owner' was given {numbered('bucket', without)} without an owner: run "
+                "'place-variables' behind "
                 "'plan-buckets'"
             )
         graph = copied(program.mirrored_graph)

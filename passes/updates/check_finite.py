@@ -50,7 +50,7 @@ class CheckFinite:
 
     def __post_init__(self) -> None:
         if self.otherwise not in OTHERWISE:
-            raise ValueError(f"otherwise is {self.otherwise!r}: say 'raise' or 'skip'")
+            raise ValueError(f"MC1002: otherwise is {self.otherwise!r}: say 'raise' or 'skip'")
 
     @property
     def updates_only(self) -> bool:
@@ -58,7 +58,9 @@ class CheckFinite:
 
     def run(self, program: Program) -> Program:
         if any(map(is_checked, calls_to(program.mirrored_graph, ops.commit))):
-            raise PassError("pass 'check-finite' was given a program that is checked already: leave one of them out")
+            raise PassError(
+                "MC4003: pass 'check-finite' was given a program that is checked already: leave one of them out"
+            )
         graph = copied(program.mirrored_graph)
         program = program.evolve(stage=Stage.SCHEDULED, graph=graph)
         commits = list(calls_to(graph, ops.commit))

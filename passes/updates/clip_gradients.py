@@ -18,6 +18,7 @@ from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 
 
@@ -89,11 +90,11 @@ class ClipGradients:
     def __post_init__(self) -> None:
         for bound in self.bounds:
             if not bound.max_norm >= 0:
-                raise ValueError(f"max_norm is {bound.max_norm!r}: give a number from 0 to math.inf, or None")
+                raise ValueError(f"MC1002: max_norm is {bound.max_norm!r}: give a number from 0 to math.inf, or None")
             if not bound.norm_type > 0:
-                raise ValueError(f"norm_type is {bound.norm_type!r}: give a positive number, or math.inf")
+                raise ValueError(f"MC1002: norm_type is {bound.norm_type!r}: give a positive number, or math.inf")
         if self.max_value is not None and not self.max_value >= 0:
-            raise ValueError(f"max_value is {self.max_value!r}: give a number from 0 to math.inf, or None")
+            raise ValueError(f"MC1002: max_value is {self.max_value!r}: give a number from 0 to math.inf, or None")
 
     @property
     def bounds(self) -> list[Bound]:
@@ -132,7 +133,8 @@ class ClipGradients:
         beyond = [bucket.rule.group for bucket in program.buckets if bucket.rule.group >= num_groups]
         if beyond:
             raise PassError(
-                f"max_norm has {counted(num_groups, 'number')}, but the optimizer has a group {max(beyond)}: give a number, or "
+                f"MC4003: max_norm has {counted(num_groups, 'number')}, but the optimizer has a group "
+                f"{max(beyond)}: give a number, or "
                 "None, for each group"
             )
 
@@ -160,10 +162,11 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
     if not program.workers.are_several or program.workers.are_alike:
         return program.num_replicas > 1 and any(bucket.updates_by_shares for bucket in buckets)
     if not any(bucket.rule.elementwise for bucket in buckets):
-        raise PassError(
-            f"the norm of gradients that {buckets[0].rule.label} takes cannot be bounded over workers that have different "
-            "numbers of devices: the optimizer does not work element by element, and each worker would add up the norm of whole "
-            "gradients by itself, with another number of threads; give all workers the same number of devices"
+        raise problem(
+            PassError,
+            f"MC1504: clip_grad_norm cannot bound the gradients of {buckets[0].rule.label} over unlike workers",
+            "its optimizer is not element-wise, and workers with other numbers of devices would add up another norm",
+            "give all workers the same number of devices",
         )
     return True
 

@@ -52,7 +52,7 @@ class UpdateInParts:
 
     def __post_init__(self) -> None:
         if self.part_elements < 1:
-            raise ValueError(f"part_elements={self.part_elements} must be at least 1")
+            raise ValueError(f"MC1002: part_elements={self.part_elements} must be at least 1")
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)

@@ -48,7 +48,7 @@ class CompressExchange(WorkerCompression):
 
     def __post_init__(self) -> None:
         if self.dtype not in NARROW:
-            raise ValueError(f"dtype is {self.dtype!r}: say {' or '.join(map(repr, NARROW))}")
+            raise ValueError(f"MC1002: dtype is {self.dtype!r}: say {' or '.join(map(repr, NARROW))}")
 
     def narrows(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point and dtype.itemsize > NARROW[self.dtype].itemsize

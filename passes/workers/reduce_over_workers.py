@@ -19,6 +19,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, pack_keywords, pack_of, replic
 from mirrorc.ir.program import Accumulation, Program, Property, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.ir.type_inference import set_type
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted, listed, numbered
 from mirrorc.printing.printed_values import size_text
 
@@ -119,10 +120,11 @@ class ReduceOverWorkers:
 
 def _check(program: Program, bucket: Bucket) -> None:
     if program.num_replicas > 1 and not bucket.placement.value.updates_by_shares:
-        raise PassError(
-            f"bucket {bucket.index} is reduced whole on each of {program.num_replicas} devices, and a worker would send it as "
-            "often: several devices of one worker need to share their parameters (logical CPUs do, unless share-parameters is "
-            "left out); give each worker one device"
+        raise problem(
+            PassError,
+            f"MC6103: bucket {bucket.index} is reduced whole on each of {program.num_replicas} devices of one worker",
+            "the worker would send it as often; logical CPUs share their parameters, unless share-parameters is left out",
+            "give each worker one device",
         )
 
 
@@ -141,10 +143,11 @@ def _sums(program: Program) -> list[list[fx.Node]]:
         for index, value in taken_by(taker):
             taken = value.args if value.target is ops.unpack else (value,)
             if tuple(packs[pack.number] for pack in program.buckets[index].launch_units) != taken:
-                raise PassError(
-                    f"{value.name} is computed of bucket {index} before it is exchanged, and it is not said whether it is to be "
-                    "computed of each worker's gradients or of their sum: place the pass that makes it after "
-                    "'reduce-over-workers', where it takes the sum"
+                raise problem(
+                    PassError,
+                    f"MC4003: {value.name} is computed of bucket {index} before it is exchanged",
+                    "it is not said whether it is computed of each worker's gradients or of their sum",
+                    "place the pass that makes it after 'reduce-over-workers', where it takes the sum",
                 )
     return [[packs[pack.number]] for _, pack in program.packs]
 
@@ -178,7 +181,8 @@ def _gather(
     for packed_bucket in packed:
         if packed_bucket.target is not ops.pack or not all(map(stays_factored, packed_bucket.args)):
             raise PassError(
-                f"{packed_bucket.name} of bucket {bucket.index} is computed of gradients that are to be sent to other workers as "
+                f"MC4003: {packed_bucket.name} of bucket {bucket.index} is computed of gradients that are to be "
+                "sent to other workers as "
                 "factors, which would not make it: compile with exchange='dense'"
             )
     launched = first.all_input_nodes[0] if first.target is ops.wait else first

@@ -15,6 +15,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 from mirrorc.passes.workers.worker_compression import WorkerCompression, other_buckets_text, ring_bytes_text, send_part
 
@@ -49,9 +50,10 @@ class SendPayload(WorkerCompression):
         """0 if the gradients are sent whole."""
         num_bytes = self.payload.num_bytes(gradients, num_workers)
         if not isinstance(num_bytes, int) or num_bytes < 0:
-            raise PassError(
-                f"compression={self.payload!r} says that it sends {num_bytes!r} bytes of {', '.join(gradients)}: its num_bytes() "
-                "must return a whole number, 0 for gradients that are sent whole"
+            raise problem(
+                PassError,
+                f"MC1507: compression={self.payload!r} says that it sends {num_bytes!r} bytes of {', '.join(gradients)}",
+                "num_bytes() must return a whole number, 0 for gradients that are sent whole",
             )
         return num_bytes if num_bytes < sum(map(_size, gradients.values())) else 0
 

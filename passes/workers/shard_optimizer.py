@@ -63,7 +63,8 @@ class ShardOptimizer:
             return alone.with_remarks("nothing to deal out: there is one worker, which updates all", is_kept=False)
         if Property.EXCHANGED not in program.properties and not program.accumulates:
             raise PassError(
-                "pass 'shard-optimizer' deals out the sums over all workers, which nobody has made: 'reduce-over-workers' must "
+                "MC4003: pass 'shard-optimizer' deals out the sums over all workers, which nobody has made: "
+                "'reduce-over-workers' must "
                 "come before it"
             )
         buckets = tuple(_dealt(program.workers, bucket) for bucket in program.buckets)
@@ -94,7 +95,8 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
     length, rest = divmod(bucket.num_elements, workers.num_workers)
     if rest or length % SHARE_ELEMENTS:
         raise PassError(
-            f"bucket {bucket.index} has {bucket.num_elements} elements, which are not {workers.num_workers} equal parts of whole "
+            f"MC4003: bucket {bucket.index} has {bucket.num_elements} elements, which are not "
+            f"{workers.num_workers} equal parts of whole "
             f"cache lines: 'plan-buckets' pads it where the program's workers are said to shard the optimizer "
             "(Workers.shards_optimizer), as mirrorc.Memory(shard_optimizer=True) does"
         )

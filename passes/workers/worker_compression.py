@@ -54,7 +54,8 @@ class WorkerCompression:
             return program.with_remarks("nothing is compressed: there is one worker, and nothing is sent to others")
         if Property.EXCHANGED not in program.properties:
             raise PassError(
-                f"pass {self.name!r} {self.does} what is sent to other workers, and nothing is: 'reduce-over-workers' must come "
+                f"MC4003: pass {self.name!r} {self.does} what is sent to other workers, and nothing is: "
+                "'reduce-over-workers' must come "
                 "before it"
             )
         program = program.evolve(

@@ -66,7 +66,7 @@ def register_backend(backend: Backend) -> None:
         ValueError: another backend has this name.
     """
     if backend.name in _backends:
-        raise ValueError(f"there is a backend {backend.name!r} already: give this one another name")
+        raise ValueError(f"MC4005: there is a backend {backend.name!r} already: give this one another name")
     _backends[backend.name] = backend
 
 
@@ -77,5 +77,5 @@ def unregister_backend(name: str) -> None:
 def backend_named(name: object) -> Backend:
     backend = _backends.get(name) if isinstance(name, str) else None
     if backend is None:
-        raise ValueError(f"backend is {name!r}: choose one of {', '.join(_backends)}")
+        raise ValueError(f"MC1002: backend is {name!r}: choose one of {', '.join(_backends)}")
     return backend

@@ -71,7 +71,7 @@ def _by_position(node: fx.Node) -> Callable[..., Any]:
     def by_position(value: torch.Tensor, *args: Any) -> Any:
         if inferred is not None and value.stride() != inferred:
             raise RuntimeError(
-                f"{target} addresses elements by their position in memory, and what it is given has the strides "
+                f"MC2508: {target} addresses elements by their position in memory, and what it is given has the strides "
                 f"{value.stride()} where tracing found {inferred}: give it tensor.clone(memory_format=torch.contiguous_format)"
             )
         arguments = [value, *args]

@@ -13,6 +13,7 @@ from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import calls_to, name_of, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import Route, route_of
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.rendezvous import Tag
 
@@ -28,9 +29,10 @@ def register_communicator(communicator: _Class) -> _Class:
     """
     link = link_named(communicator.link).name
     if _communicators.setdefault(link, communicator) is not communicator:
-        raise ValueError(
-            f"{_communicators[link].__name__} implements the link {link!r} already: give {communicator.__name__} a link "
-            "of its own"
+        raise problem(
+            ValueError,
+            f"MC4005: {_communicators[link].__name__} implements the link {link!r} already",
+            fix=f"give {communicator.__name__} a link of its own",
         )
     return communicator
 
@@ -61,8 +63,9 @@ def communicator_for(
     link: str, devices: Sequence[Device], timeout_seconds: float, unit: str = "bucket"
 ) -> Communicator:
     if link not in _communicators:
-        raise CommunicationError(
-            f"nothing implements the link {link!r}: declare a Communicator with link = {link!r} and decorate it with "
-            "mirrorc.runtime.communication.register_communicator"
+        raise problem(
+            CommunicationError,
+            f"MC4005: nothing implements the link {link!r}",
+            fix=f"declare a Communicator with link = {link!r} under @mirrorc.runtime.communication.register_communicator",
         )
     return _communicators[link](devices, timeout_seconds, unit)

@@ -11,6 +11,7 @@ import torch
 from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.devices.events import record_event, wait_event
 
 Tag = tuple[str, int]  # kind of collective, index of bucket
@@ -103,7 +104,9 @@ class Mailbox:
 
 
 def _too_late(device: Device, seconds: float, subject: str, missing: Sequence[Device]) -> CommunicationError:
-    return CommunicationError(
-        f"{device} waited {seconds:g} s in {subject} for {', '.join(map(str, missing))}: a replica hangs or is far slower; see "
-        "what it does, or raise Communication(timeout=)"
+    return problem(
+        CommunicationError,
+        f"MC5007: {device} waited {seconds:g} s in {subject} for {', '.join(map(str, missing))}",
+        "a replica hangs or is far slower",
+        ("see what it does", "mirrorc.Communication(timeout=...)"),
     )

@@ -16,6 +16,7 @@ import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.devices.process_memory import cache_freed_memory
 from mirrorc.torch_internals import is_profiled, seen_by_profiler
 
@@ -66,14 +67,18 @@ class DevicePool:
         try:
             message = self._next_message(time.monotonic() + self.timeout_seconds)
         except queue.Empty:
-            raise ExecutionError(
-                f"the devices' threads were not ready within {self.timeout_seconds:g} s: a GPU hangs, or the machine is that "
-                "busy; raise Communication(timeout=), or compile anew"
+            raise problem(
+                ExecutionError,
+                f"MC5007: the devices' threads were not ready within {self.timeout_seconds:g} s",
+                "a GPU hangs, or the machine is that busy",
+                ("mirrorc.Communication(timeout=...)", "compile anew"),
             ) from None
         if message is not None:
             replica, error = message
-            raise ExecutionError(
-                f"the thread of {self.devices[replica]} cannot use its device: {type(error).__name__}: {error}"
+            raise problem(
+                ExecutionError,
+                f"MC5007: the thread of {self.devices[replica]} cannot use its device",
+                f"{type(error).__name__}: {error}",
             ) from error
 
     def run(
@@ -158,8 +163,10 @@ class DevicePool:
 
     def _check_free(self) -> None:
         if self.is_stuck:
-            raise ExecutionError(
-                "a device is still busy with an earlier step that was given up: close() the step and compile anew"
+            raise problem(
+                ExecutionError,
+                "MC5007: a device is still busy with an earlier step that was given up",
+                fix="step.close(), and compile anew",
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
@@ -168,9 +175,11 @@ class DevicePool:
             self._next_message(deadline)
         except queue.Empty:
             names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=True) if result is None)
-            raise ExecutionError(
-                f"{names} did not finish the step within {self.timeout_seconds:g} s: an operator hangs, or the step is that "
-                "long; raise Communication(timeout=), or close() and compile anew"
+            raise problem(
+                ExecutionError,
+                f"MC5007: {names} did not finish the step within {self.timeout_seconds:g} s",
+                "an operator hangs, or the step is that long",
+                ("mirrorc.Communication(timeout=...)", "step.close(), and compile anew"),
             ) from None
 
     def _next_message(self, deadline: float) -> Message:

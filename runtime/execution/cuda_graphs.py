@@ -13,6 +13,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
+from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import source_line, users_stack_level
 from mirrorc.runtime.devices.events import wait_device
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
@@ -30,26 +31,35 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
     drawn = next((user for seed in seeds for user in seed.users), None)
     if drawn is not None:
         line = source_line(drawn)
-        raise ValueError(
-            f"cuda_graphs=True cannot capture random numbers: {drawn.name}{f', at {line},' if line else ''} draws them from a "
-            "seed that is given on the host in every step; train without them (dropout with p=0), or compile with "
-            "cuda_graphs=False"
+        raise problem(
+            ValueError,
+            f"MC1501: cuda_graphs=True cannot capture random numbers, as {drawn.name} draws them",
+            "their seed is given on the host in every step",
+            ("train without them, dropout with p=0", "mirrorc.Compiler(cuda_graphs=False)"),
+            at=line,
         )
     checked = next((node for g in program.shard_graphs for node in calls_to(g, ops.check)), None)
     if checked is not None:
-        raise ValueError(
-            f"cuda_graphs=True cannot capture an assert on a tensor: {source_line(checked)}, {checked.kwargs['text']!r}. The "
-            "host looks at it in every step; train without it, or compile with cuda_graphs=False"
+        raise problem(
+            ValueError,
+            f"MC1501: cuda_graphs=True cannot capture an assert on a tensor, {checked.kwargs['text']!r}",
+            "the host looks at it in every step",
+            ("train without it", "mirrorc.Compiler(cuda_graphs=False)"),
+            at=source_line(checked),
         )
     if any(next(calls_to(graph, *OPAQUE), None) is not None for graph in program.shard_graphs):
-        raise ValueError(
-            "cuda_graphs=True cannot capture what runs as plain PyTorch, as the model does with capture='autograd': each run may "
-            "go another way; compile with cuda_graphs=False"
+        raise problem(
+            ValueError,
+            "MC1501: cuda_graphs=True cannot capture what runs as plain PyTorch (capture='autograd')",
+            "each run may go another way",
+            "mirrorc.Compiler(cuda_graphs=False)",
         )
     if any(next(calls_to(graph, ops.gather), None) is not None for graph in program.shard_graphs):
-        raise ValueError(
-            "cuda_graphs=True keeps the memory of a step for the next one, so it cannot hand outputs to the caller: compile "
-            "without return_outputs, or with cuda_graphs=False"
+        raise problem(
+            ValueError,
+            "MC1501: cuda_graphs=True cannot hand outputs to the caller",
+            "the next step uses the same memory",
+            ("leave return_outputs out", "mirrorc.Compiler(cuda_graphs=False)"),
         )
     check_capturable(groups, program.variables)
 
@@ -149,9 +159,12 @@ class StepGraph:
         self._num_renewals += bool(changed)
         if self._num_renewals == _MANY_RENEWALS and changed:
             warnings.warn(
-                f"cuda_graphs=True: the step's graph was dropped {_MANY_RENEWALS} times, now because {' and '.join(changed)} "
-                f"changed; after every change but the learning rate's, {NUM_WARM_UP_STEPS} steps run without a graph: change "
-                "less often, or compile with cuda_graphs=False",
+                message(
+                    f"MC3404: the CUDA graph of the step was dropped {_MANY_RENEWALS} times, now because of "
+                    f"{' and '.join(changed)}",
+                    f"after every change but the learning rate's, {NUM_WARM_UP_STEPS} steps run without a graph",
+                    ("change less often", "mirrorc.Compiler(cuda_graphs=False)"),
+                ),
                 stacklevel=users_stack_level(),
             )
 
@@ -198,9 +211,11 @@ class StepGraph:
             self._graph = self._capturer.capture(step)
         except Exception as error:  # noqa: BLE001 - whatever it is, it says why
             cause = raised[0] if raised else error
-            raise ExecutionError(
-                f"the step cannot be captured as a CUDA graph: {type(cause).__name__}: {cause}; compile with "
-                "cuda_graphs=False, which runs it call by call"
+            raise problem(
+                ExecutionError,
+                "MC1501: the step cannot be captured as a CUDA graph",
+                f"{type(cause).__name__}: {cause}",
+                "mirrorc.Compiler(cuda_graphs=False), which runs it call by call",
             ).with_traceback(cause.__traceback__) from cause
 
     def run(self, function: Function) -> torch.Tensor:

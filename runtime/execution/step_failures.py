@@ -12,13 +12,15 @@ from mirrorc.errors import ExecutionError, MirrorcError, NonFiniteError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization
+from mirrorc.messages.problem import problem, with_line
 from mirrorc.messages.source_lines import raising_line, source_line
 from mirrorc.runtime.codegen.graph_function import failing_nodes
 from mirrorc.runtime.communication import Aborted, StepStoppedError
 
+_UNCHANGED = "No parameter was changed"
 _OF_OPTIMIZER = (
-    "Check the optimizer's step(), which is called without a closure: one that evaluates the model anew in it (as SAM does) "
-    "becomes two, each with a step of its own, see two-evaluations in docs/migrate/from-pytorch-loop.md."
+    "mend the optimizer's step(), which is called without a closure",
+    "if it evaluates the model anew, as SAM does: two steps, see two-evaluations in docs/migrate/from-pytorch-loop.md",
 )
 
 
@@ -34,8 +36,8 @@ def explain_failure(
     devices = program.devices
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
     if error is None:
-        return StepStoppedError(
-            "the step was stopped: another thread has closed it while it ran. No parameter was changed."
+        return problem(
+            StepStoppedError, "MC5003: the step was stopped: another thread has closed it while it ran", now=_UNCHANGED
         )
     nodes = list(failing_nodes(error.__traceback__))
     where = (
@@ -48,18 +50,18 @@ def explain_failure(
     runs_optimizer = bool(nodes) and nodes[-1].target is ops.step_optimizer
     if not line and (runs_plain or runs_optimizer):
         line = raising_line(error)
-    at = f", at {line}" if line else ""
-    state = f"It had committed. {_possible_damage(program, torn)}" if has_committed else "No parameter was changed."
+    place = f"replica {replica} on {devices[replica]}{where}"
+    state = f"It had committed. {_possible_damage(program, torn)}" if has_committed else _UNCHANGED
     explained: MirrorcError
     if isinstance(error, NonFiniteError):  # of all replicas
-        explained = NonFiniteError(f"{error}. {state}")
+        explained = NonFiniteError(with_line(str(error), "now", state))
     elif isinstance(error, MirrorcError):
-        explained = type(error)(f"{error} (replica {replica}, {devices[replica]}{where}{at}). {state}")
+        text = with_line(str(error), "at", f"{place}{f', {line}' if line else ''}")
+        explained = type(error)(with_line(text, "now", state))
     else:
-        explained = ExecutionError(
-            f"replica {replica} on {devices[replica]} failed{where}{at}: {type(error).__name__}: {error}. All devices "
-            f"stopped. {state} {_OF_OPTIMIZER if runs_optimizer else _advice([] if runs_plain else nodes, line)}"
-        )
+        fix = _OF_OPTIMIZER if runs_optimizer else _advice([] if runs_plain else nodes, line)
+        what = f"{place} raised {type(error).__name__}: {error}"
+        explained = problem(ExecutionError, f"MC5001: {what}", "", fix, at=line, now=state)
     explained.__cause__ = error
     return explained
 
@@ -70,15 +72,15 @@ def _runs_plain(program: Program, node: fx.Node) -> bool:
     return node.target in OPAQUE or (body is not None and bool(taken_gradients(body)))
 
 
-def _advice(nodes: Sequence[fx.Node], line: str) -> str:
+def _advice(nodes: Sequence[fx.Node], line: str) -> tuple[str, ...]:
     is_opaque = bool(nodes) and nodes[-1].op == "call_module"
-    hint = "; with backend='eager' the operator is named exactly" if is_opaque else ""
-    return f"Check this step's batch{' and that line' if line else ''}{hint}."
+    hint = ("mirrorc.Compiler(backend='eager'), which names the operator exactly",) if is_opaque else ()
+    return (f"check this step's batch{' and that line' if line else ''}", *hint)
 
 
 def note_if_torn(error: BaseException, program: Program, has_committed: bool, torn: str = "") -> None:
     if has_committed:
-        error.add_note(f"mirrorc's step was interrupted when it had committed. {_possible_damage(program, torn)}")
+        error.add_note(f"mirrorc's step was interrupted when it had committed: {_possible_damage(program, torn)}")
 
 
 def _possible_damage(program: Program, torn: str) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.devices.current import made_current
 from mirrorc.runtime.devices.events import has_happened
 
@@ -107,9 +108,11 @@ class EventClock(Clock):
 
     def _await(self, event: Any) -> None:
         if not has_happened(event, self._timeout_seconds):
-            raise ExecutionError(
-                f"{self._device} has not done what was queued on it within {self._timeout_seconds:g} s, so the times of its last "
-                "steps are not known: a kernel hangs, or waits for another GPU; close() the step and compile anew"
+            raise problem(
+                ExecutionError,
+                f"MC5007: {self._device} has not done what was queued on it within {self._timeout_seconds:g} s",
+                "a kernel hangs, or waits for another GPU, and the times of its last steps are not known",
+                "step.close(), and compile anew",
             )
 
 

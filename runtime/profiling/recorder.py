@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.profiling.clocks import NUM_RECORDED_STEPS, Clock, nanoseconds
 
 
@@ -115,12 +116,16 @@ def recorded_steps(recorder: Recorder | None) -> tuple[RecordedStep, ...]:
     """Raises `ExecutionError` if there are none."""
     steps = recorder.steps() if recorder is not None else ()
     if recorder is not None and recorder.has_begun and not steps:
-        raise ExecutionError(
-            "no step was recorded: each that began with this program failed or was interrupted; call the "
-            "step with a batch on which it succeeds"
+        raise problem(
+            ExecutionError,
+            "MC5005: no step was recorded",
+            "each that began with this program failed or was interrupted",
+            "call the step with a batch on which it succeeds",
         )
     if not steps:
-        raise ExecutionError(
-            "no step was recorded: no training step has run yet with this program; call the step with a batch first"
+        raise problem(
+            ExecutionError,
+            "MC5005: no step was recorded: explain() needs one training step with this program",
+            fix="step(x, y)",
         )
     return steps

@@ -11,6 +11,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
+from mirrorc.messages.problem import message
 from mirrorc.messages.wording import counted, listed
 from mirrorc.runtime.state.shared.shared_state import Hold
 from mirrorc.runtime.state.step_state import StepState
@@ -106,10 +107,11 @@ class ComparedState(StepState):
         number = int((bits[differing[0]] != bits[most[0]]).sum())
         who = f"{listed(devices[r] for r in differing)} {'differs' if len(differing) == 1 else 'differ'} from "
         who += f"{listed(devices[r] for r in most)}{'' if has_majority else ', and none has a majority'}"
-        return (
-            f"the replicas' copies of {subject} are not equal any more: {who} ({counted(number, 'byte')}). Memory has "
-            "gone bad, or something has written to one copy alone. No parameter was changed: load a checkpoint of model and "
-            "optimizer, which writes all copies anew"
+        return message(
+            f"MC5011: the replicas' copies of {subject} are not equal any more",
+            f"{who} ({counted(number, 'byte')}); memory has gone bad, or something has written to one copy alone",
+            "load a checkpoint of model and optimizer, which writes all copies anew",
+            now="No parameter was changed",
         )
 
 

@@ -11,6 +11,7 @@ import pytest
 import mirrorc
 from mirrorc.cli import app
 from mirrorc.ir.operation import operations
+from mirrorc.messages.catalogue import ENTRIES
 from mirrorc.options.table import MODES, OPTIONS
 from mirrorc.passes import PASSES
 from mirrorc.verifier.rules.rule import rules
@@ -51,7 +52,7 @@ def test_the_reference_has_every_option_and_command(generate: ModuleType) -> Non
     assert "a remark says that it has no effect" in generate.options(), "descriptions are whole"
     assert all(f"`{mode!r}`" in generate.modes() for mode in MODES)
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert {*re.findall(r"^## `mirrorc (\w+)`$", generate.command_line(), re.MULTILINE)} == commands
+    assert {*re.findall(r"^## `mirrorc ([\w-]+)`$", generate.command_line(), re.MULTILINE)} == commands
 
 
 def test_the_reference_has_every_pass_rule_and_operation(generate: ModuleType) -> None:
@@ -59,6 +60,14 @@ def test_the_reference_has_every_pass_rule_and_operation(generate: ModuleType) -
     assert all(f"| [`{name}`](#{name}) |" in generate.pass_table() for name in PASSES)
     assert all(f"`{rule.name}`\n: " in generate.rule_table() for rule in rules())
     assert all(f"### `{operation.name}`\n" in generate.operation_list() for operation in operations())
+
+
+def test_the_page_of_errors_has_an_anchor_for_each_code(generate: ModuleType) -> None:
+    page = generate.error_list()
+    assert all(
+        f"({code.lower()})=\n### {code}: {entry.title}\n\n{entry.text}\n" in page for code, entry in ENTRIES.items()
+    )
+    assert "<!-- generated: errors -->" in (DOCS / "troubleshooting" / "errors.md").read_text(encoding="utf-8")
 
 
 def test_links_of_the_repository_lead_to_pages(generate: ModuleType) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mirrorc.capture.call.containers import flatten_container, paths_of_children, unflatten_container
+from mirrorc.messages.problem import problem
 
 Structure = tuple[Any, ...]  # nested and hashable; see _flatten
 
@@ -26,7 +27,11 @@ class PerReplica:
     def __init__(self, values: Sequence[Any]) -> None:
         if not isinstance(values, Iterable) or isinstance(values, (torch.Tensor, str, Mapping)):
             kind = type(values).__name__
-            raise TypeError(f"PerReplica takes values for all replicas, not {kind}: give mirrorc.PerReplica([x0, x1])")
+            raise problem(
+                TypeError,
+                f"MC1307: PerReplica takes values for all replicas, not {kind}",
+                fix="mirrorc.PerReplica([x0, x1])",
+            )
         self.values = tuple(values)
 
     def __repr__(self) -> str:
@@ -115,9 +120,11 @@ def _flatten_argument(value: Any, path: str, leaves: list[Leaf], plain: dict[str
     try:
         return _flatten(value, path, leaves, "split", plain)
     except RecursionError:
-        raise ValueError(
-            f"argument {path!r} holds itself, directly or through what it holds, and cannot be taken apart: pass "
-            "what forward needs of it"
+        raise problem(
+            ValueError,
+            f"MC1309: argument {path!r} holds itself, directly or through what it holds",
+            "it cannot be taken apart",
+            "pass what forward needs of it",
         ) from None
 
 
@@ -141,7 +148,11 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
         leaves.append(Leaf(path, value, split=mode == "split"))
         return ("leaf", len(leaves) - 1)
     if isinstance(value, np.ndarray):
-        raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
+        raise problem(
+            TypeError,
+            f"MC1302: argument {path!r} is a numpy array, which a step does not split",
+            fix=f"torch.from_numpy({path})",
+        )
     if plain is not None and _is_plain(value):
         return _plain_leaf(value, path, plain)
     parts = flatten_container(value, path)
@@ -175,16 +186,20 @@ def _with_shared_nan(value: Any) -> Any:
 
 def _refuse_tensor_kinds(tensor: torch.Tensor, path: str) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
-        raise TypeError(
-            f"argument {path!r} is a {type(tensor).__qualname__}, a kind of tensor of its own, and a step gives forward plain "
-            f"tensors: pass {path}.as_subclass(torch.Tensor)"
+        raise problem(
+            TypeError,
+            f"MC1302: argument {path!r} is a {type(tensor).__qualname__}, a kind of tensor of its own",
+            "a step gives forward plain tensors",
+            f"{path}.as_subclass(torch.Tensor)",
         )
     of_marks = ("_dynamo", "_has_dynamo", "_specialize_on")  # of `torch._dynamo.mark_dynamic`
     names = [name for name in getattr(tensor, "__dict__", ()) if not name.startswith(of_marks)]
     if names and not tensor.is_nested:  # the attributes of nested ones are torch's; `split_call` refuses them
-        raise TypeError(
-            f"argument {path!r} is a tensor with attributes of yours ({', '.join(names)}), which its shards have not: pass what "
-            f"they hold as arguments, and the tensor as {path}.view_as({path})"
+        raise problem(
+            TypeError,
+            f"MC1302: argument {path!r} is a tensor with attributes of yours, {', '.join(names)}",
+            "its shards have not",
+            f"pass what they hold as arguments, and the tensor as {path}.view_as({path})",
         )
 
 
@@ -195,7 +210,12 @@ def _flatten_per_replica(value: PerReplica, path: str, leaves: list[Leaf]) -> St
         structures.append(_flatten(replica_value, f"{path}[replica {i}]", replica_leaves, "replicated", None))
         per_replica.append(replica_leaves)
     if not value.values or any(structure != structures[0] for structure in structures):
-        raise ValueError(f"argument {path!r}: a PerReplica needs one value for each replica, all of the same structure")
+        raise problem(
+            ValueError,
+            f"MC1307: argument {path!r}: a PerReplica needs one value for each replica",
+            "all have the same structure",
+            "mirrorc.PerReplica([x0, x1])",
+        )
     start = len(leaves)
     for column in zip(*per_replica, strict=True):
         leaves.append(Leaf(path, None, split=True, per_replica=tuple(leaf.tensor for leaf in column)))

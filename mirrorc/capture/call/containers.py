@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from mirrorc.capture.call.packed_sequences import PaddedSequences, packed_or_padded, padded_parts
+from mirrorc.messages.problem import problem
 from mirrorc.user.slots import slots_of
 
 
@@ -39,10 +40,11 @@ def flatten_container(value: Any, path: str) -> Parts | None:
     if kind == "":
         return None
     if kind == "refused":
-        raise TypeError(
-            f"argument {path!r} is a {type(value).__qualname__}, which cannot be made again of shards, because its class is "
-            "based on one written in C, or a kind of OrderedDict with a __new__ of its own: pass its parts, or the same as a "
-            "plain dict, list or tuple"
+        raise problem(
+            TypeError,
+            f"MC1309: argument {path!r} is a {type(value).__qualname__}, which cannot be made again of shards",
+            "its class is based on one written in C, or is a kind of OrderedDict with a __new__ of its own",
+            ("pass its parts", "pass the same as a plain dict, list or tuple"),
         )
     attributes = _attributes_of(value) if kind in _WITH_ATTRIBUTES else {}
     entries, detail = _entries_of(kind, value, path)
@@ -171,7 +173,11 @@ def _entries_of(kind: str, value: Any, path: str) -> tuple[list[tuple[str, Any]]
     keys = tuple(key for key, _ in entries)
     factory = ((value.default_factory,),) if kind == "defaultdict" else ()
     if not has_hash(factory):
-        raise TypeError(f"argument {path!r} is a defaultdict whose default_factory has no hash: pass dict({path})")
+        raise problem(
+            TypeError,
+            f"MC1309: argument {path!r} is a defaultdict whose default_factory has no hash",
+            fix=f"dict({path})",
+        )
     classes = (cls,) if kind.startswith("kind of") else ()
     kinds = tuple(map(type, keys))  # 1, 1.0 and True are equal
     return [(f"{path}.{key}", entry) for key, entry in entries], (keys, *factory, *classes, kinds)

@@ -11,6 +11,7 @@ import torch
 
 from mirrorc.capture.call.call_arguments import Call, Leaf
 from mirrorc.capture.call.shard_types import FEWEST_SYMBOLIC, SymbolicDims
+from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import dims_marked_by_user
 
@@ -120,8 +121,11 @@ def _unless_empty(dims: Iterable[frozenset[int]]) -> SymbolicDims:
 
 def _warn_of_marked(path: str, dim: int, size: int) -> None:
     warnings.warn(
-        f"dim {dim} of argument {path!r} is marked by torch._dynamo.mark_dynamic, and its size is {size}: sizes of 0 and 1 are "
-        "numbers in a program, because torch makes other graphs for them. It is a symbol from the first larger size on",
+        message(
+            f"MC3401: dim {dim} of argument {path!r} is marked by mark_dynamic, and its size is {size}",
+            "sizes of 0 and 1 are numbers in a program, because torch makes other graphs for them",
+            now="it is a symbol from the first larger size on",
+        ),
         stacklevel=users_stack_level(),
     )
 

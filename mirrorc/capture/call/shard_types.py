@@ -11,6 +11,7 @@ from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.shards import Shards
 from mirrorc.errors import CaptureError
 from mirrorc.ir.devices import Device
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import is_dense, mark_symbolic
 
 ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
@@ -107,10 +108,14 @@ def leaves_of(
         return [examples_of(types, device) for types in distinct]
     first = {shard_types(part, device): part for part in reversed(data)}
     if any(types not in first for types in distinct):
-        raise CaptureError(
-            f"this worker has no examples in this call, and the front end by which {model_name} is captured runs it once on "
-            "those of each kind of call. Remedy: give each worker examples in each call, without step.join(), or write it so "
-            'that capture="dynamo" can read it'
+        raise problem(
+            CaptureError,
+            "MC6302: this worker has no examples in this call, and its front end needs some",
+            f"it runs {model_name} once on those of each kind of call",
+            (
+                "give each worker examples in each call, without step.join()",
+                "write the model so that capture='dynamo' can read it",
+            ),
         )
     return [first[types] for types in distinct]
 

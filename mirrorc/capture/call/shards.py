@@ -11,6 +11,7 @@ import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere
 from mirrorc.capture.call.call_arguments import Call, Leaf
+from mirrorc.messages.problem import problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +91,11 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty:
         for tensor in tensors:
             _refuse_layout(tensor, leaf.path)
             if tensor.requires_grad:
-                raise ValueError(
-                    f"argument {leaf.path!r} requires a gradient, which a step does not give: it trains the parameters of its "
-                    f"model alone. Pass {leaf.path}.detach(); if another model has computed it, compile one module that holds "
-                    "both"
+                raise problem(
+                    ValueError,
+                    f"MC1308: argument {leaf.path!r} requires a gradient, which a step does not give",
+                    "it trains the parameters of its model alone",
+                    (f"{leaf.path}.detach()", "if another model has computed it, compile one module that holds both"),
                 )
     is_split = any(leaf.tensor is None for leaf in call.leaves)
     sizes = _shard_sizes(call, num_replicas, 1 if is_split else fewest)
@@ -109,21 +111,29 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse_layout(tensor: torch.Tensor, path: str) -> None:
     if tensor.is_nested:
-        raise ValueError(
-            f"argument {path!r} is a nested tensor, which a step cannot split: pass it padded, as {path}.to_padded_tensor(0.0), "
-            "with a mask if what is padded counts"
+        raise problem(
+            ValueError,
+            f"MC1303: argument {path!r} is a nested tensor, which a step cannot split",
+            fix=f"{path}.to_padded_tensor(0.0), with a mask if what is padded counts",
         )
     if tensor.layout is not torch.strided:
-        raise ValueError(
-            f"argument {path!r} has the layout {tensor.layout}, and a step splits dense tensors: pass {path}.to_dense(), or its "
-            "parts as tensors with a row for each example"
+        raise problem(
+            ValueError,
+            f"MC1303: argument {path!r} has the layout {tensor.layout}, and a step splits dense tensors",
+            fix=(f"{path}.to_dense()", "pass its parts as tensors with a row for each example"),
         )
     if tensor.is_quantized:
-        raise ValueError(
-            f"argument {path!r} is a quantized tensor, which a step cannot split: pass {path}.dequantize()"
+        raise problem(
+            ValueError,
+            f"MC1303: argument {path!r} is a quantized tensor, which a step cannot split",
+            fix=f"{path}.dequantize()",
         )
     if tensor.is_meta:
-        raise ValueError(f"argument {path!r} is on the meta device and has no values: pass a tensor that has some")
+        raise problem(
+            ValueError,
+            f"MC1303: argument {path!r} is on the meta device and has no values",
+            fix="pass a tensor that has some",
+        )
 
 
 def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
@@ -137,58 +147,68 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
             wanted, first = sizes, leaf.path
         elif sizes != wanted:
             say = _per_replica if sum(wanted) == sum(sizes) else _in_all
-            raise ValueError(
-                f"arguments disagree on dim 0, the batch: {first!r} has {say(wanted)} examples, {leaf.path!r} has "
-                f"{say(sizes)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
-                + _if_listed(first, leaf.path)
-                + _if_offsets(first, leaf.path)
+            fixes = _if_listed(first, leaf.path) + _if_offsets(first, leaf.path)
+            raise problem(
+                ValueError,
+                f"MC1304: arguments disagree on dim 0: {first!r} has {say(wanted)} examples, {leaf.path!r} has {say(sizes)}",
+                "a step splits each tensor along dim 0, the batch",
+                (*fixes, f"mirrorc.replicated({leaf.path}), if it is no batch", "make them agree"),
             )
     if wanted is None:
-        raise ValueError(
-            "the call has no tensor to split: data parallelism splits tensor arguments along dim 0; pass the batch as "
-            "tensors, not all of them replicated"
+        raise problem(
+            ValueError,
+            "MC1306: the call has no tensor to split",
+            "data parallelism splits tensor arguments along dim 0",
+            "pass the batch as tensors, not all of them replicated",
         )
     return wanted
 
 
-def _if_listed(*paths: str) -> str:
+def _if_listed(*paths: str) -> tuple[str, ...]:
     lists = [path.rpartition("[")[0] for path in paths if path.endswith("]")]
-    if not lists:
-        return ""
-    return f". Each tensor in {lists[0]!r} is split: if it is one example, make one tensor of them, torch.stack({lists[0]})"
+    return (f"torch.stack({lists[0]}), if each tensor in {lists[0]!r} is one example",) if lists else ()
 
 
-def _if_offsets(*paths: str) -> str:
-    if not any("offsets" in path for path in paths):
-        return ""
-    return ". Bags that are given as indices and offsets are not split: give each a row of 2-D indices, filled with padding_idx"
+def _if_offsets(*paths: str) -> tuple[str, ...]:
+    has_offsets = any("offsets" in path for path in paths)
+    return ("give each bag a row of 2-D indices, filled with padding_idx, in place of offsets",) if has_offsets else ()
 
 
 def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:
     if leaf.tensor is None:
         if len(leaf.per_replica) != num_replicas:
-            raise ValueError(
-                f"argument {leaf.path!r} is a PerReplica of {len(leaf.per_replica)} values, but there are "
-                f"{num_replicas} replicas; give one value for each device"
+            raise problem(
+                ValueError,
+                f"MC1307: argument {leaf.path!r} is a PerReplica of {len(leaf.per_replica)} values, but there "
+                f"are {num_replicas} replicas",
+                fix="give one value for each device",
             )
         if any(tensor.dim() == 0 for tensor in leaf.per_replica):
-            raise ValueError(f"argument {leaf.path!r} is a PerReplica of scalars: it has no dim 0 to count examples by")
+            raise problem(
+                ValueError,
+                f"MC1307: argument {leaf.path!r} is a PerReplica of scalars",
+                "they have no dim 0 to count examples by",
+                "value[None]",
+            )
         return tuple(tensor.size(0) for tensor in leaf.per_replica)
     if leaf.tensor.dim() == 0:
-        raise ValueError(
-            f"argument {leaf.path!r} is a scalar tensor and cannot be split along dim 0; pass it as "
-            f"mirrorc.replicated({leaf.path})"
+        raise problem(
+            ValueError,
+            f"MC1306: argument {leaf.path!r} is a scalar tensor and cannot be split along dim 0",
+            fix=f"mirrorc.replicated({leaf.path})",
         )
     return _even_part_sizes(leaf.tensor.size(0), num_replicas, fewest)
 
 
 def _refuse_empty(leaf: Leaf) -> NoReturn:
-    leave_out = "a step needs at least one; leave an empty batch out"
+    why, leave_out = "a step needs at least one", "leave the empty batch out: if len(x): step(x, y)"
     if leaf.tensor is None:
-        raise ValueError(f"argument {leaf.path!r} has no examples on any replica: {leave_out}")
-    raise ValueError(
-        f"argument {leaf.path!r} has no examples (its dim 0 is 0): {leave_out}, or pass mirrorc.replicated({leaf.path}) if it is "
-        "no batch"
+        raise problem(ValueError, f"MC1305: argument {leaf.path!r} has no examples on any replica", why, leave_out)
+    raise problem(
+        ValueError,
+        f"MC1305: argument {leaf.path!r} has no examples, its dim 0 is 0",
+        why,
+        (leave_out, f"mirrorc.replicated({leaf.path}), if it is no batch"),
     )
 
 

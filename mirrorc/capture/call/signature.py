@@ -11,6 +11,7 @@ from torch import nn
 from mirrorc.capture.call.batch_norm import fewest_examples
 from mirrorc.capture.call.call_arguments import Call, flatten_call
 from mirrorc.capture.call.shards import Shards, split_call
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import forward_signature
 
 
@@ -37,7 +38,9 @@ class Signature:
         of_model = {k: v for k, v in kwargs.items() if k != "target" or not self._takes_target}
         why = self._why_not_bound(args, of_model)
         if why:
-            raise TypeError(f"{self._name}.forward{self._of_forward} cannot be called with these arguments: {why}")
+            raise problem(
+                TypeError, f"MC1301: {self._name}.forward{self._of_forward} cannot be called with these arguments", why
+            )
         call = flatten_call(self._names, args, kwargs)
         parts = self._microbatches if trains else 1
         split = functools.partial(
@@ -58,13 +61,17 @@ class Signature:
         if is_target and (trains or not is_input):
             return args[:-1], {**kwargs, "target": args[-1]}
         if is_target:
-            raise TypeError(
-                f"the last argument may be the target, or one of {self._name}.forward{self._of_forward}: name it, target=..., or "
-                "by its name there"
+            raise problem(
+                TypeError,
+                f"MC1301: the last argument may be the target, or one of {self._name}.forward{self._of_forward}",
+                fix="name it: target=..., or by its name there",
             )
         if trains and is_input:
-            raise TypeError(
-                "target is missing: with a loss_fn, call step(x, y) or step(x, target=y); y is what the loss_fn gets second"
+            raise problem(
+                TypeError,
+                "MC1301: target is missing: the step has a loss_fn",
+                "the loss_fn gets the target second",
+                "step(x, y) or step(x, target=y)",
             )
         return args, kwargs
 

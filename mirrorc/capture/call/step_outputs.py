@@ -12,6 +12,7 @@ from mirrorc.capture.call.call_arguments import Call, Constant, PerReplica, Stru
 from mirrorc.capture.call.containers import has_hash
 from mirrorc.capture.call.traced_outputs import IMMUTABLE, LeafKind, OutputLeaf, TracedOutputs
 from mirrorc.errors import CaptureError
+from mirrorc.messages.problem import problem
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,7 @@ def outputs_of(
     unknown = [name for name, (shape, _) in first.types.items() if shape and shape[0] == sizes[0]]
     note = ""
     if unknown and len(set(sizes)) == 1 and not is_whole:
-        note = (
-            f"{', '.join(map(repr, unknown))} may lie along the batch, which only a graph for another number of examples would "
-            "tell, and the model takes no other: a step returns what each replica gives, as a PerReplica"
-        )
+        note = ", ".join(map(repr, unknown))
     leaves = [_common(places, shard_of_replica) for places in zip(*(outputs.leaves for outputs in each), strict=True)]
     return Outputs(ways, note, first.structure, tuple(leaves), is_whole, first.types)
 
@@ -107,17 +105,20 @@ def refuse_outputs_apart(
         if not all(is_same_constant(first.value, other.value) for other in others)
     ]
     if apart:
-        reason = f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them"
-        remedy = (
-            "Remedy: mark a count or a sum by mirrorc.summed(), return a mean or a tensor with a row for each example"
-        )
+        what = f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them"
+        fixes = ("mark a count or a sum by mirrorc.summed()", "return a mean, or a tensor with a row for each example")
         if not has_examples:
-            raise CaptureError(
-                f"{reason}, so this worker, which has no examples, has none to give. {remedy}, or compile without return_outputs"
+            raise problem(
+                CaptureError,
+                f"MC2401: {what}",
+                "this worker has no examples, and so none to give",
+                (*fixes, "leave return_outputs out"),
             )
-        raise CaptureError(
-            f"{reason}, so each microbatch gives one of its own, and they cannot be put together. {remedy}, or compile without "
-            "microbatches or without return_outputs"
+        raise problem(
+            CaptureError,
+            f"MC2401: {what}",
+            "each microbatch gives one of its own, and they cannot be put together",
+            (*fixes, "leave microbatches or return_outputs out"),
         )
 
 
@@ -125,10 +126,14 @@ def _check_alike(first: TracedOutputs, other: TracedOutputs) -> None:
     kinds = [[(leaf.path, leaf.kind) for leaf in outputs.leaves] for outputs in (first, other)]
     if first.structure != other.structure or kinds[0] != kinds[1] or list(first.types) != list(other.types):
         differing = next((a[0] for a, b in zip(*kinds, strict=False) if a != b), "outputs")
-        raise CaptureError(
-            f"{differing!r} of what forward returns is another structure for another number of examples, a list with an item for "
-            "each example perhaps: replicas have shards, and their outputs could not be put together. Remedy: return tensors "
-            "with a row for each example, or compile without return_outputs"
+        raise problem(
+            CaptureError,
+            f"MC2401: {differing!r} of what forward returns has another structure for another number of examples",
+            "replicas have shards, and their outputs could not be put together",
+            (
+                "return tensors with a row for each example, in place of lists with an item for each",
+                "leave return_outputs out",
+            ),
         )
 
 
@@ -138,10 +143,12 @@ def _way(
     shapes, dtype = [shape for shape, _ in types], types[0][1]
     if name in summed:
         if len(set(shapes)) > 1:
-            raise CaptureError(
-                f"{name!r} is marked by mirrorc.summed(), but its shape follows the number of examples "
-                f"({list(shapes[0])} and {list(next(s for s in shapes if s != shapes[0]))}): there is nothing to add up. Remedy: "
-                "sum over the examples first"
+            shapes_differ = f"({list(shapes[0])} and {list(next(s for s in shapes if s != shapes[0]))})"
+            raise problem(
+                CaptureError,
+                f"MC2402: {name!r} is marked by mirrorc.summed(), but its shape follows the number of examples {shapes_differ}",
+                "there is nothing to add up",
+                "sum over the examples first",
             )
         return "summed"
     if not any(shapes):

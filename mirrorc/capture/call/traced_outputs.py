@@ -17,6 +17,7 @@ from mirrorc.capture.call.call_arguments import Structure
 from mirrorc.capture.call.containers import Parts, flatten_container, flatten_object
 from mirrorc.errors import CaptureError, MirrorcError
 from mirrorc.ir.nodes import ancestors
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import StandIns, give_values, results_with_stand_ins, sizes_now, storage_key
 
 
@@ -35,7 +36,7 @@ def summed(value: torch.Tensor) -> torch.Tensor:
         TypeError: the value is not a tensor.
     """
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"summed takes a tensor, not {type(value).__name__}: make one of it with torch.tensor")
+        raise TypeError(f"MC1701: summed takes a tensor, not {type(value).__name__}: make one of it with torch.tensor")
     if torch.compiler.is_dynamo_compiling():  # in a graph of the user's own; ours has `summed` as one call
         return value.view_as(value)
     marked = getattr(_noted, "marked", None)
@@ -93,17 +94,18 @@ def read_outputs(
         results, stand_ins = results_with_stand_ins(traced, leaves)
         again, others = results_with_stand_ins(traced, leaves)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise CaptureError(
-            f"{model_name} or its loss returns something that cannot be put together before its values are known, such as a "
-            f"Python number or an array made of a tensor by .item(), float() or .numpy() ({error}). Remedy: return the tensor, "
-            "and call .item() on what the step returns; or compile without return_outputs"
+        raise problem(
+            CaptureError,
+            f"MC2401: {model_name} or its loss returns something that is no tensor, made of a tensor's values",
+            f"it cannot be put together before its values are known: {error}",
+            ("return the tensor, and call .item() on what the step returns", "leave return_outputs out"),
         ) from None
     reader = _TraceReader(stand_ins, others, (results[0], again[0]), leaves, module)
     try:
         structure = reader.read(results[1], again[1], "outputs")
         reader.refuse_hidden()
     except UnreadableOutputError as error:
-        raise CaptureError(f"{model_name} or its loss {error}") from None
+        raise CaptureError(str(error)) from None
     marked = _marked(traced, reader.gathered, model_name)
     memory = memory_of_inputs(traced.graph)
     detached = [_detached_copy(traced, node, memory) for node in reader.gathered.values()]
@@ -142,15 +144,19 @@ def _marked(traced: fx.GraphModule, gathered: Mapping[str, fx.Node], model_name:
     names = frozenset(name for name, node in gathered.items() if _behind_conversions(node) in marks)
     for name, node in gathered.items() if marks else ():
         if name not in names and not marks.isdisjoint(ancestors(node)):
-            raise CaptureError(
-                f"{name!r}, which {model_name} or its loss returns, is computed of a value that is marked by mirrorc.summed(), "
-                "and is no sum itself. Remedy: mark what is returned, after everything that is computed of it"
+            raise problem(
+                CaptureError,
+                f"MC2402: {name!r}, which {model_name} or its loss returns, is computed of a summed() value",
+                "it is no sum itself",
+                "mark what is returned, after everything that is computed of it",
             )
     inner = [module for module in traced.modules() if module is not traced and isinstance(module, fx.GraphModule)]
     if any(module.graph.find_nodes(op="call_function", target=summed) for module in inner):
-        raise CaptureError(
-            f"{model_name} or its loss calls mirrorc.summed() in a function that is traced apart, such as one under "
-            "torch.utils.checkpoint, where the mark is lost. Remedy: mark what that function returns"
+        raise problem(
+            CaptureError,
+            f"MC2402: {model_name} or its loss calls mirrorc.summed() in a function that is traced apart",
+            "the mark is lost, as under torch.utils.checkpoint",
+            "mark what that function returns",
         )
     return names
 
@@ -225,9 +231,11 @@ class OutputReader:
             self.refuse(f"a {type(value).__qualname__}", path)
 
     def refuse(self, kind: str, path: str) -> NoReturn:
-        raise UnreadableOutputError(
-            f"returns {kind}, as {path!r}, which a step cannot make again of what the replicas give. Remedy: return the tensors "
-            "in it, in a tuple, a dict or a dataclass; or compile without return_outputs"
+        raise problem(
+            UnreadableOutputError,
+            f"MC2401: forward or loss returns {kind}, as {path!r}",
+            "a step cannot make it again of what the replicas give",
+            ("return the tensors in it, in a tuple, a dict or a dataclass", "leave return_outputs out"),
         )
 
 
@@ -270,9 +278,11 @@ class _TraceReader(OutputReader):
         if node is not None:
             return LeafKind.GATHERED, node
         if id(tensor) not in self._known and storage_key(tensor) in self._memory:
-            raise UnreadableOutputError(
-                f"returns {path!r}, a view of an argument, a parameter or a buffer that no operator has made (.T, .mT, .data): a "
-                "captured step would not make it anew. Remedy: return a copy, with .clone()"
+            raise problem(
+                UnreadableOutputError,
+                f"MC2401: forward or loss returns {path!r}, a view (.T, .mT, .data) of an argument, a parameter or a buffer",
+                "no operator has made it, and a captured step would not make it anew",
+                "return a copy, with .clone()",
             )
         return LeafKind.CONSTANT, tensor
 

@@ -11,8 +11,11 @@ from torch import fx
 
 from mirrorc.capture.diagnostics.known_failures import INSTALLS_HOOKS, known_failure
 from mirrorc.errors import CaptureError
-from mirrorc.messages.source_lines import last_users_line, module_of
+from mirrorc.messages.problem import message, problem, with_line
+from mirrorc.messages.source_lines import last_users_line, line_of, module_of
 from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, user_frames
+
+EVEN_BATCHES = "use batches that divide by the number of devices"
 
 
 class LoneExampleError(CaptureError):
@@ -20,11 +23,13 @@ class LoneExampleError(CaptureError):
 
 
 class UnreadableError(CaptureError):
-    """Raised for Python that a tracer cannot follow. In messages, "cannot capture" and the model's name precede ``why``."""
+    """Raised for Python that a tracer cannot follow; plain PyTorch can run it. ``why`` says what that is, without a fix."""
 
     def __init__(self, refusal: str, why: str) -> None:
-        super().__init__(f"{refusal} Or leave forward and backward to plain PyTorch, with capture='autograd'.")
-        self.refusal, self.why = refusal, why
+        super().__init__(
+            with_line(refusal, "fix", "mirrorc.Compiler(capture='autograd'), which runs it as plain PyTorch")
+        )
+        self.why = why
 
 
 class HooksMissingError(CaptureError):
@@ -32,59 +37,78 @@ class HooksMissingError(CaptureError):
 
 
 def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
-    where, subject = _place(error)
+    at, subject = _place(error)
     text = str(error).lower()
     raised = _RAISED.search(str(error))
-    reason = f"{raised[1]}: {raised[3]}" if raised else _reason(str(error)) or type(error).__name__
-    known = known_failure(text, traced_frames(error))
-    runs_as_pytorch = False
-    if known is not None:
-        reason, remedy, runs_as_pytorch = known.reason, known.remedy, known.runs_as_pytorch
-    elif any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):
-        runs_as_pytorch = True
-        remedy = (
-            "the captured graph cannot branch on tensor values: use torch.where, compute with tensors "
-            "instead of Python numbers, or decide before the step"
+    if (known := known_failure(text, traced_frames(error))) is not None:
+        return cannot_trace(
+            model_name, known.reason, known.remedy, at, known.runs_as_pytorch, is_of_hooks=known is INSTALLS_HOOKS
         )
-    elif raised is not None:
+    reason = _reason(str(error)) or type(error).__name__
+    if any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):
+        fix = "use torch.where, compute with tensors instead of Python numbers, or decide before the step"
+        return cannot_trace(model_name, reason, fix, at, True, code="MC2102")
+    if raised is not None:
         shapes = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves)
-        where += f" with the tensors of one shard ({shapes})" if shapes else ""
-        call = "loss_fn(model(...), target)" if subject == "the loss" else "model(...)"
-        remedy = f"give the batch the shapes and dtypes that {subject} takes: {call} fails on one shard, too"
-        if "observed exception" in text:
-            remedy = f"mend the batch or {subject}: {call} should raise this on one shard, too"
-        if "more than 1 value per channel" in text:
-            return LoneExampleError(
-                f"cannot capture {model_name}{where}: {reason}. Remedy: give the batch, and each part of a PerReplica, two "
-                "examples or more: torch refuses one on one device, too."
-            )
-    elif "share storage" in text or "view input mutations" in text:
-        remedy = "give one of the two memory of its own, with .clone(), and write it where it should follow"
-    elif "requires_grad_" in text:
-        remedy = "set requires_grad before the step, not inside forward"
-    else:
-        remedy, runs_as_pytorch = f"make {subject} traceable, or move it out of forward", True
-    refusal = f"cannot capture {model_name}{where}: {reason}. Remedy: {remedy}."
+        return raised_by_user(model_name, f"{raised[1]}: {raised[3]}", at, subject, shapes)
+    if "share storage" in text or "view input mutations" in text:
+        fix = "give one of the two memory of its own, with .clone(), and write it where it should follow"
+        return cannot_trace(model_name, reason, fix, at)
+    if "requires_grad_" in text:
+        return cannot_trace(model_name, reason, "set requires_grad before the step, not inside forward", at)
+    return cannot_trace(model_name, reason, f"make {subject} traceable, or move it out of forward", at, True)
+
+
+def cannot_trace(
+    model_name: str,
+    why: str,
+    fix: str,
+    at: str = "",
+    runs_as_pytorch: bool = False,
+    *,
+    code: str = "MC2101",
+    is_of_hooks: bool = False,
+) -> CaptureError:
+    refusal = message(f"{code}: cannot capture {model_name} as one graph", why, fix, at=at)
     if runs_as_pytorch:
-        return UnreadableError(refusal, f"{where}: {reason}")
-    return HooksMissingError(refusal) if known is INSTALLS_HOOKS else CaptureError(refusal)
+        return UnreadableError(refusal, f"{f'{at}: ' if at else ''}{why}")
+    return HooksMissingError(refusal) if is_of_hooks else CaptureError(refusal)
+
+
+def raised_by_user(
+    model_name: str, reason: str, at: str = "", subject: str = "the model", shapes: str = "", fix: str = ""
+) -> CaptureError:
+    """The error for an exception of the user's code, or of torch's, which plain PyTorch raises as well."""
+    if "more than 1 value per channel" in reason:
+        return problem(
+            LoneExampleError,
+            f"MC2104: {model_name} normalizes over the examples of a shard, and a shard has one: {reason}",
+            "torch refuses one example on one device, too",
+            "give the batch, and each part of a PerReplica, two examples or more",
+            at=at,
+        )
+    call = "loss_fn(model(...), target)" if subject == "the loss" else "model(...)"
+    return problem(
+        CaptureError,
+        f"MC2103: {model_name} or its loss raised {reason}",
+        f"plain PyTorch raises the same on one shard{f', {shapes}' if shapes else ''}",
+        fix or f"give the batch the shapes, dtypes and values that {subject} takes, and try {call} on one shard",
+        at=at,
+    )
 
 
 def _place(error: Exception) -> tuple[str, str]:
+    """The line that could not be traced, and a name for what is there."""
     frames, traced = user_frames(error), traced_frames(error)
     recorded = "" if frames else last_users_line(str(error))  # after tracing, the message contains the line
-    line = f" at {recorded}" if recorded else ""
-    if frames:
-        line = f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"'
+    line = line_of(frames[-1]) if frames else recorded
     module, subject = _module(failing_node(error))
     if line:
         return f"{line}, in {module}" if subject == "this module" else line, "this line"
-    if module:
-        return f" in {module}", subject
-    if subject:
-        return "", subject
+    if module or subject:
+        return module, subject
     last = traced[-1] if traced and traced[-1].filename.startswith(torch.__path__[0]) else None
-    return f" at {last.filename}:{last.lineno} in {last.name}" if last is not None else "", "the model"
+    return f"{last.filename}:{last.lineno} in {last.name}" if last is not None else "", "the model"
 
 
 def _module(node: fx.Node | None) -> tuple[str, str]:
@@ -134,9 +158,11 @@ def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
     """Refuses a loss that is not a real scalar tensor with a gradient."""
     loss = _checked_loss(loss, model_name)
     if not loss.requires_grad:
-        raise CaptureError(
-            f"the loss of {model_name} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "
-            ".detach(), .item(), torch.no_grad() or argmax on the way from the parameters to the loss"
+        raise problem(
+            CaptureError,
+            f"MC2203: the loss of {model_name} does not depend on any trainable parameter",
+            f"it is {loss.dtype}, without a gradient",
+            "remove .detach(), .item(), torch.no_grad() or argmax between the parameters and the loss",
         )
     return loss
 
@@ -144,36 +170,63 @@ def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
 def check_evaluated_loss(loss: Any, model_name: str, *, is_from_loss_function: bool) -> None:
     checked = _checked_loss(loss, model_name)
     if checked.dim() and not is_from_loss_function:
-        raise CaptureError(
-            f"{model_name} returns one number of shape {list(checked.shape)} for a shard, which is its loss, or the output for "
-            "a single example: a step cannot tell. Remedy: return a loss as a scalar, as .mean() gives it, and an output in an "
-            "object with loss=None; or give compile() a loss_fn"
+        raise problem(
+            CaptureError,
+            f"MC2202: {model_name} returns one number of shape {list(checked.shape)}, a loss or the output for one example",
+            "a step cannot tell which",
+            (
+                "return a loss as a scalar, as .mean() gives it, and an output in an object with loss=None",
+                "mirrorc.compile(..., loss_fn=...)",
+            ),
         )
     if not checked.is_floating_point():
-        raise CaptureError(
-            f"the loss of {model_name} is {checked.dtype}: that of a batch is a mean over examples, and no whole number. "
-            "Remedy: make it one of floating point, with .float()"
+        raise problem(
+            CaptureError,
+            f"MC2204: the loss of {model_name} is {checked.dtype}",
+            "the loss of a batch is a mean over examples, which is no whole number",
+            "loss.float()",
         )
 
 
 def _checked_loss(loss: Any, model_name: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() == 0:
-        raise CaptureError(
-            f"{model_name} gives no loss: without loss_fn the model must return the loss as a tensor, as the first item of a "
-            "tuple, or in a dict or an object with '.loss' (have you passed the labels?); else give compile() a "
-            "loss_fn(output, target) that returns it likewise"
+        raise problem(
+            CaptureError,
+            f"MC2201: {model_name} gives no loss",
+            "without loss_fn the model returns it: as a tensor, the first item of a tuple, or in a dict or object as '.loss'",
+            ("pass the labels to the model", "mirrorc.compile(..., loss_fn=...), a function loss_fn(output, target)"),
         )
     if loss.numel() != 1:
-        raise CaptureError(
-            f"the loss of {model_name} is no scalar, it has shape {list(loss.shape)}: reduce it, with .mean() or .sum(), and "
-            "tell compile() which by loss_reduction"
+        raise problem(
+            CaptureError,
+            f"MC2202: the loss of {model_name} is no scalar, it has shape {list(loss.shape)}",
+            fix=("loss.mean()", "loss.sum(), and mirrorc.compile(..., loss_reduction='sum')"),
         )
     if loss.is_complex():
-        raise CaptureError(
-            f"the loss of {model_name} is a complex number, of which PyTorch has no backward: return its real part, loss.real, "
-            "or its size, loss.abs()"
+        raise problem(
+            CaptureError,
+            f"MC2204: the loss of {model_name} is a complex number",
+            "PyTorch has no backward of it",
+            ("loss.real", "loss.abs()"),
         )
     return loss
+
+
+def written_parameter(model_name: str, name: str) -> CaptureError:
+    return problem(
+        CaptureError,
+        f"MC2304: forward or loss of {model_name} writes the parameter {name!r} in place",
+        "parameters change in the optimizer only",
+        ("make it a buffer", "write it between steps"),
+    )
+
+
+def sparse_gradient(name: str, model_name: str, subject: str) -> str:
+    return message(
+        f"MC2501: the gradient of {name!r} in {model_name} is sparse",
+        f"{subject} are dense",
+        "look it up with sparse=False",
+    )
 
 
 def refuse_written_inputs(
@@ -183,18 +236,21 @@ def refuse_written_inputs(
     if joint.written_inputs:
         kind, name = joint.written_inputs[0]
         if kind == "buffer":
-            raise CaptureError(
-                f"forward of {model_name} writes a value that requires a gradient to the buffer {variable_names[name]!r}, "
-                "which would keep the graph of this step: in plain PyTorch, backward of the next step that reads it would go "
-                "through this one's, and fail. Remedy: write the detached value, or compute with a copy, as in "
-                f"{name.rpartition('.')[2]} = self.{name.rpartition('.')[2]}.clone()"
+            name = variable_names[name].rpartition(".")[2]
+            raise problem(
+                CaptureError,
+                f"MC2304: forward of {model_name} writes a value that requires a gradient to the buffer {name!r}",
+                "the buffer would keep the graph of this step, and backward of the next step would fail in plain PyTorch",
+                (
+                    f"write the detached value, self.{name}.copy_(value.detach())",
+                    f"compute with a copy, {name} = self.{name}.clone()",
+                ),
             )
         if kind == "parameter":
-            raise CaptureError(
-                f"forward of {model_name} writes the parameter {variable_names[name]!r} in place: parameters change in "
-                "the optimizer only; make it a buffer, or write it between steps"
-            )
-        raise CaptureError(
-            f"forward of {model_name} writes its argument {leaf_names[int(name)]!r} in place: shards are views of the batch; "
-            "clone it first, as in x = x.clone()"
+            raise written_parameter(model_name, variable_names[name])
+        raise problem(
+            CaptureError,
+            f"MC2304: forward of {model_name} writes its argument {leaf_names[int(name)]!r} in place",
+            "shards are views of the batch",
+            "clone it first, x = x.clone()",
         )

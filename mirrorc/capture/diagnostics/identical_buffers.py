@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
+from mirrorc.messages.problem import problem
 
 _KIND = "_SpectralNorm"  # the class registered by torch.nn.utils.parametrizations.spectral_norm
 _VECTORS = ("_u", "_v")
@@ -55,10 +56,11 @@ def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
     """
     ways = {hashes.get(name) for hashes in alike}
     if len(ways) > 1 and None not in ways:
-        raise CaptureError(
-            f"{name!r}, a vector of a spectral norm, is iterated another number of times for shards of other sizes, so replicas "
-            "would have different ones. Remedy: call the module as often whatever the size of the batch is, with all examples "
-            "at once."
+        raise problem(
+            CaptureError,
+            f"MC2505: the spectral norm {name!r} is iterated another number of times for shards of other sizes",
+            "replicas would have different vectors",
+            "call its module as often whatever the size of the batch is, with all examples at once",
         )
     return None not in ways
 

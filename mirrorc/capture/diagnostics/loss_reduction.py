@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.weighted_means import bound_arguments
 from mirrorc.ir.nodes import ancestors
+from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import last_users_frame
 from mirrorc.torch_internals import leaf_of_placeholder
 
@@ -88,17 +89,16 @@ def notes_on_reductions(
         if (reduction.kind == _SUM) == (loss_reduction == "sum"):
             continue
         if reduction.kind == _SUM:
-            explanation = (
-                "is a sum over the examples, and the step takes the loss for a mean: it adds up the sums of the shards by their "
-                f"part of the batch, which makes about 1/{num_devices} of the sum of the batch. Give loss_reduction='sum' to "
-                "mirrorc.compile()"
+            text = message(
+                f"MC3102: {reduction.function} in the loss of {model_name} is a sum, but the step averages it over devices",
+                f"loss and gradients are about 1/{num_devices} of the sum over the batch",
+                "mirrorc.compile(..., loss_reduction='sum')",
             )
         else:
-            explanation = (
-                "is a mean over the examples, and with loss_reduction='sum' the step adds up the means of the shards: "
-                f"about {num_devices} times the mean of the batch. Leave loss_reduction out, or use reduction='sum'"
+            text = message(
+                f"MC3102: {reduction.function} in the loss of {model_name} is a mean, but loss_reduction='sum' adds it up",
+                f"loss and gradients are about {num_devices} times the mean of the batch",
+                ("leave loss_reduction= out", f"{reduction.function}(..., reduction='sum')"),
             )
-        notes.append(
-            Note(f"{reduction.function} in the loss of {model_name} {explanation}", reduction.filename, reduction.line)
-        )
+        notes.append(Note(text, reduction.filename, reduction.line))
     return tuple(notes)

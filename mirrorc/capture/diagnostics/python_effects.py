@@ -13,6 +13,8 @@ from torch import fx
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import UnreadableError
 from mirrorc.errors import CaptureError
+from mirrorc.messages.problem import message, problem
+from mirrorc.messages.source_lines import line_of
 from mirrorc.torch_internals import (
     PythonCall,
     PythonWrite,
@@ -75,28 +77,54 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
     for path, container in changed:
         if container.only_loses:
             continue
-        raise CaptureError(
-            f"forward or loss of {model_name} changes its argument {path!r}{users_place(container.stack)}: each replica has a "
-            "container of its own, made for the step, so that the caller's would stay as it is. Remedy: change a copy, as in "
-            "dict(batch) or list(states), return what is to last with the output, or keep it in a buffer and write that in place "
-            "(self.x.copy_(value))."
+        raise problem(
+            CaptureError,
+            f"MC2302: forward or loss of {model_name} changes its argument {path!r}",
+            "each replica has a container of its own, so that yours would stay as it is",
+            (
+                "change a copy, dict(batch) or list(states), and return what is to last",
+                "keep it in a buffer, self.x.copy_(value)",
+            ),
+            at=users_place(container.stack),
         )
     for path, container in changed:
         frame = _users_frame(container.stack) or _UNKNOWN
-        notes.append(
-            Note.at(
-                frame,
-                f"{model_name} takes items out of its argument {path!r} ({frame.line}), which stay in yours: each replica has a "
-                "container of its own. Take them out of a copy, as in dict(batch), or before the step",
-            )
+        text = message(
+            f"MC3303: {model_name} takes items out of its argument {path!r}, which stay in yours",
+            "each replica has a container of its own",
+            "take them out of a copy, dict(batch), or before the step",
+            at=line_of(frame),
         )
+        notes.append(Note.at(frame, text))
     return tuple(notes)
 
 
 def users_place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The user's innermost line, as the continuation of a sentence; empty if no frame is the user's."""
+    """The user's innermost line; empty if no frame is the user's."""
     frame = _users_frame(stack)
-    return f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
+    return line_of(frame) if frame is not None else ""
+
+
+def drawn_number(model_name: str, why: str, at: str) -> CaptureError:
+    return problem(
+        CaptureError,
+        f"MC2303: forward or loss of {model_name} draws a number at random outside of torch",
+        why,
+        ("torch.rand(())", "draw it before the step, and pass it as a replicated tensor"),
+        at=at,
+    )
+
+
+def assigned_attribute(model_name: str, name: str, why: str, at: str = "") -> str:
+    return message(
+        f"MC2301: forward of {model_name} sets {name}",
+        why,
+        (
+            "return it, pass it as an argument, or use a local variable",
+            "for what must survive the call: self.register_buffer('x', ...) once, and self.x.copy_(value) in forward",
+        ),
+        at=at,
+    )
 
 
 _Stacks = Sequence[Sequence[traceback.FrameSummary]]
@@ -104,16 +132,14 @@ _Stacks = Sequence[Sequence[traceback.FrameSummary]]
 
 def _refuse_draws(draws: _Stacks, cached_draws: _Stacks, model_name: str) -> None:
     for stack in draws:
-        raise CaptureError(
-            f"forward or loss of {model_name} draws a number from Python's random{users_place(stack)}, which would be the same "
-            "in every step of a captured graph. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and "
-            "pass it as a replicated tensor."
-        )
+        raise drawn_number(model_name, "a captured graph would have the same number in every step", users_place(stack))
     for stack in cached_draws:
-        raise CaptureError(
-            f"forward or loss of {model_name} calls a function that keeps the random numbers that it has drawn (functools.cache)"
-            f"{users_place(stack)}: a captured step would draw them anew each time. Remedy: call it before the step, and keep "
-            "the result in a buffer, or pass it as a replicated tensor."
+        raise problem(
+            CaptureError,
+            f"MC2303: forward or loss of {model_name} calls a function that keeps its random numbers (functools.cache)",
+            "a captured step would draw them anew each time",
+            "call it before the step, and keep the result in a buffer, or pass it as a replicated tensor",
+            at=users_place(stack),
         )
 
 
@@ -151,19 +177,17 @@ def _refuse_state(write: PythonWrite, is_read: bool, model_name: str) -> None:
     where = users_place(write.stack)
     if _OF_A_MODULE.match(write.source):
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
-        owner = f"its module {name!r}" if name else "itself"
-        reason = f"assigns an attribute of {owner} (self.x = ...){where}"
-        refusal = (
-            f"forward of {model_name} {reason}, which a captured graph does not do again in every step. Remedy: write buffers "
-            "in place (self.x.add_(1), self.x.copy_(value)), pass changing values as arguments, use local variables for values "
-            "of one call, and return values such as an auxiliary loss."
-        )
-        raise CaptureError(refusal) if is_read else UnreadableError(refusal, f": forward {reason}")
+        sets = f"an attribute of {f'its module {name!r}' if name else 'itself'}, self.x = ..."
+        refusal = assigned_attribute(model_name, sets, "a compiled step would not set it again", where)
+        why = f"{where}: forward sets {sets}" if where else f"forward sets {sets}"
+        raise CaptureError(refusal) if is_read else UnreadableError(refusal, why)
     if is_read:
-        raise CaptureError(
-            f"forward or loss of {model_name} reads and changes {write.words.name}{where}: each step would go on from the last "
-            "one, which a captured graph cannot. Remedy: keep it in a buffer and write that in place (self.x.add_(1)), or "
-            "change it between steps."
+        raise problem(
+            CaptureError,
+            f"MC2301: forward or loss of {model_name} reads and changes {write.words.name}",
+            "each step would go on from the last one, which a captured graph cannot",
+            ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it between steps"),
+            at=where,
         )
 
 
@@ -177,8 +201,16 @@ def _of_write(write: PythonWrite, model_name: str) -> Note:
     name, place = write.words
     return Note.at(
         frame,
-        f"{model_name} changes {name} in {place or 'forward or loss'} ({frame.line}), which a captured step does not do. "
-        "Return what you want to see with the output, keep it in a buffer, or collect it with the plain model between steps",
+        message(
+            f"MC3301: {model_name} changes {name} in {place or 'forward or loss'}, which a captured step does not do",
+            "",
+            (
+                "return what you want to see, with return_outputs=True",
+                "keep it in a buffer",
+                "collect it with the plain model between steps",
+            ),
+            at=line_of(frame),
+        ),
     )
 
 
@@ -188,13 +220,13 @@ def _of_calls(calls: Sequence[PythonCall], model_name: str) -> list[Note]:
         frame = _users_frame(call.stack)
         if frame is None or not call.repeats or "site-packages" in frame.filename:
             continue  # libraries log such things once
-        done = "ran while the step was traced" if call.has_run else "was left out"
-        notes.append(
-            Note.at(
-                frame,
-                f"{call.name} in {model_name} {done}: a captured step does not call it ({frame.line}). Call it between steps",
-            )
+        done = "ran once, while the step was traced" if call.has_run else "was left out"
+        text = message(
+            f"MC3302: {call.name} in {model_name} {done}: a captured step does not call it",
+            fix="call it between steps",
+            at=line_of(frame),
         )
+        notes.append(Note.at(frame, text))
     return notes
 
 

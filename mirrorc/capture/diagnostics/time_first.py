@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from mirrorc.capture.call.call_arguments import Leaf
 from mirrorc.custom_ops.recurrent import recurrent
 from mirrorc.errors import CaptureError
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import leaf_of_placeholder
 
 _KEEPS_FIRST_DIM = {
@@ -64,8 +65,12 @@ def refuse_split_time(leaves: Sequence[Leaf], with_time_first: Sequence[int], mo
     for index in with_time_first:
         leaf = leaves[index]
         if leaf.split:
-            raise CaptureError(
-                f"a recurrent layer of {model_name} takes dim 0 of argument {leaf.path!r} as time, and a step splits arguments "
-                "along dim 0, where it expects the examples. Remedy: pass arguments with the examples first, and make the "
-                f"layer with batch_first=True, or give it {leaf.path}.transpose(0, 1) in forward"
+            raise problem(
+                CaptureError,
+                f"MC2502: a recurrent layer of {model_name} takes dim 0 of argument {leaf.path!r} as time",
+                "a step splits arguments along dim 0, where it expects the examples",
+                (
+                    "make the layer with batch_first=True, and pass arguments with the examples first",
+                    f"pass the examples first, and give the layer {leaf.path}.transpose(0, 1) in forward",
+                ),
             )

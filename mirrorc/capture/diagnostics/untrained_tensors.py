@@ -13,7 +13,8 @@ from torch import fx
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.errors import CaptureError
-from mirrorc.messages.source_lines import last_users_frame
+from mirrorc.messages.problem import message, problem
+from mirrorc.messages.source_lines import last_users_frame, line_of
 from mirrorc.torch_internals import guards_of, outside_tensors, reading_names, storage_key
 
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow"))}
@@ -32,22 +33,28 @@ def untrained_tensors(
     for name, (node, tensor) in zip(names, untrained, strict=True):
         if tensor.grad_fn is not None:
             frame = _users_frame(node)
-            where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
-            raise CaptureError(
-                f"forward or loss of {model_name} reads {name}{where}, which was computed outside of the step with a gradient "
-                f"({tensor.grad_fn.name()}): a captured step has no such backward. Remedy: compute it in forward or in the "
-                "loss, or detach it."
+            raise problem(
+                CaptureError,
+                f"MC2305: forward or loss of {model_name} reads {name}, computed outside of the step with a gradient",
+                f"a captured step has no such backward ({tensor.grad_fn.name()})",
+                ("compute it in forward or in the loss", "detach it"),
+                at=line_of(frame) if frame is not None else "",
             )
     frame = _users_frame(untrained[0][0])
     many = f" and {len(names) - 3} others" if len(names) > 3 else ""
-    note = (
-        f"the loss of {model_name} depends on {', '.join(names[:3])}{many}: what requires a gradient but is neither a "
-        "parameter of the model nor of a loss that is a module. This step gives no gradient to it, so that its optimizer "
-        "cannot train it. Make it a parameter of the model, or of a loss that is a module; if another step trains it, as that "
-        "of a critic, make that step before this one is first called; if nothing is to train it, call requires_grad_(False) on "
-        "it"
+    return (Note.at(frame, untrained_text(model_name, f"{', '.join(names[:3])}{many}")),)
+
+
+def untrained_text(model_name: str, what: str) -> str:
+    return message(
+        f"MC3305: the loss of {model_name} depends on {what}, to which this step gives no gradient",
+        "it is no parameter of the model, nor of a loss that is a module, and no optimizer trains it here",
+        (
+            "make it a parameter of the model, or of a loss that is a module",
+            "if another step trains it, as that of a critic, make that step before this one is first called",
+            "requires_grad_(False) on it, if nothing is to train it",
+        ),
     )
-    return (Note.at(frame, note),)
 
 
 def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:

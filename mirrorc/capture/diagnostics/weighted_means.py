@@ -15,11 +15,6 @@ from mirrorc.capture.call.shards import Shards
 from mirrorc.messages.source_lines import last_users_line
 from mirrorc.torch_internals import leaf_of_placeholder
 
-REMEDY = (
-    "for a mean over examples use reduction='none' and average over each example's targets, then over the examples, or "
-    "reduction='sum' and divide by a number that is the same for all shards"
-)
-
 DEFAULT_IGNORE_INDEX = -100
 _SIGNATURES = {function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)}
 
@@ -87,36 +82,33 @@ def _leaf_behind(node: fx.Node) -> int | None:
 
 
 def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, ...]:
-    remarks: list[str] = []
-    for mean in means if num_replicas > 1 else ():
-        remarks += _remarks_on_weights(mean)
-        if mean.ignore_index != DEFAULT_IGNORE_INDEX:
-            remarks.append(
-                f"{_place(mean)} leaves out targets that are {mean.ignore_index}: a replica divides by how many it keeps"
-            )
-    return tuple(dict.fromkeys(remarks))
+    texts = [_text(mean) for mean in means if num_replicas > 1]
+    return tuple(dict.fromkeys(text for text in texts if text))
 
 
 def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, ...]:
     differences: list[str] = []
     present = [tensors for tensors, size in zip(shards.tensors, shards.num_examples, strict=True) if size]
     for mean in means if len(present) > 1 else ():
-        differences += _remarks_on_weights(mean)
         targets_of_shards = [] if mean.leaf is None else [tensors[mean.leaf] for tensors in present]
         counts = [(int((targets == mean.ignore_index).sum()), targets.numel()) for targets in targets_of_shards]
         if len({few / many for few, many in counts if many}) > 1:
             numbers = ", ".join(f"{few} of {many}" for few, many in counts)
-            differences.append(
-                f"{_place(mean)} leaves out targets that are {mean.ignore_index}, {numbers} in the shards of this batch: a "
-                "replica divides by how many it keeps"
-            )
+            differences.append(f"{_text(mean, ignores=True)} ({numbers} in the shards of this batch)")
+        elif mean.is_weighted:
+            differences.append(_text(mean))
     return tuple(dict.fromkeys(differences))
 
 
-def _remarks_on_weights(mean: WeightedMean) -> list[str]:
-    text = f"{_place(mean)} is a mean weighted by class: a replica divides by the weights of its own targets"
-    return [text] if mean.is_weighted else []
+def _text(mean: WeightedMean, *, ignores: bool = False) -> str:
+    """What a replica divides by; empty if it is the number of its examples."""
+    divisors = [
+        *(["the class weights"] if mean.is_weighted else []),
+        *([f"the number of targets that are not {mean.ignore_index}"] if ignores or _ignores(mean) else []),
+    ]
+    place = f"{mean.function}{f' at {mean.line}' if mean.line else ''}"
+    return f"in {place}, each device divides by {' and '.join(divisors)} of its own shard" if divisors else ""
 
 
-def _place(mean: WeightedMean) -> str:
-    return f"{mean.function}{f' at {mean.line}' if mean.line else ''}"
+def _ignores(mean: WeightedMean) -> bool:
+    return mean.ignore_index != DEFAULT_IGNORE_INDEX

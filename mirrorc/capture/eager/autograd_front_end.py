@@ -22,6 +22,7 @@ from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
 from mirrorc.custom_ops.eager_calls import register_call, run_evaluation, run_forward, sizes_of, take_gradient
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import LOSS_OUTPUT
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import FakeTensorMode, JointGraph
 
 _REMARK = (
@@ -66,9 +67,11 @@ class AutogradFrontEnd(FrontEnd):
     ) -> Traced:
         model_name = type(call.model).__name__
         if synchronizes(call):
-            raise CaptureError(
-                f"{model_name} has a SyncBatchNorm in train mode, which takes statistics over all replicas, and those that "
-                "run as plain PyTorch have their own alone. Remedy: compile it with capture='dynamo', or use a BatchNorm"
+            raise problem(
+                CaptureError,
+                f"MC2503: {model_name} has a SyncBatchNorm in train mode, which cannot run as plain PyTorch here",
+                "it takes statistics over all replicas, and a replica that runs as plain PyTorch has its own alone",
+                ("mirrorc.Compiler(capture='dynamo')", "use nn.BatchNorm2d"),
             )
         opaque = OpaqueCall(call, model_name)
         trials = first_runs(opaque, call, call.data or [leaves], leaves, model_name)

@@ -13,13 +13,13 @@ from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_mar
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
 from mirrorc.capture.eager.eager_run import (
-    REACHED_OTHERWISE,
     Recorded,
     Run,
     ThreadModes,
     note_reach,
     parameter_of_run,
     reached_otherwise,
+    reached_text,
 )
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
@@ -30,6 +30,7 @@ from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.custom_ops.replica_collectives import refused_collectives
 from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.errors import CaptureError, ExecutionError
+from mirrorc.messages.problem import message, problem
 
 
 class OpaqueCall:
@@ -87,7 +88,7 @@ class OpaqueCall:
         try:
             run = self.run_forward(stream, leaves, parameters, buffers, self.recorded.transient)
         except UnreadableOutputError as error:
-            raise ExecutionError(f"{self._model_name} {error}") from None
+            raise ExecutionError(str(error)) from None
         self._check_loss(run)
         self._check_reach(run)
         self._check_writes(run)
@@ -195,10 +196,16 @@ class OpaqueCall:
         yield
         if not all(map(torch.equal, before, generator_states(devices))):
             raise ExecutionError(
-                f"{phase} of {self._model_name} drew random numbers of torch, and drew none when it was captured (or another "
-                "thread drew some meanwhile), so that replicas would draw in any order. Remedy: have each call draw, if only "
-                "by torch.rand(())"
+                self._changed(
+                    f"{phase} of {{}} drew random numbers of torch, and drew none when it was captured",
+                    "replicas would draw in any order; another thread that draws meanwhile looks the same",
+                    "have each call draw, torch.rand(())",
+                )
             )
+
+    def _changed(self, what: str, why: str, fix: str | Sequence[str], now: str = "") -> str:
+        """The text for a call that does something else than when it was captured."""
+        return message(f"MC2601: {what.format(self._model_name)}", why, fix, now=now)
 
     def _check_loss(self, run: Run) -> None:
         loss, dtype, trains = run.loss, self.recorded.loss_dtype, self._call.trains
@@ -210,16 +217,17 @@ class OpaqueCall:
                 f"one number of {dtype}{' with a gradient' if trains else ''}" if dtype is not None else "not there"
             )
             raise ExecutionError(
-                f"the loss of {self._model_name} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call, and was "
-                f"{wanted} when it was captured: return such a loss each time"
+                self._changed(
+                    f"the loss of {{}} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call",
+                    f"it was {wanted} when it was captured",
+                    "return such a loss each time",
+                )
             )
 
     def _check_reach(self, run: Run) -> None:
         name = reached_otherwise(note_reach(run), self.parameters) if self._call.trains else None
         if name is not None:
-            raise ExecutionError(
-                f"forward or loss of {self._model_name} reaches the parameter {_short(name)!r} in this call {REACHED_OTHERWISE}"
-            )
+            raise ExecutionError(reached_text(self._model_name, _short(name)))
 
     def _check_outputs(self, run: Run) -> None:
         if run.outputs is None or self.recorded.outputs is None:
@@ -227,9 +235,14 @@ class OpaqueCall:
         name = difference(run.outputs.record, self.recorded.outputs)
         if name:
             raise ExecutionError(
-                f"{self._model_name} or its loss returns something else as {name!r} in this call than when it was captured: the "
-                "structure, the shape or dtype of a tensor, or a value that is no tensor. Remedy: return tensors of the same "
-                "shapes each time, and a number that changes as a tensor; or compile without return_outputs"
+                self._changed(
+                    f"{{}} or its loss returns something else as {name!r} than when it was captured",
+                    "the structure, the shape or dtype of a tensor, or a value that is no tensor, has changed",
+                    (
+                        "return tensors of the same shapes each time, and a number that changes as a tensor",
+                        "leave return_outputs out",
+                    ),
+                )
             )
 
     def _check_writes(self, run: Run) -> None:
@@ -240,37 +253,49 @@ class OpaqueCall:
             for place in run.written(tensors):
                 name = f" {_short([*variables][place])!r}" if variables else ""
                 raise ExecutionError(
-                    f"forward of {self._model_name} wrote its {kind}{name} in place in this call, and did not when it was "
-                    "captured: that stays written, whatever is undone. Remedy: write a copy, and load a checkpoint of the model"
+                    self._changed(
+                        f"forward of {{}} wrote its {kind}{name} in place, and did not when it was captured",
+                        "",
+                        "write a copy, and load a checkpoint of the model",
+                        "it stays written, whatever is undone",
+                    )
                 )
         names = [*self.buffers]
         for place in run.written(run.buffers):
             if place not in self.recorded.written:
                 raise ExecutionError(
-                    f"forward of {self._model_name} wrote the buffer {_short(names[place])!r} in this call, and did not when "
-                    "it was captured: a step keeps the same buffers each time. Remedy: have each call write it, if only its "
-                    "own value"
+                    self._changed(
+                        f"forward of {{}} wrote the buffer {_short(names[place])!r}, and did not when it was captured",
+                        "a step keeps the same buffers each time",
+                        "have each call write it, if only its own value",
+                    )
                 )
             if run.buffers[place].requires_grad:
-                raise ExecutionError(
-                    f"forward of {self._model_name} wrote a value that requires a gradient to the buffer "
-                    f"{_short(names[place])!r}: write the detached value"
+                raise problem(
+                    ExecutionError,
+                    f"MC2304: forward of {self._model_name} wrote a value that requires a gradient to the "
+                    f"buffer {_short(names[place])!r}",
+                    fix="write the detached value",
                 )
 
     def _check_alike(self, run: Run) -> None:
         names, places = [*self.buffers], self.recorded.alike if self._call.trains else ()
         for name, value in ((names[place], run.buffers[place]) for place in places):
             if not are_alike(value, self._used.first_value(self.buffers[name], value)):
-                raise ExecutionError(
-                    f"{_short(name)!r}, a vector of a spectral norm, was iterated another number of times on some shard of this "
-                    f"batch than on another. Remedy: {self._model_name} calls the module as often whatever the examples are"
+                raise problem(
+                    ExecutionError,
+                    f"MC2505: the spectral norm {_short(name)!r} was iterated another number of times on some shard",
+                    "replicas would have different vectors",
+                    f"let {self._model_name} call its module as often whatever the examples are",
                 )
 
 
 def _not_joined(model_name: str) -> CaptureError:
-    return CaptureError(
-        f"{model_name} asks for values of all replicas (mirrorc.all_reduce, all_gather, replica_id, ...), which plain PyTorch "
-        "has not. Remedy: compile it with capture='dynamo'"
+    return problem(
+        CaptureError,
+        f"MC2503: {model_name} asks for values of all replicas, which plain PyTorch has not",
+        "mirrorc.all_reduce, all_gather and replica_id need a captured graph",
+        "mirrorc.Compiler(capture='dynamo')",
     )
 
 

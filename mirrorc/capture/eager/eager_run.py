@@ -15,6 +15,7 @@ from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import RunOutputs
 from mirrorc.capture.model.transient_attributes import Attribute
+from mirrorc.messages.problem import message
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,13 @@ class Recorded:
     alike: frozenset[int] = frozenset()
 
 
-REACHED_OTHERWISE = (
-    "by another way than through the model's modules, as by a global variable or a closure, where each replica has modules of "
-    "its own. Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
-)
+def reached_text(model_name: str, name: str) -> str:
+    return message(
+        f"MC2306: forward or loss of {model_name} reaches the parameter {name!r} past the model's modules, by a "
+        "global or a closure",
+        "each replica has modules of its own",
+        ("reach it through self", "make the loss a module that holds the model as a submodule"),
+    )
 
 
 def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Parameter:

@@ -9,6 +9,7 @@ import torch
 
 from mirrorc.custom_ops.random import STATES_LOCK, lock_of, mix
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
 
 _LONGEST_WAIT_SECONDS = 3600
 
@@ -26,9 +27,11 @@ class ReplicaStream:
         with contextlib.ExitStack() as stack:
             for device in self._devices:
                 if not lock_of(device).acquire(timeout=_LONGEST_WAIT_SECONDS):
-                    raise ExecutionError(
-                        f"another replica has drawn random numbers for {_LONGEST_WAIT_SECONDS} s, and only one can at a time: "
-                        "see what its forward waits for"
+                    raise problem(
+                        ExecutionError,
+                        f"MC5008: another replica has drawn random numbers for {_LONGEST_WAIT_SECONDS} s",
+                        "only one can at a time",
+                        "see what its forward waits for",
                     )
                 stack.callback(lock_of(device).release)
             before = generator_states(self._devices)

@@ -13,6 +13,7 @@ from torch import nn
 from mirrorc.capture.call.call_arguments import Structure
 from mirrorc.capture.call.step_outputs import is_same_constant
 from mirrorc.capture.call.traced_outputs import IMMUTABLE, LeafKind, OutputReader, TracedOutputs, UnreadableOutputError
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import storage_key
 
 
@@ -42,9 +43,10 @@ def read_run(
     marks = {storage_key(tensor) for tensor in marked}
     names = frozenset(name for name, value in reader.gathered.items() if storage_key(value) in marks)
     if marks - {storage_key(reader.gathered[name]) for name in names}:
-        raise UnreadableOutputError(
-            "computes something of a value that is marked by mirrorc.summed(), or does not return it. Remedy: mark what is "
-            "returned, after everything that is computed of it"
+        raise problem(
+            UnreadableOutputError,
+            "MC2402: something is computed of a value that is marked by mirrorc.summed(), or it is not returned",
+            fix="mark what is returned, after everything that is computed of it",
         )
     taken = {storage_key(tensor) for tensor in (loss, *arguments)} | reader.memory
     tensors = {}

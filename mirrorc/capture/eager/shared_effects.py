@@ -15,6 +15,7 @@ from torch import nn
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.eager.user_generators import HeldGenerators
 from mirrorc.errors import CaptureError
+from mirrorc.messages.problem import problem
 from mirrorc.user.restore import CONTAINERS, can_keep_value, content_of, is_same
 
 
@@ -39,10 +40,11 @@ def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
         with generators.watched():
             yield
         if random.getstate() != python or not _is_same_state(np.random.get_state(legacy=False), of_numpy):
-            raise CaptureError(
-                f"forward or loss of {model_name} draws from Python's random or numpy's, which all replicas share, and each "
-                "would draw other numbers in every run. Remedy: draw with torch, as in torch.rand(()).item(), or draw before "
-                "the step and pass what was drawn as an argument"
+            raise problem(
+                CaptureError,
+                f"MC2303: forward or loss of {model_name} draws from Python's random or numpy's",
+                "all replicas share it, and each would draw other numbers in every run",
+                ("torch.rand(()).item()", "draw before the step, and pass what was drawn as an argument"),
             )
         changed = next((key for key, value, content in contents if not is_same(value, content)), None)
         # a normalization does not count its writes as versions
@@ -59,22 +61,28 @@ def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
 
 def _refuse(drawn: str | None, changed: str | None, writes: bool, model_name: str) -> None:
     if drawn is not None:
-        raise CaptureError(
-            f"forward or loss of {model_name} draws from {drawn}, which all replicas share, and which number each gets would "
-            "follow their threads. Remedy: draw from torch's default generator, of which each replica has a stream of its "
-            "own, as in torch.rand(4), or draw before the step and pass what was drawn as an argument"
+        raise problem(
+            CaptureError,
+            f"MC2303: forward or loss of {model_name} draws from {drawn}",
+            "all replicas share it, and which number each gets would follow their threads",
+            (
+                "draw from torch's default generator, torch.rand(4), of which each replica has a stream of its own",
+                "draw before the step, and pass what was drawn as an argument",
+            ),
         )
     if changed is not None:
-        raise CaptureError(
-            f"forward or loss of {model_name} changes {changed!r}, a collection that all replicas share, and whose order "
-            "would follow their threads. Remedy: collect it with the plain model between steps, or keep it in a buffer and "
-            "write that in place (self.x.copy_(value))"
+        raise problem(
+            CaptureError,
+            f"MC2302: forward or loss of {model_name} changes {changed!r}, a collection that all replicas share",
+            "its order would follow their threads",
+            ("collect it with the plain model between steps", "keep it in a buffer, self.x.copy_(value)"),
         )
     if writes:
-        raise CaptureError(
-            f"forward or loss of {model_name} writes a buffer of a module that neither model nor loss holds as a "
-            "submodule, so that all replicas would write the same memory. Remedy: make the module a submodule, or put it "
-            "into eval mode"
+        raise problem(
+            CaptureError,
+            f"MC2304: forward or loss of {model_name} writes a buffer of a module that neither holds as a submodule",
+            "all replicas would write the same memory",
+            ("make the module a submodule", "put it into eval mode"),
         )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from mirrorc.capture.eager.eager_run import Run
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
 
 
 class RunGradients:
@@ -58,11 +59,14 @@ class RunGradients:
     def _note(self, place: int, _: torch.Tensor) -> None:
         """The hook for a complete gradient. It calls on_gradient on a CPU only: for a GPU, torch runs it in another thread."""
         if place in self._taken:
-            raise ExecutionError(
-                f"backward of {self._model_name} has added to a gradient, of shape {list(self._run.parameters[place].shape)}, "
-                "that was complete, and did not when it was captured: a backward within backward does that, as of an "
-                "autograd.Function that calls backward() itself. Remedy: have it return gradients, or have the first call do "
-                "what later ones do"
+            raise problem(
+                ExecutionError,
+                f"MC2602: a gradient of shape {list(self._run.parameters[place].shape)} changed after it had been sent",
+                f"something in the backward of {self._model_name} calls backward() itself, and did not in the first call",
+                (
+                    "return the gradients from your autograd.Function instead of calling .backward() in it",
+                    "have the first call do what later ones do",
+                ),
             )
         self.arrived.append(place)
         if place not in self._late:

@@ -15,29 +15,30 @@ from mirrorc.capture.call.traced_outputs import TracedOutputs, UnreadableOutputE
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
     HooksMissingError,
-    LoneExampleError,
     check_evaluated_loss,
     check_trained_loss,
+    raised_by_user,
+    sparse_gradient,
 )
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
-from mirrorc.capture.diagnostics.python_effects import Note
+from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute
+from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
 from mirrorc.capture.eager.eager_call import OpaqueCall
-from mirrorc.capture.eager.eager_run import REACHED_OTHERWISE, Recorded, Run, note_reach, reached_otherwise
+from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.shared_effects import have_same_bits, refused_effects
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED
 from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute, ReadBeforeAssignedError
 from mirrorc.errors import CaptureError
+from mirrorc.messages.problem import message, problem
+from mirrorc.messages.source_lines import line_of
+from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import is_users_file
 
 _OF_REENTRANT = (
     "give torch.utils.checkpoint use_reentrant=False, which computes the same; a Hugging Face model takes "
     "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
-)
-_OF_DATA = (
-    "give the batch, and each part of it, the shapes and values that model and loss take: plain PyTorch, by which this model is "
-    "run, raises this on the data of one shard"
 )
 
 
@@ -72,9 +73,10 @@ def first_runs(
     dtypes = {record.loss_dtype for record in recorded}
     if len(dtypes) > 1:
         kinds = ", ".join(sorted(map(str, dtypes)))
-        raise CaptureError(
-            f"{model_name} gives losses of several dtypes ({kinds}) for the shards of one batch: return one of the same dtype "
-            "each time"
+        raise problem(
+            CaptureError,
+            f"MC2204: {model_name} gives losses of several dtypes ({kinds}) for the shards of one batch",
+            fix="return one of the same dtype each time",
         )
     written = sorted({place for record in recorded for place in record.written})
     outputs = _common_outputs(recorded, parts, leaves, model_name) if call.keeps_outputs else None
@@ -123,10 +125,14 @@ def _common_outputs(
     for other in others:
         name = difference(other, first)
         if name:
-            raise CaptureError(
-                f"{model_name} or its loss returns something else as {name!r} for one shard than for another of the same shape: "
-                "another structure, a tensor of another shape, or a Python number that is made of data. Remedy: return tensors "
-                "whose shapes follow those of the shard, and numbers as tensors; or compile without return_outputs"
+            raise problem(
+                CaptureError,
+                f"MC2401: {model_name} or its loss returns something else as {name!r} for one shard than for another",
+                "they have the same shape, and it gives another structure, another shape, or a Python number made of data",
+                (
+                    "return tensors whose shapes follow those of the shard, and numbers as tensors",
+                    "leave return_outputs out",
+                ),
             )
     return first
 
@@ -168,8 +174,7 @@ def _first_run(
     for name, parameter in zip(opaque.parameters, run.parameters, strict=True):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise CaptureError(
-                f"the gradient of {name.removeprefix('model.')!r} in {model_name} is sparse: gradients that run as plain "
-                "PyTorch are dense. Remedy: look it up without sparse=True."
+                sparse_gradient(name.removeprefix("model."), model_name, "gradients that run as plain PyTorch")
             )
     late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
@@ -211,41 +216,32 @@ def _explained(model_name: str) -> Iterator[None]:
     except CaptureError:
         raise
     except UnreadableOutputError as error:
-        raise CaptureError(f"{model_name} {error}") from None
+        raise CaptureError(str(error)) from None
     except (AssignedAttributeError, ReadBeforeAssignedError) as error:
         kind = HooksMissingError if error.name == HOOKS_ARE_INSTALLED else CaptureError
-        reads = "and reads what an earlier call has left there, " if isinstance(error, ReadBeforeAssignedError) else ""
-        raise kind(
-            f"forward of {model_name} assigns an attribute, {error.name!r}, of a module (self.x = ...), {reads}which does not "
-            "last in a step, where each replica has modules of its own: write buffers in place (self.x.add_(1), "
-            "self.x.copy_(value)), pass what changes as an argument, and use local variables for what need not last"
-        ) from None
+        why = "in a step each replica has modules of its own, and what forward leaves there does not last"
+        if isinstance(error, ReadBeforeAssignedError):
+            why = f"it reads what an earlier call has left there; {why}"
+        raise kind(assigned_attribute(model_name, f"the attribute {error.name!r} of a module", why)) from None
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
-        where = (
-            f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"' if frames else ""
-        )
-        kind = LoneExampleError if "more than 1 value per channel" in str(error) else CaptureError
-        remedy = _OF_REENTRANT if "use_reentrant=True" in str(error) else _OF_DATA
-        raise kind(f"cannot capture {model_name}{where}: {type(error).__name__}: {error}. Remedy: {remedy}.") from error
+        fix = _OF_REENTRANT if "use_reentrant=True" in str(error) else ""
+        at = line_of(frames[-1]) if frames else ""
+        raise raised_by_user(model_name, f"{type(error).__name__}: {error}", at, "loss or model", fix=fix) from error
 
 
 def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
     besides = note_reach(run)
     name = reached_otherwise(besides, opaque.parameters)
     if name is not None:
-        raise CaptureError(
-            f"forward or loss of {model_name} reaches the parameter {name.removeprefix('model.')!r} {REACHED_OTHERWISE}"
-        )
+        raise CaptureError(reached_text(model_name, name.removeprefix("model.")))
     unknown = [parameter for parameter in besides if id(parameter) not in call.trained_elsewhere]
     if not unknown:
         return ()
     shapes = ", ".join(str(list(parameter.shape)) for parameter in unknown[:3])
     return (
         Note(
-            f"the loss of {model_name} depends on {len(unknown)} parameter(s) of modules that neither model nor loss holds (of "
-            f"shape {shapes}): this step gives no gradient to them. Make their module a submodule; if another step trains "
-            "them, make that step before this one is first called; if nothing is to train them, call requires_grad_(False)",
+            untrained_text(model_name, f"{counted(len(unknown), 'parameter')} of modules that neither holds, {shapes}")
         ),
     )
 
@@ -256,8 +252,10 @@ def _notes_on_transient(transient: Set[Attribute], model_name: str) -> list[Note
     names = ", ".join(repr(name) for name in dict.fromkeys(name for _, name in sorted(transient)))
     return [
         Note(
-            f"forward of {model_name} assigns attributes of modules ({names}) before it reads them: in a step each replica has "
-            "modules of its own, so that what forward leaves there does not reach the model. Remedy, if you read them: call "
-            "the model itself, or keep the values in buffers",
+            message(
+                f"MC3304: forward of {model_name} sets attributes of modules ({names}), which do not reach the model",
+                "in a step each replica has modules of its own",
+                ("call the model itself, if you read them", "keep the values in buffers"),
+            )
         )
     ]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
 
-from mirrorc.capture.diagnostics.capture_errors import LoneExampleError, UnreadableError
+from mirrorc.capture.diagnostics.capture_errors import UnreadableError
 from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named, rungs
 from mirrorc.errors import CaptureError
+from mirrorc.messages.problem import message
 
 T = TypeVar("T")
 
@@ -25,7 +24,7 @@ class Climbed(Generic[T]):
 
     def remarks(self, model_name: str) -> list[str]:
         return [
-            f"captured with capture={self.front_end.name!r}, because {failed.name!r} cannot capture {model_name}{why}"
+            f"captured with capture={self.front_end.name!r}, because {failed.name!r} cannot capture {model_name}: {why}"
             for failed, why in self.failed
         ]
 
@@ -34,11 +33,14 @@ class Climbed(Generic[T]):
             return ""
         first, why = self.failed[0]
         name = self.front_end.name
-        by_data = "Each replica goes by the values of its own shard. " if self.front_end.needs_data else ""
-        return (
-            f"{model_name} trains with capture={name!r}: {self.front_end.words}, because {first.name!r} cannot capture it{why}. "
-            f"{by_data}Say capture={name!r} to have that without this warning, or capture={first.name!r} for an error that says "
-            "what to change"
+        by_data = "; each replica goes by the values of its own shard" if self.front_end.needs_data else ""
+        return message(
+            f"MC2701: {model_name} trains with capture={name!r}: {self.front_end.words}{by_data}",
+            f"{first.name!r} cannot capture it, {why}",
+            (
+                f"mirrorc.Compiler(capture={name!r}), for the same without this warning",
+                f"mirrorc.Compiler(capture={first.name!r}), for an error that says what to change",
+            ),
         )
 
 
@@ -67,30 +69,20 @@ class Ladder:
                 errors.append((front_end, error))
             else:
                 return Climbed(result, front_end, tuple((refused, _why(error)) for refused, error in errors))
-        raise _joined(errors[0], errors[-1]) from errors[-1][1].__cause__
+        raise _with_first_attempt(errors[-1][1], errors[0][1])
 
 
 def _why(error: CaptureError) -> str:
-    return error.why if isinstance(error, UnreadableError) else f": {error}"
+    return error.why if isinstance(error, UnreadableError) else str(error).partition("\n")[0]
 
 
-def _joined(of_first: tuple[FrontEnd, CaptureError], of_last: tuple[FrontEnd, CaptureError]) -> CaptureError:
-    (above, first), (below, last) = of_first, of_last
-    kind = LoneExampleError if isinstance(last, LoneExampleError) else CaptureError
-    refusal = first.refusal if isinstance(first, UnreadableError) else first
-    if _is_raised_elsewhere(last.__cause__):
-        return kind(f"{last} With capture={above.name!r}, which was tried first: {refusal}")
-    return kind(f"{refusal} With capture={below.name!r}, which was tried last: {last}")
-
-
-def _is_raised_elsewhere(cause: BaseException | None) -> bool:
-    if cause is None:
-        return False
-    frames = traceback.extract_tb(cause.__traceback__)
-    return bool(frames) and _OWN_FOLDER not in Path(frames[-1].filename).parents
-
-
-_OWN_FOLDER = Path(__file__).parents[2]
+def _with_first_attempt(error: CaptureError, first: CaptureError) -> CaptureError:
+    """The error of the last front end; the first one's is the last cause of its causes."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    cause.__cause__ = first
+    return error
 
 
 def ladder_named(name: object) -> Ladder:

@@ -19,6 +19,7 @@ from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.capture.front_ends.state_guards import NO_GUARDS, Guards
 from mirrorc.errors import CaptureError
+from mirrorc.messages.problem import problem
 from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.torch_internals import JointGraph, restored_tracing_state
 from mirrorc.user.restore import restored
@@ -88,7 +89,7 @@ _rungs: list[FrontEnd] = []
 def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
     """If ``is_rung``, "auto" tries the front end after the rungs registered before."""
     if front_end.name in _front_ends:
-        raise ValueError(f"there is a front end {front_end.name!r} already: give this one another name")
+        raise ValueError(f"MC4005: there is a front end {front_end.name!r} already: give this one another name")
     _front_ends[front_end.name] = front_end
     if is_rung:
         _rungs.append(front_end)
@@ -110,7 +111,7 @@ def front_end_named(name: object) -> FrontEnd:
         return rungs()[0]
     front_end = _front_ends.get(name) if isinstance(name, str) else None
     if front_end is None:
-        raise ValueError(f"capture is {name!r}: choose one of {', '.join((AUTO, *_front_ends))}")
+        raise ValueError(f"MC1002: capture is {name!r}: choose one of {', '.join((AUTO, *_front_ends))}")
     return front_end
 
 
@@ -122,9 +123,11 @@ _LONGEST_CAPTURE_SECONDS = 3600
 def _exclusive() -> Iterator[None]:
     """torch's tracers change settings of the process, so one thread traces at a time."""
     if not _CAPTURING.acquire(timeout=_LONGEST_CAPTURE_SECONDS):
-        raise CaptureError(
-            f"another thread has been capturing a model for {_LONGEST_CAPTURE_SECONDS} s, and only one can at a "
-            "time: see what its model waits for in forward"
+        raise problem(
+            CaptureError,
+            f"MC5008: another thread has been capturing a model for {_LONGEST_CAPTURE_SECONDS} s",
+            "only one can at a time",
+            "see what its model waits for in forward",
         )
     try:
         yield

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from torch import fx, nn
 
+from mirrorc.capture.diagnostics.capture_errors import written_parameter
 from mirrorc.errors import CaptureError
 from mirrorc.ir.variables import OUTSIDE
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import JointGraph, ReadVariable, guards_of, outside_variables, read_from_module
 
 _PLACE = "mirrorc_outside"  # the attribute of a traced module that holds them
@@ -43,14 +45,12 @@ def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name
         if variable is None:
             continue
         if isinstance(variable.tensor, nn.Parameter):
-            raise CaptureError(
-                f"forward or loss of {model_name} writes the parameter {names[path]!r} in place: parameters change in the "
-                "optimizer only; make it a buffer, or write it between steps"
-            )
+            raise written_parameter(model_name, names[path])
         if not variable.tensor.is_contiguous():
-            raise CaptureError(
-                f"forward or loss of {model_name} writes the buffer {names[path]!r}, which is not contiguous: "
-                "register its copy in order, with register_buffer(name, value.contiguous())"
+            raise problem(
+                CaptureError,
+                f"MC2304: forward or loss of {model_name} writes the buffer {names[path]!r}, which is not contiguous",
+                fix="register its copy in order, register_buffer(name, value.contiguous())",
             )
 
 

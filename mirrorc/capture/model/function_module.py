@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from mirrorc.messages.problem import problem
+
 
 class FunctionModule(nn.Module):
     """Calls a function of the user. Its submodules have the names that the function has for them."""
@@ -38,8 +40,10 @@ def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequen
         or not of_function
         or not all(isinstance(m, nn.Module) for m in of_function)
     ):
-        raise TypeError(
-            f"modules is {modules!r:.80}: give the modules that the function calls and the optimizer trains, modules=[net]"
+        raise problem(
+            TypeError,
+            f"MC1201: modules is {modules!r:.80}",
+            fix="give the modules that the function calls and the optimizer trains, modules=[net]",
         )
     signature = inspect.signature(function)
     of_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.model.external_variables import OutsideNames
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables
 from mirrorc.user.aliased_tensors import refuse_shared_memory
 
@@ -146,15 +147,21 @@ class ModelState:
         """
         for description, members, key, member in self._members:
             if _member(members, key) is not member:
-                raise ValueError(
-                    f"the model's {description} was replaced since mirrorc.compile(): write into it instead (load_state_dict "
-                    "does without assign=True), or make a new optimizer over model.parameters() and compile the model anew"
+                raise problem(
+                    ValueError,
+                    f"MC1206: the model's {description} was replaced since mirrorc.compile()",
+                    "the step trains what was there before",
+                    (
+                        "write into it instead, as load_state_dict does without assign=True",
+                        "make a new optimizer over model.parameters(), and compile the model anew",
+                    ),
                 )
         for name, tensor in self.tensors.items():
             if has_gradient_hooks(tensor):
-                raise ValueError(
-                    f"parameter {name!r} has a hook on its gradient, which a captured step does not call: remove it, and "
-                    "change the gradient in the loss, in forward, or in an optimizer of your own"
+                raise problem(
+                    ValueError,
+                    f"MC1207: parameter {name!r} has a hook on its gradient, which a captured step does not call",
+                    fix="remove it, and change the gradient in the loss, in forward, or in an optimizer of your own",
                 )
         if list(map(len, self._dicts)) != self._sizes or (self._added and self._find_added() != self._added_now):
             self._rescan_modules()

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from mirrorc.capture.diagnostics.python_effects import users_place
+from mirrorc.capture.diagnostics.python_effects import assigned_attribute, users_place
 from mirrorc.errors import CaptureError, ExecutionError
+from mirrorc.messages.problem import problem
 
 Attribute = tuple[int, str]
 """An attribute other than a parameter, buffer or submodule: the index of its module among the Python modules in
@@ -31,11 +32,7 @@ class AssignedAttributeError(ExecutionError):
 
     @classmethod
     def of(cls, name: str, attributes: Sequence[Attribute] = ()) -> AssignedAttributeError:
-        text = (
-            f"forward assigns the attribute {name!r} of a module, which would not last: write buffers in place "
-            "(self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and use local variables for what need "
-            "not last"
-        )
+        text = assigned_attribute("a module", f"its attribute {name!r}", "it would not last in a step")
         return cls(text, name, attributes)
 
 
@@ -48,11 +45,10 @@ class ReadBeforeAssignedError(ExecutionError):
 
     @classmethod
     def of(cls, name: str) -> ReadBeforeAssignedError:
-        text = (
-            f"forward reads the attribute {name!r} of a module, which it assigns as well, so that what one call leaves there "
-            "counts in the next one, and in a step such a value does not last: write buffers in place (self.x.add_(1), "
-            "self.x.copy_(value)), or pass what changes as an argument"
+        why = (
+            "it reads the attribute before, so that what one call leaves counts in the next; in a step it does not last"
         )
+        text = assigned_attribute("a module", f"its attribute {name!r}", why)
         return cls(text, name)
 
 
@@ -83,11 +79,12 @@ class _LeftAttribute(_TransientAttribute):
 
 
 def _read_elsewhere(name: str) -> CaptureError:
-    where = users_place(traceback.extract_stack())
-    return CaptureError(
-        f"the attribute {name!r} of a module, which forward assigns, is read{where} by another way than through the model's "
-        "modules, as by a global variable or a closure: each replica has modules of its own, so that what forward leaves "
-        "there is not found. Remedy: return it with the output, or make the loss a module that holds the model as a submodule"
+    return problem(
+        CaptureError,
+        f"MC2301: the attribute {name!r}, which forward sets, is read through a global variable or a closure",
+        "each replica has modules of its own, so that what forward leaves there is not found",
+        ("return it with the output", "make the loss a module that holds the model as a submodule"),
+        at=users_place(traceback.extract_stack()),
     )
 
 

@@ -23,6 +23,7 @@ from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.step_outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.capture.diagnostics.identical_buffers import iterated_alike
 from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
 from mirrorc.capture.diagnostics.python_effects import Note
@@ -50,6 +51,7 @@ from mirrorc.ir.program import LOSS_OUTPUT, Argument, ArgumentKind, Program, Sta
 from mirrorc.ir.type_rules import any_value
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.ir.workers import ALONE, Workers
+from mirrorc.messages.problem import message, problem
 from mirrorc.user.optimizer_groups import OptimizerGroups, hyperparameters_by_label, update_rules
 
 
@@ -252,20 +254,23 @@ def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None
     first, *others = captured
     for other in others:
         if list(first.traced.guards.draws) != list(other.traced.guards.draws):
-            raise CaptureError(
-                f"{model_name} draws other numbers from Python's random for a shard of another size, one for each example "
-                "perhaps, and a step draws the same for all replicas. Remedy: draw them with torch, as in torch.rand(len(x)), "
-                "or earlier"
+            raise problem(
+                CaptureError,
+                f"MC2303: {model_name} draws other numbers from Python's random for a shard of another size",
+                "a step draws the same for all replicas",
+                ("torch.rand(len(x))", "draw them before the step"),
             )
         for part in ("gradients", "writes"):
             if set(_output(first)[part]) != set(_output(other)[part]):
-                raise CaptureError(
-                    f"{model_name} makes other {part} for a shard of another size: its graph depends on the batch size; use "
-                    "batches that divide by the number of devices"
+                raise problem(
+                    CaptureError,
+                    f"MC2504: {model_name} makes other {part} for a shard of another size",
+                    "its graph depends on the batch size",
+                    EVEN_BATCHES,
                 )
         if [argument.kind for argument in first.arguments] != [argument.kind for argument in other.arguments]:
-            raise CaptureError(
-                f"{model_name} draws random numbers for some shard sizes only; use batches that divide evenly"
+            raise problem(
+                CaptureError, f"MC2504: {model_name} draws random numbers for some shard sizes only", fix=EVEN_BATCHES
             )
 
 
@@ -274,7 +279,11 @@ def _notes(
 ) -> tuple[Note, ...]:
     notes = [note for graph in captured for note in graph.traced.notes]
     if outputs is not None and outputs.unknown:
-        notes.append(Note(f"{model_name}: {outputs.unknown}"))
+        text = message(
+            f"MC3402: {outputs.unknown} of {model_name} may lie along the batch: a step returns it as a PerReplica",
+            "a graph for another number of examples would tell, and the model takes no other",
+        )
+        notes.append(Note(text))
     if num_parts > 1 and captured[0].trains:
         notes += notes_on_counted_lookups(captured[0].graph, model_name)
         notes += notes_on_reductions(captured[0].traced.reductions, loss_reduction, num_parts, model_name)
@@ -322,9 +331,10 @@ def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
     """Variables added after compilation have no memory and no updates."""
     for node in calls_to(captured.graph, ops.read):
         if node.kwargs["variable"] in added:
-            raise ValueError(
-                f"the model's {added[str(node.kwargs['variable'])]} was added since mirrorc.compile(): make a new optimizer over "
-                "model.parameters() and compile the model anew"
+            raise problem(
+                ValueError,
+                f"MC1206: the model's {added[str(node.kwargs['variable'])]} was added since mirrorc.compile()",
+                fix="make a new optimizer over model.parameters(), and compile the model anew",
             )
 
 

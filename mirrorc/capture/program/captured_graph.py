@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.capture.diagnostics.capture_errors import refuse_written_inputs
+from mirrorc.capture.diagnostics.capture_errors import refuse_written_inputs, sparse_gradient
 from mirrorc.capture.front_ends.front_end import Traced
 from mirrorc.capture.rewrites.operator_effects import keep_asserts
 from mirrorc.capture.rewrites.replica_exchanges import keep_replica_values
@@ -25,6 +25,7 @@ from mirrorc.ir.names import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind
 from mirrorc.ir.rearrangements import TRANSPOSITIONS
+from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import module_of, source_line
 from mirrorc.torch_internals import (
     JointGraph,
@@ -225,10 +226,12 @@ def _note_checkpoints(values: Mapping[fx.Node, fx.Node], model_name: str) -> Non
         try:
             tag = checkpoint_tag(joint_node)
         except ValueError as error:
-            raise CaptureError(
-                f"the policy of a checkpoint in {model_name} asks for {error} at {source_line(node) or node.name}, and a step "
-                "keeps a result where it is or computes it again. Remedy: let the policy return MUST_SAVE or PREFER_RECOMPUTE "
-                "there"
+            raise problem(
+                CaptureError,
+                f"MC2507: the policy of a checkpoint in {model_name} asks for {error}",
+                "a step keeps a result where it is, or computes it again",
+                "return MUST_SAVE or PREFER_RECOMPUTE from the policy",
+                at=source_line(node) or node.name,
             ) from None
         if tag is not None:
             number, keeps = tag
@@ -289,17 +292,15 @@ def _outputs(
         if variable not in trained or node is None:
             continue
         if node.meta["val"].layout is not torch.strided:
-            raise CaptureError(
-                f"the gradient of {variable!r} in {model_name} is sparse: gradients of mirrored variables are dense. Remedy: "
-                "look it up without sparse=True."
-            )
+            raise CaptureError(sparse_gradient(variable, model_name, "gradients of mirrored variables"))
         gradient = _without_idle_transpositions(values[node])
         assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
         gradients[variable] = gradient
     if joint.loss is not None and not gradients:
-        raise CaptureError(
-            f"the loss of {model_name} does not depend on any parameter that the optimizer updates: check what the optimizer "
-            "was given"
+        raise problem(
+            CaptureError,
+            f"MC2203: the loss of {model_name} does not depend on any parameter that the optimizer updates",
+            fix="check what the optimizer was given: optimizer.param_groups",
         )
     writes = {variable_names.get(name, name): values[node] for name, node in joint.buffer_writes.items()}
     loss = values[joint.loss] if joint.loss is not None else None

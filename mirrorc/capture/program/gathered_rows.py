@@ -9,15 +9,16 @@ import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere, meetings_of_rows, rows_of_meeting
 from mirrorc.capture.call.shard_types import STAND_IN_SIZE
+from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.custom_ops.replica_collectives import RowsOfAll
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.workers import ALONE, Workers
+from mirrorc.messages.problem import problem
 from mirrorc.printing.printed_values import type_of
 
 _MOST_CAPTURES = 4
-_DIVIDE = "use batches that divide by the number of devices"
 _Key = tuple[int, tuple[Any, ...], torch.dtype]
 
 
@@ -69,9 +70,11 @@ class GatheredRows:
             if self._learn(captured, model_name):
                 self._note_places(captured)
                 return captured
-        raise CaptureError(
-            f"how many rows {model_name} gathers by mirrorc.all_gather follows from how many all replicas have gathered before, "
-            f"without end. Remedy: {_DIVIDE}"
+        raise problem(
+            CaptureError,
+            f"MC2503: how many rows {model_name} gathers by mirrorc.all_gather has no end",
+            "it follows from how many all replicas have gathered before",
+            EVEN_BATCHES,
         )
 
     def _learn(self, captured: Sequence[CapturedGraph], model_name: str) -> bool:
@@ -89,11 +92,14 @@ class GatheredRows:
             rows = local_rows + sum(self._rows_elsewhere(place, len(met[shards[0]]), local_rows))
             for shard, value in zip(shards, values, strict=True):
                 if totals.setdefault(_key(shard, value), rows) != rows:
-                    alike = "give each worker as many examples" if self._workers.are_several else _DIVIDE
-                    raise CaptureError(
-                        f"{model_name} gathers {type_of(value)} twice on one replica, which is {totals[_key(shard, value)]} "
-                        f"rows of all replicas in one place and {rows} in another, and no trace can tell which is which. "
-                        f"Remedy: {alike}, or give one of the two another dimension"
+                    alike = "give each worker as many examples" if self._workers.are_several else EVEN_BATCHES
+                    raise problem(
+                        CaptureError,
+                        f"MC2503: {model_name} gathers {type_of(value)} twice on one replica, of different "
+                        "numbers of rows in all",
+                        f"it is {totals[_key(shard, value)]} rows in one place and {rows} in another, and no "
+                        "trace tells which is which",
+                        (alike, "give one of the two another dimension"),
                     )
             agrees = agrees and all(node.kwargs["rows"] == rows for node in nodes)
         self._known |= totals

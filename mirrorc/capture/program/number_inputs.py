@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from mirrorc.capture.call.changing_numbers import ChangingNumbers
-from mirrorc.capture.diagnostics.python_effects import users_place
+from mirrorc.capture.diagnostics.python_effects import drawn_number, users_place
 from mirrorc.capture.model.model_state import free_name
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.errors import CaptureError
@@ -42,11 +42,8 @@ def captured_with_numbers(
 
 
 def _no_constant(error: NumbersGivenUp, model: str) -> CaptureError:
-    return CaptureError(
-        f"forward or loss of {model} draws a number at random{users_place(error.stack)}, which would be the same in every "
-        f"step of a captured graph, because {error.why}. Remedy: draw it with torch, as in torch.rand(()), or draw it before "
-        "the step and pass it as a replicated tensor."
-    )
+    why = f"it would be the same in every step of a captured graph, because {error.why}"
+    return drawn_number(model, why, users_place(error.stack))
 
 
 def with_numbers_of_each(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:

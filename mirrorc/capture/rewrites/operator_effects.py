@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from mirrorc.capture.diagnostics.capture_errors import UnreadableError
+from mirrorc.capture.diagnostics.capture_errors import cannot_trace
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute
+from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import source_line
 from mirrorc.torch_internals import is_operator, schema_of, with_overload, writes_argument
 
@@ -28,9 +29,12 @@ def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, model_name: str) -> N
         if node.target not in _ASSERTS:
             _refuse(node.target, node, model_name)
         if first_backward is not None and first_backward < node:
-            raise CaptureError(
-                f"{_place(node, model_name)} asserts something in backward, when gradients may be on their way already. Remedy: "
-                "assert it in forward, or compare parameters between steps."
+            raise problem(
+                CaptureError,
+                f"MC2506: {model_name} asserts something in backward",
+                "gradients may be on their way already",
+                ("assert it in forward", "compare parameters between steps"),
+                at=source_line(node),
             )
         condition, text = node.args[0], node.args[1]
         with graph.inserting_before(node):
@@ -40,25 +44,17 @@ def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, model_name: str) -> N
         graph.erase_node(node)
 
 
-def _place(node: fx.Node, model_name: str) -> str:
-    line = source_line(node)
-    return f"{model_name}, at {line}," if line else model_name
-
-
 def _refuse(target: Any, node: fx.Node, model_name: str) -> NoReturn:
     if target is _aten._assert_scalar.default:
-        line = source_line(node)
-        why = (
-            f"{f' at {line}' if line else ''}: the shape of a tensor depends on values, and shapes of a graph are fixed"
-        )
-        raise UnreadableError(
-            f"cannot capture {model_name}{why}. Remedy: use tensors of one shape and torch.where, or choose elements before "
-            "the step.",
-            why,
-        )
-    raise CaptureError(
-        f"{_place(node, model_name)} calls {target}, which gives nothing: a captured step would not do what it is called for. "
-        "Remedy: call it between steps, or let it return a tensor that the loss depends on."
+        why = "the shape of a tensor depends on values, and shapes of a graph are fixed"
+        fix = "use tensors of one shape and torch.where, or choose elements before the step"
+        raise cannot_trace(model_name, why, fix, source_line(node), runs_as_pytorch=True)
+    raise problem(
+        CaptureError,
+        f"MC2506: {model_name} calls {target}, which gives nothing",
+        "a captured step would not do what it is called for",
+        ("call it between steps", "let it return a tensor that the loss depends on"),
+        at=source_line(node),
     )
 
 

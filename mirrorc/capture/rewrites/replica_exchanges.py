@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.custom_ops import replica_collectives
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
@@ -15,6 +16,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program
 from mirrorc.ir.value_types import say_type, value_type
+from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import module_of, source_line
 
 _ARGUMENTS = {
@@ -86,12 +88,18 @@ def refuse_replica_values(
         return
     call = f"{model_name} calls {_say(first)}"
     if in_parts:
-        raise CaptureError(
-            f"{call}, and its shards are run in microbatches: replicas would meet for parts of the batch, of which they may have "
-            "different numbers, and the loss would not be that of the whole batch. Remedy: leave microbatches out"
+        raise problem(
+            CaptureError,
+            f"MC2503: {call}, and its shards are run in microbatches",
+            "replicas would meet for parts of the batch, and the loss would not be that of the whole batch",
+            "leave microbatches out",
         )
     if len(devices) > 1 and any(device.is_asynchronous for device in devices):
-        raise CaptureError(f"{call}, which several GPUs cannot do yet. Remedy: train it on CPU devices, or on one GPU")
+        raise problem(
+            CaptureError,
+            f"MC2503: {call}, which several GPUs cannot do yet",
+            fix=("train it on CPU devices", "train it on one GPU"),
+        )
     run = sorted({shard for items in runs for shard in items})
     for shard in run[1:]:
         _refuse_met_otherwise(met[run[0]], met[shard], model_name)
@@ -100,9 +108,11 @@ def refuse_replica_values(
 def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], model_name: str) -> None:
     for node, same in zip(first, other, strict=False):
         if (node.target, source_line(node)) != (same.target, source_line(same)):
-            raise CaptureError(
-                f"{model_name} calls {_say(node)} for a shard of one size, where it calls {_say(same)} for another: all "
-                "replicas meet in the same order. Remedy: use batches that divide by the number of devices"
+            raise problem(
+                CaptureError,
+                f"MC2503: {model_name} calls {_say(node)} for one shard size, and {_say(same)} for another",
+                "all replicas meet in the same order",
+                EVEN_BATCHES,
             )
         types = [value_type(meeting.all_input_nodes[0].meta["val"]) for meeting in (node, same)]
         is_of_rows = node.target is ops.rows_of_replicas
@@ -113,16 +123,19 @@ def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], mo
                 if is_of_rows
                 else "reduce it over the examples before, or gather it by mirrorc.all_gather"
             )
-            raise CaptureError(
-                f"{_say(same)} in {model_name} is given {say_type(types[0])} on one replica and {say_type(types[1])} on "
-                f"another, which do not go together: its shape follows the number of examples. Remedy: {remedy}, or use "
-                "batches that divide by the number of devices"
+            raise problem(
+                CaptureError,
+                f"MC2503: {_say(same)} in {model_name} is given different types on two replicas",
+                f"{say_type(types[0])} and {say_type(types[1])} do not go together: the shape follows the number of examples",
+                (remedy, EVEN_BATCHES),
             )
     if len(first) != len(other):
         more = max((first, other), key=len)[min(len(first), len(other))]
-        raise CaptureError(
-            f"{model_name} calls {_say(more)} for a shard of one size, and not for another: all replicas meet as often. "
-            "Remedy: use batches that divide by the number of devices"
+        raise problem(
+            CaptureError,
+            f"MC2503: {model_name} calls {_say(more)} for a shard of one size, and not for another",
+            "all replicas meet as often",
+            EVEN_BATCHES,
         )
 
 
@@ -139,7 +152,8 @@ def refuse_over_workers(program: Program) -> None:
         return
     met = next((node for graph in program.shard_graphs for node in calls_to(graph, *ops.MEETINGS)), None)
     if met is not None:
-        raise CaptureError(
-            f"the model calls {_say(met)}, which several workers with GPUs cannot do yet. Remedy: train it on CPU devices, or on "
-            "one GPU in one process"
+        raise problem(
+            CaptureError,
+            f"MC2503: the model calls {_say(met)}, which several workers with GPUs cannot do yet",
+            fix=("train it on CPU devices", "train it on one GPU in one process"),
         )

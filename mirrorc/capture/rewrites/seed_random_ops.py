@@ -13,6 +13,7 @@ from mirrorc.custom_ops.random import _LIBRARY, _draw_mask, _fake_mask, seeded
 from mirrorc.errors import CaptureError
 from mirrorc.ir.checkpoints import CHECKPOINT
 from mirrorc.ir.type_inference import reinfer_type
+from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import source_line
 from mirrorc.torch_internals import is_operator, raw_sizes_allowed, schema_of
 
@@ -97,10 +98,13 @@ def _follow(graph: fx.Graph, changed: set[fx.Node]) -> None:
                 raise TypeError("it may address elements by their position in memory")
             reinfer_type(node)
         except TypeError as error:
-            raise CaptureError(
-                f"{node.target} at {source_line(node) or node.name} takes what dropout gives in a layout that cannot be kept "
-                f"({error}): call .contiguous() on what dropout gets"
-            ) from error
+            raise problem(
+                CaptureError,
+                f"MC2508: {node.target} takes what dropout gives in a layout that cannot be kept",
+                str(error),
+                "call .contiguous() on what dropout gets",
+                at=source_line(node) or node.name,
+            ) from None
         if strides_of(node.meta["val"]) != was:
             changed.add(node)
 

@@ -14,6 +14,7 @@ from mirrorc.capture.call.call_arguments import Leaf
 from mirrorc.errors import CaptureError
 from mirrorc.ir.nodes import ancestors
 from mirrorc.ir.type_inference import reinfer_type
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import leaf_of_placeholder, module_variables
 
 _LOOKUPS = (F.embedding, F.embedding_bag)
@@ -58,14 +59,18 @@ def _arguments_of(node: fx.Node) -> dict[str, Any]:
 def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
     name = path.removeprefix("model.")
     if not path:
-        raise CaptureError(
-            f"a lookup of {model_name} has sparse=True, and what it reads is computed, no parameter: its gradient goes on "
-            "through what computes it, where a step has dense tensors. Remedy: look up without sparse=True"
+        raise problem(
+            CaptureError,
+            f"MC2501: a lookup of {model_name} has sparse=True, and what it reads is no parameter",
+            "its gradient goes on through what computes it, where a step has dense tensors",
+            "sparse=False",
         )
     if arguments.get("scale_grad_by_freq"):
-        raise CaptureError(
-            f"the lookup in {name!r} of {model_name} has sparse=True and scale_grad_by_freq=True, which torch does not support "
-            "together. Remedy: leave one of them out"
+        raise problem(
+            CaptureError,
+            f"MC2501: the lookup in {name!r} of {model_name} has sparse=True and scale_grad_by_freq=True",
+            "torch does not support them together",
+            "leave one of them out",
         )
 
 
@@ -85,10 +90,11 @@ def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], mo
     for index in with_offsets:
         leaf = leaves[index]
         if leaf.split:
-            raise CaptureError(
-                f"an embedding_bag of {model_name} takes argument {leaf.path!r} as offsets, which count indices of the whole "
-                "batch: a step splits arguments along dim 0, and a shard has other indices. Remedy: give each bag a row of 2-D "
-                "indices, filled up with padding_idx"
+            raise problem(
+                CaptureError,
+                f"MC2501: an embedding_bag of {model_name} takes argument {leaf.path!r} as offsets",
+                "they count indices of the whole batch, and a shard, split along dim 0, has other indices",
+                "give each bag a row of 2-D indices, filled up with padding_idx",
             )
 
 
@@ -142,9 +148,11 @@ def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str)
             continue
         sparse.add(name)
         if len({node.args[3] for node in lookups}) > 1:
-            raise CaptureError(
-                f"lookups with sparse=True in {name!r} of {model_name} have different values of padding_idx, and its rows are "
-                "added up together. Remedy: give them one padding_idx, or sparse=False"
+            raise problem(
+                CaptureError,
+                f"MC2501: lookups with sparse=True in {name!r} of {model_name} have different values of padding_idx",
+                "its rows are added up together",
+                ("give them one padding_idx", "sparse=False"),
             )
         if len(lookups) > 1:
             gradients[name] = _joined(graph, gradients[name], lookups)

@@ -12,6 +12,7 @@ from mirrorc.analysis.graph.layouts import BY_POSITION
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.type_inference import reinfer_type
+from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import source_line
 from mirrorc.torch_internals import SizesGivenUp, is_dense, is_symbolic, schema_of
 
@@ -39,9 +40,12 @@ def confine_strided_reads(graph: fx.Graph) -> None:
         while not _holds(base, offset, last) and (source := _same_memory(base)) is not None and not is_scatter:
             base = source
         if not _holds(base, offset, last):
-            raise CaptureError(
-                f"as_strided at {source_line(node) or node.name} addresses elements by their position in memory, and what it is "
-                "given is not contiguous, or not all of them are in it: index it, or give as_strided what .contiguous() gives"
+            raise problem(
+                CaptureError,
+                "MC2508: as_strided addresses elements by their position in memory",
+                "what it is given is not contiguous, or not all of them are in it",
+                ("index it", "give as_strided what .contiguous() gives"),
+                at=source_line(node) or node.name,
             )
         first = base.meta["val"].storage_offset()
         if first:

@@ -9,6 +9,7 @@ from mirrorc.analysis.cost.gradient_exchange import Candidate
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.errors import CommunicationError
 from mirrorc.ir.workers import Workers
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 from mirrorc.options.communication import Exchange
 from mirrorc.printing.printed_values import size_text
@@ -48,9 +49,12 @@ def choose_sent_as_factors(
     is_dealt = workers.shards_optimizer
     if not is_dealt and (why_not := why_bits_differ(everyone, workers.devices_per_worker)):
         if exchange == "factors":
-            raise CommunicationError(
-                f"exchange='factors' cannot be used by these workers: {why_not}, so that each would make other bits of one "
-                "product. No parameter was changed. Give all workers machines and settings that are alike, or exchange='dense'"
+            raise problem(
+                CommunicationError,
+                "MC6105: exchange='factors' needs machines and settings that are alike",
+                f"{why_not}, so that parameters would drift apart in the last bits",
+                ("mirrorc.Communication(exchange='dense')", "give all workers the same machines and settings"),
+                now="No parameter was changed",
             )
         return (
             (),

@@ -7,6 +7,7 @@ from typing import Any
 
 from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
 from mirrorc.options.step_options import StepOptions
 
 _FACTORS, _DEVICES = "sent_as_factors", "devices_per_worker"
@@ -35,16 +36,20 @@ class SavedChoices:
         if names is None or state[_DEVICES] != self.devices or names == self._exchange.names:
             return
         if not self._exchange.is_open:
-            raise ExecutionError(
-                f"step.load_state_dict() came when the step had chosen another {_FACTORS} already: load it before the first call"
+            raise problem(
+                ExecutionError,
+                f"MC7003: step.load_state_dict() came when the step had chosen another {_FACTORS} already",
+                fix="load it before the first call",
             )
         self._exchange.load(names)
 
 
 def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
     if not isinstance(state, Mapping) or set(state) != {_DEVICES, _FACTORS}:
-        raise ValueError(f"the choices of a step's state are a dict of {_DEVICES} and {_FACTORS}, not {state!r:.80}")
+        raise ValueError(
+            f"MC7002: the choices of a step's state are a dict of {_DEVICES} and {_FACTORS}, not {state!r:.80}"
+        )
     names = state[_FACTORS]
     if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
-        raise TypeError(f"{_FACTORS} of a step's state is {names!r}: it is a list of names, or None")
+        raise TypeError(f"MC7002: {_FACTORS} of a step's state is {names!r}: it is a list of names, or None")
     return None if names is None else tuple(names)

@@ -15,6 +15,7 @@ from mirrorc.compilation.choices.joint_choice import JointChoice
 from mirrorc.ir import ops
 from mirrorc.ir.links import carries_between_workers, why_no_factors_for_workers
 from mirrorc.ir.program import Accumulation, Program
+from mirrorc.messages.problem import problem
 from mirrorc.options.dynamic_shapes import sends_whole
 from mirrorc.options.step_options import StepOptions
 from mirrorc.passes import CompressExchange, FactorGradients, SendLargest, SendPayload
@@ -114,14 +115,18 @@ class ExchangeChoice(JointChoice):
     def _check_rows(self, program: Program) -> None:
         names = self._rows_of(program)
         if names and self._options.exchange == "dense":
-            raise ValueError(
-                f"exchange='dense' has workers send whole gradients, and the optimizer takes rows of that of {names[0]!r}, which "
-                "is looked up with sparse=True: leave exchange out, or look it up with sparse=False"
+            raise problem(
+                ValueError,
+                f"MC1003: exchange='dense' cannot send the gradient of {names[0]!r}, which is looked up with sparse=True",
+                "the optimizer takes rows of it, and workers send whole gradients",
+                ("leave exchange= out", "sparse=False"),
             )
         if names and not carries_between_workers(self._options.devices, ops.gather_factors):
-            raise ValueError(
-                f"the gradient of {names[0]!r} is sparse, and nothing gathers rows between workers with such devices: look it up "
-                "with sparse=False"
+            raise problem(
+                ValueError,
+                f"MC2501: the gradient of {names[0]!r} is sparse",
+                "nothing gathers rows between workers with such devices",
+                "look it up with sparse=False",
             )
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.problem import problem
 
 
 class Scope(enum.Enum):
@@ -82,10 +83,12 @@ def rule(
     def register(check: _Check) -> _Check:
         new = Rule(check, since, scope, order, is_about_dataflow)
         if any(other.name == new.name for other in _RULES):
-            raise ValueError(f"there is a rule {new.name!r} already: give this one another name")
+            raise ValueError(f"MC4005: there is a rule {new.name!r} already: give this one another name")
         if not new.statement:
-            raise ValueError(
-                f"rule {new.name!r} has no docstring: state the rule there, for the users whose programs it refuses"
+            raise problem(
+                ValueError,
+                f"MC4005: rule {new.name!r} has no docstring",
+                fix="state the rule there, for the users whose programs it refuses",
             )
         bisect.insort(_RULES, new, key=_place)
         return check

@@ -14,6 +14,7 @@ from mirrorc.compression import payload_named
 from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.execution.binding.binder import Binder, binds, binds_waits
 from mirrorc.runtime.state.gradients.residuals import UnsentGradients
 from mirrorc.runtime.state.step_state import StepState
@@ -79,9 +80,11 @@ def _bind_exchange_payload(binder: Binder, replica: int, node: fx.Node) -> Calla
     unsent, text = _unsent_of(binder), str(node.kwargs["payload"])
     payload = payload_named(text)
     if payload is None:
-        raise ExecutionError(
-            f"{node.name} sends the payload {text}, which this process has not: a program that was loaded is read, not run; "
-            f"compile the model with Communication(compression={text})"
+        raise problem(
+            ExecutionError,
+            f"MC1507: {node.name} sends the payload {text}, which this process has not",
+            "a program that was loaded is read, not run",
+            f"compile the model with Communication(compression={text})",
         )
     gradients_of = functools.partial(gradients_of_pack, bucket, pack)
 

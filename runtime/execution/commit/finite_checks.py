@@ -18,6 +18,7 @@ from mirrorc.errors import NonFiniteError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import message
 from mirrorc.messages.wording import counted
 from mirrorc.runtime.execution.commit.commit_point import SKIPPED, TAKES_PLACE, CommitPoint, OtherWorkers
 from mirrorc.runtime.execution.commit.part_visitors import SumVisitor, sum_of, sums_of_all
@@ -139,7 +140,7 @@ class CheckedCommit(CommitPoint):
         self._rendezvous.await_replicas(replica, self._all)
         if self._faults_by_replica and self._workers is None and not self._skips:
             gradients = self._gradient_messages(self._faults_of_gradients())
-            raise NonFiniteError(_with_remedy([*self._loss_messages(), *gradients]))
+            raise NonFiniteError(_text([*self._loss_messages(), *gradients]))
         met = self._met(replica)
         self._decide(SKIPPED if self._faults_by_replica else TAKES_PLACE, met)
         return False if self.is_skipped else self._numbers_for_all(met)
@@ -166,7 +167,7 @@ class CheckedCommit(CommitPoint):
                 gradients += [f"{name}: {message}" for message in self._gradient_messages(faults)]
             else:
                 sums += faults
-        raise NonFiniteError(_with_remedy([*losses, *gradients, *self._gradient_messages(sums)]))
+        raise NonFiniteError(_text([*losses, *gradients, *self._gradient_messages(sums)]))
 
     def _all_faults(self) -> list[Fault]:
         return [fault for replica in sorted(self._faults_by_replica) for fault in self._faults_by_replica[replica]]
@@ -198,10 +199,11 @@ class CheckedCommit(CommitPoint):
             )
 
 
-def _with_remedy(messages: Sequence[str]) -> str:
-    return (
-        f"{'; '.join(messages)}. Look at this batch and at the learning rate; check_finite='skip' leaves the update of such a "
-        "step out and goes on"
+def _text(messages: Sequence[str]) -> str:
+    return message(
+        f"MC5101: {messages[0]}",
+        "; ".join(messages[1:]),
+        ("look at this batch and at the learning rate", "check_finite='skip', to leave the update of such a step out"),
     )
 
 

@@ -12,6 +12,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_views
 
@@ -108,18 +109,21 @@ class AccumulatedGradients:
     def check(self, program: Program) -> None:
         """Refuses a program that cannot continue with the sums."""
         if self.is_torn:
-            raise ExecutionError(
-                "a call of step.accumulate() has failed while its gradients were added, so those that are kept may be "
-                "incomplete: drop them with step.zero_grad(), and go on"
+            raise problem(
+                ExecutionError,
+                "MC5002: a call of step.accumulate() has failed while its gradients were added",
+                "those that are kept may be incomplete",
+                "step.zero_grad(), and go on",
             )
         if program.accumulates or not self.num_calls:
             return
         missing = sorted(self._counts.names - {slot.variable for bucket in program.buckets for slot in bucket.slots})
         if missing:
-            raise ValueError(
-                f"step.accumulate() has kept a gradient of {missing[0]!r}, which this step does not train (it was frozen since, "
-                "or this batch does not reach it): let the accumulation end with a step that trains it, or drop what is kept "
-                "with step.zero_grad()"
+            raise problem(
+                ValueError,
+                f"MC3206: step.accumulate() has kept a gradient of {missing[0]!r}, which this step does not train",
+                "it was frozen since, or this batch does not reach it",
+                ("let the accumulation end with a step that trains it", "step.zero_grad(), to drop what is kept"),
             )
 
     def fit(self, plan: tuple[Bucket, ...]) -> None:

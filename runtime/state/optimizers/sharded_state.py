@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 import torch
 
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.state.optimizers.user_steps import InternalSteps
 from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
-_REMEDY = (
-    "call step.gather_optimizer_state() on all workers before; it makes the state whole until the next step. Of a step that is "
-    "closed, load state that was saved, or clear it: optimizer.state.clear()"
+_FIXES = (
+    "step.gather_optimizer_state() on all workers before, which makes it whole until the next step",
+    "of a step that is closed, load state that was saved, or optimizer.state.clear()",
 )
 _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[InternalSteps]] = weakref.WeakKeyDictionary()
 
@@ -42,7 +43,9 @@ class DealtState:
 
 
 def _refuse(use: str) -> NoReturn:
-    raise ExecutionError(f"{use}, but with shard_optimizer=True each worker has a part of it: {_REMEDY}")
+    raise problem(
+        ExecutionError, f"MC6402: {use}, but with shard_optimizer=True each worker has a part of it", "", _FIXES
+    )
 
 
 def has_dealt_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
 
 
 class Callers:
@@ -24,9 +25,11 @@ class Callers:
         apart = {id(callers.now): callers.now for callers in (self, *others)}.values()
         running = [calls for calls in apart if calls]
         if len(running) > 1:
-            raise ExecutionError(
-                "another step over some of the same parameters is running in another thread: steps run one after the other; "
-                "call them from one thread, or guard them with a lock"
+            raise problem(
+                ExecutionError,
+                "MC5004: another step over some of the same parameters is running in another thread",
+                "steps run one after the other",
+                ("call them from one thread", "guard them with a lock"),
             )
         running_call = running[0] if running else self.now
         for callers in list(_callers):

@@ -11,6 +11,7 @@ import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import listed
 from mirrorc.runtime.state.shared.shared_state import HeldState, Hold
 from mirrorc.runtime.state.shared.torn_state import refuse_torn
@@ -70,11 +71,12 @@ def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], writte
     conflict = _first_elsewhere(held, tensors, written)
     if conflict is not None:
         name, theirs = conflict
-        raise ExecutionError(
-            f"an open step has {name!r} on {listed(d.name for d in theirs)}, and this one runs on "
-            f"{listed(d.name for d in held.store.devices)}: steps over the same parameters have one copy of them on each "
-            "device. Close that step first, with its close() or by leaving its with block, or compile both for the same "
-            "devices"
+        raise problem(
+            ExecutionError,
+            f"MC5004: an open step has {name!r} on {listed(d.name for d in theirs)}, and this one runs on "
+            f"{listed(d.name for d in held.store.devices)}",
+            "steps over the same parameters have one copy of them on each device",
+            ("close that step first, by its close() or by leaving its with block", "compile both for the same devices"),
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted, listed
 from mirrorc.runtime.state.variables.watched_tensor import Watched
 from mirrorc.torch_internals import calls_step_hooks
@@ -79,10 +80,12 @@ class TornState:
         names, optimizers = self._unwritten(), self._unwritten_optimizers()
         missing = [f"{counted(len(names), 'parameter')} ({listed(names)})"] if names else []
         missing += [f"the state of {listed(optimizers)}"] if optimizers else []
-        raise ExecutionError(
-            "parameters are between those before and those after a step, which has failed while it updated: "
-            f"{self.clause}. Nothing uses, shows or saves them until model and optimizer are restored: load a checkpoint with "
-            f"load_state_dict of both. Still to be restored: {listed(missing)}"
+        raise problem(
+            ExecutionError,
+            "MC5010: parameters are between those before and those after a step, which has failed while it updated",
+            self.clause,
+            "load a checkpoint with load_state_dict of model and optimizer",
+            now=f"nothing uses, shows or saves them until then; still to be restored: {listed(missing)}",
         )
 
     def end(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
 from mirrorc.ir.variables import Aggregation, Variable
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.state.variables.layout import FlatBucket, Layout, memory_for_gradients, slot_views
 from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
 from mirrorc.user.aliased_tensors import refuse_memory_of_processes, refuse_shared_memory
@@ -101,7 +102,9 @@ def check_members(plan: Sequence[Bucket], tensors: Mapping[str, torch.Tensor]) -
 
 def check_type(name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
-        raise ValueError(
-            f"variable {name!r} was {dtype}{list(shape)} and has become {tensor.dtype}{list(tensor.shape)} since the step "
-            "was compiled: compile the changed model anew"
+        raise problem(
+            ValueError,
+            f"MC1206: variable {name!r} was {dtype}{list(shape)} and has become "
+            f"{tensor.dtype}{list(tensor.shape)} since mirrorc.compile()",
+            fix="compile the changed model anew",
         )

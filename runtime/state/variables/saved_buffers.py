@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import numbered
 from mirrorc.runtime.state.variables.step_variables import StepVariables
@@ -50,7 +51,11 @@ class SavedBuffers:
     @staticmethod
     def check(state: Mapping[str, Any], store: StepVariables) -> None:
         if not isinstance(state, Mapping):
-            raise TypeError(f"replica_buffers of a step's state is a dict, as state_dict() gives it, not {state!r:.80}")
+            raise problem(
+                TypeError,
+                f"MC7002: replica_buffers of a step's state is {state!r:.80}",
+                fix="give the dict of step.state_dict()",
+            )
         for name, buffer in state.items():
             _check(name, buffer, store)
 
@@ -69,9 +74,13 @@ class SavedBuffers:
                 foreign.append(name)
         if foreign:
             warnings.warn(
-                f"the model's {numbered('buffer', [repr(name) for name in foreign])} differ from those of the checkpoint of "
-                "step.load_state_dict(), so all replicas begin with the model's; load the model's state of the same checkpoint, "
-                "too",
+                message(
+                    f"MC7007: the model's {numbered('buffer', [repr(name) for name in foreign])} differ from "
+                    "those of the loaded checkpoint",
+                    "step.load_state_dict() was given another checkpoint than the model",
+                    "load the model's state of the same checkpoint",
+                    now="all replicas begin with the model's",
+                ),
                 stacklevel=users_stack_level(),
             )
 
@@ -83,16 +92,26 @@ def _copied(buffer: Mapping[str, Any]) -> dict[str, Any]:
 def _check(name: str, buffer: Any, store: StepVariables) -> None:
     is_buffer = isinstance(buffer, Mapping) and buffer.keys() == {_MODEL, _REPLICAS}
     if not is_buffer or not all(isinstance(value, torch.Tensor) for value in (buffer[_MODEL], *buffer[_REPLICAS])):
-        raise TypeError(f"{name!r} in replica_buffers of a step's state is no such buffer: give what state_dict() gave")
+        raise problem(
+            TypeError,
+            f"MC7002: {name!r} in replica_buffers of a step's state is no such buffer",
+            fix="give what state_dict() gave",
+        )
     if len(buffer[_REPLICAS]) != len(store.devices):
         raise ValueError(
-            f"{name!r} in replica_buffers has {len(buffer[_REPLICAS])} values for {len(store.devices)} replicas"
+            f"MC7001: {name!r} in replica_buffers has {len(buffer[_REPLICAS])} values for {len(store.devices)} replicas"
         )
     tensor = store.tensors.get(name)
     if tensor is None and not name.startswith("outside."):  # which the first call finds
-        raise ValueError(f"{name!r} in replica_buffers is no buffer of this model: load the state of a step over it")
+        raise problem(
+            ValueError,
+            f"MC7001: {name!r} in replica_buffers is no buffer of this model",
+            fix="load the state of a step over this model",
+        )
     if tensor is not None and any(value.shape != tensor.shape for value in buffer[_REPLICAS]):
-        raise ValueError(f"{name!r} in replica_buffers has another shape than the model's, {list(tensor.shape)}")
+        raise ValueError(
+            f"MC7001: {name!r} in replica_buffers has another shape than the model's, {list(tensor.shape)}"
+        )
 
 
 def have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.links import SumPlace, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, make_pieces
 from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit
@@ -186,15 +187,19 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
         return {}
     links = {str(node.kwargs["link"]) for node in launches}
     if len(links) != 1 or not links <= _KINDS.keys():
-        raise ExecutionError(
-            f"steps over several workers run over {' or '.join(map(repr, _KINDS))}, not over {', '.join(sorted(links))}"
+        raise problem(
+            ExecutionError,
+            f"MC1104: steps over several workers cannot run over {', '.join(sorted(links))}",
+            fix=f"link={' or '.join(map(repr, _KINDS))}",
         )
     kind = _KINDS[links.pop()]
     for node in calls_to(graph, *ops.REDUCTIONS):
         if link_named(node.kwargs["link"]).sum_place is not SumPlace.FIRST:
-            raise ExecutionError(
-                f"link {node.kwargs['link']!r} does not add up a worker's buckets in one place, from which they can be sent to "
-                "the other workers: use link='shared-memory'"
+            raise problem(
+                ExecutionError,
+                f"MC1104: link {node.kwargs['link']!r} does not add up a worker's buckets in one place",
+                "from there they are sent to the other workers",
+                "link='shared-memory'",
             )
     packs = [pack_of(node) for node in launches if node.target in (*ops.EXCHANGES_OF_SUMS, ops.gather_factors)]
     gathered = [pack_of(node) for node in launches if node.target is ops.gather_factors]

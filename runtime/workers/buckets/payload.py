@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from mirrorc.compression import Collectives, Gradients, Payload
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.workers.transport.lane import PayloadError, SeveralRounds
 from mirrorc.torch_internals import GlooGroup
 
@@ -64,14 +65,18 @@ class SentPayload(SeveralRounds):
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            raise PayloadError(f"compression={self._payload!r} failed in exchange(): {reason}") from error
+            raise problem(
+                PayloadError, f"MC1507: compression={self._payload!r} failed in exchange()", reason
+            ) from error
 
     def _exchange(self, collectives: Collectives) -> None:
         gradients = self._gradients_of(self._whole)
         state = {name: self._state[name] for name in gradients if name in self._state}
         new = self._payload.exchange(gradients, self._gradients_of(self._sum), state, collectives) or {}
         if others := [name for name in new if name not in gradients]:
-            raise ValueError(f"exchange() returned a state for {others[0]!r}, which is none of {', '.join(gradients)}")
+            raise ValueError(
+                f"MC1507: exchange() returned a state for {others[0]!r}, which is none of {', '.join(gradients)}"
+            )
         self._keep({name: value.detach() for name, value in new.items()})
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.workers.team.team import Team
 
 
@@ -103,10 +104,11 @@ def _copied(team: Team, state: Any, source: int) -> Any:
     try:
         torch.save(state, saved)
     except _NOT_SAVED as error:
-        raise ValueError(
-            f"the workers take over what worker {source} has in its optimizers, and it cannot be sent: "
-            f"{_unsaved(state) or 'part of it'} cannot be saved ({error}). Define functions and classes at the top of a module, "
-            "or keep such an object out of the optimizer"
+        raise problem(
+            ValueError,
+            f"MC6403: what worker {source} has in its optimizers cannot be sent to the other workers",
+            f"{_unsaved(state) or 'part of it'} cannot be saved: {error}",
+            ("define functions and classes at the top of a module", "keep such an object out of the optimizer"),
         ) from error
     text = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8)
     size = torch.tensor(text.numel())

@@ -13,6 +13,7 @@ from mirrorc.cluster import Cluster, Worker
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.consistency import StoreTransport, Transport, compare, digest
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import with_line
 from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState
 from mirrorc.runtime.workers.team.published_failures import PublishedFailures
 from mirrorc.runtime.workers.transport.connect import all_texts
@@ -104,8 +105,8 @@ class ControlCollectives:
             self._call.stage = CallStage.BEFORE  # they do not raise the like
             raise
         except CommunicationError as error:
-            end = f" {remedy}." if remedy else ""
-            raise CommunicationError(f"{error}. No parameter was changed.{end}") from None
+            text = with_line(str(error), "now", "No parameter was changed")
+            raise CommunicationError(with_line(text, "fix", remedy) if remedy else text) from None
 
     def _look(self) -> None:
         if self._is_over():

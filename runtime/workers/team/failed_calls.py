@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.lost_in_rounds import in_short
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.communication import StepStoppedError
 from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState, Failure
 from mirrorc.runtime.workers.team.consequences import (
@@ -46,8 +47,11 @@ class FailedCalls:
 
     def refuse_if_final(self) -> None:
         if self._why_over:
-            raise CommunicationError(
-                f"no further step can be made by these workers: {self._why_over}. {Next.RESTART.value}"
+            raise problem(
+                CommunicationError,
+                "MC6202: no further step can be made by these workers",
+                self._why_over,
+                Next.RESTART.value,
             )
 
     def explain(self, error: BaseException, is_whole: Callable[[], bool], torn: Callable[[], str]) -> BaseException:
@@ -76,10 +80,9 @@ class FailedCalls:
         if event in (Event.RAISED, Event.CLOSED):
             return error
         remedy = Next.RESTART if self._why_over else consequence.next
-        return CommunicationError(
-            f"training call {self._call.number} has failed: {self._failure_text(failure)}. "
-            f"{_state_text(consequence.parameters, is_whole, torn)} {remedy.value}."
-        )
+        state = _state_text(consequence.parameters, is_whole, torn)
+        what = f"training call {self._call.number} has failed"
+        return problem(CommunicationError, f"MC6201: {what}", self._failure_text(failure), remedy.value, now=state)
 
     def _failure_text(self, failure: Failure | None) -> str:
         assert failure is not None, "published by another worker, or sought"

@@ -9,6 +9,7 @@ import torch
 
 from mirrorc.cluster import Cluster
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState
 from mirrorc.runtime.workers.protocol.header import NUM_FIELDS, Agreement, Header, agreement
 from mirrorc.runtime.workers.protocol.known_counts import Counts, KnownCounts
@@ -98,8 +99,10 @@ class Meetings:
             raise self._difference(headers, facts, name, other)
         if not (agreed.num_examples or agreed.is_over):
             self._call.stage = CallStage.REFUSED
-            raise ValueError(
-                "no worker has examples in this step, which needs at least one: leave the batch out on all workers"
+            raise problem(
+                ValueError,
+                "MC6303: no worker has examples in this step, which needs at least one",
+                fix="leave the batch out on all workers",
             )
         self._watcher.local_progress = self._watcher.local_progress.met()
         all_rows = self._known_counts.of_all(headers, all_counts, run_control)
@@ -117,7 +120,10 @@ class Meetings:
             self._control.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))
         workers = self._cluster.workers
         worker, source = workers[other], workers[left.index(False) if False in left else 0]
-        return CommunicationError(
-            f"workers differ in {_IN_WORDS[name]}: {worker} says something else than {source}. No parameter was changed. Let all "
-            "workers make the same calls in one order"
+        return problem(
+            CommunicationError,
+            f"MC6301: workers differ in {_IN_WORDS[name]}",
+            f"{worker} says something else than {source}",
+            "let all workers make the same calls in one order",
+            now="No parameter was changed",
         )

@@ -9,8 +9,9 @@ from typing import Any
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.failure_detector import FailureDetector, Pace
 from mirrorc.cluster.membership import Worker
-from mirrorc.cluster.stores import first_line
+from mirrorc.cluster.stores import SEE_STORE, first_line
 from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.workers.protocol.call_progress import Progress
 from mirrorc.runtime.workers.protocol.call_state import Failure
 
@@ -51,9 +52,11 @@ class StepWatcher:
         try:
             self.detector = FailureDetector(store, len(workers), rank, pace_of_steps(len(workers)), self)
         except (RuntimeError, TimeoutError) as error:
-            raise CommunicationError(
-                f"{workers[rank]}: the workers' store does not answer ({first_line(error)}). See what the process that has "
-                "opened it does: worker 0, or torchrun's agent"
+            raise problem(
+                CommunicationError,
+                f"MC6204: {workers[rank]}: the workers' store does not answer",
+                first_line(error),
+                SEE_STORE,
             ) from error
         self.detector.start()
 

@@ -1,0 +1,41 @@
+"""The one form of errors and warnings: what happened under a code, then where, why, and something to type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+E = TypeVar("E", bound=Exception)
+
+
+def problem(
+    kind: type[E], what: str, why: str = "", fix: str | Sequence[str] = "", *, at: str = "", now: str = ""
+) -> E:
+    """An exception with a `message`."""
+    return kind(message(what, why, fix, at=at, now=now))
+
+
+def message(what: str, why: str = "", fix: str | Sequence[str] = "", *, at: str = "", now: str = "") -> str:
+    """``MC1304: what``, and below it lines ``at:``, ``why:``, ``now:`` and ``fix:``, each if there is one.
+
+    Args:
+        what: a code of `mirrorc.messages.catalogue`, and what happened, in at most 20 words.
+        fix: something to type; several are alternatives.
+        at: the user's line.
+        now: the state that is left.
+    """
+    fixes = [fix] if isinstance(fix, str) else [*fix]
+    lines = [("at", at), ("why", why), ("now", now), *zip(("fix", *("or",) * len(fixes)), fixes, strict=False)]
+    return what + "".join(_line(label, text) for label, text in lines if text)
+
+
+def with_line(text: str, label: str, line: str) -> str:
+    """A message with one more line: a fix behind the others, anything else before them."""
+    if label == "fix":
+        return text + _line("or" if "\n  fix: " in text else label, line)
+    head, mark, fixes = text.partition("\n  fix: ")
+    return f"{head}{_line(label, line)}{mark}{fixes}"
+
+
+def _line(label: str, text: str) -> str:
+    return f"\n  {label + ':':5} {text}"
