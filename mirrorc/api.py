@@ -323,7 +323,7 @@ def _naming_mode(mode: Mode | None, remarks: Sequence[str]) -> Iterator[None]:
     except (ValueError, PassError) as error:
         if mode is None or not any(f"{name}=" in str(error) for name in MODES[mode]):
             raise
-        raise type(error)(with_line(str(error), "why", listed(remarks))) from None
+        raise type(error)(with_line(str(error), "mode", listed(remarks))) from None
 
 
 def _pipeline_parameters(request: Request, optimizers: OptimizerGroups, model_state: ModelState) -> dict[str, Any]:

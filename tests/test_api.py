@@ -140,7 +140,10 @@ def test_a_step_says_what_it_is() -> None:
 def test_an_attribute_that_a_step_would_not_obey_cannot_be_set() -> None:
     model = nn.Linear(2, 2)
     with sgd_step(model, 1, loss_fn=nn.MSELoss()) as step:
-        with pytest.raises(AttributeError, match=r"no attribute 'clip_grad_norm'.*give options to mirrorc.compile"):
+        with pytest.raises(
+            AttributeError,
+            match=r"MC1601: step.clip_grad_norm cannot be set\n.*\n  fix:  mirrorc.compile\(\.\.\., clip_grad_norm=",
+        ):
             step.clip_grad_norm = 1.0  # type: ignore[attr-defined]
         with pytest.raises(AttributeError, match="num_skipped"):
             step.num_skipped = 0  # type: ignore[misc]
@@ -151,10 +154,10 @@ def test_an_attribute_that_a_step_would_not_obey_cannot_be_set() -> None:
     [
         (lambda: mirrorc.summed(None), "summed takes a tensor, not NoneType"),
         (lambda: mirrorc.summed(3), "summed takes a tensor, not int"),
-        (lambda: mirrorc.join(None), "was given a NoneType: give it the steps"),
+        (lambda: mirrorc.join(None), "was given a NoneType\n  fix:  mirrorc.join"),
         (
             lambda: mirrorc.PerReplica(None),
-            r"values for all replicas, not NoneType: give mirrorc.PerReplica\(\[x0, x1\]\)",
+            r"values for all replicas, not NoneType\n  fix:  mirrorc.PerReplica\(\[x0, x1\]\)",
         ),
         (lambda: mirrorc.PerReplica(torch.zeros(2, 3)), "values for all replicas, not Tensor"),
         (lambda: mirrorc.PerReplica({"x": torch.zeros(2)}), "values for all replicas, not dict"),

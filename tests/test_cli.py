@@ -219,15 +219,18 @@ def words(text: str) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--print-after", "nix"], "--print-after: it names 'nix', which is no pass of the pipeline: plan-buckets"),
+        (["--print-after", "nix"], "--print-after: MC4004: it names 'nix', which is no pass of the pipeline"),
         (
             ["--dump", __file__],
-            f"--dump: it is '{__file__}', but {__file__} is a file: give a directory, existing or new",
+            f"--dump: MC1002: it is '{__file__}', but {__file__} is a file: give a directory, existing or new",
         ),
         (["--dump", f"{__file__}/x"], f"but {__file__} is a file: give a directory"),
         (["--output", f"{__file__}/x.json"], f"mirrorc: cannot write {__file__}/x.json: "),
         (["--output", str(Path(__file__).parent)], f"mirrorc: cannot write {Path(__file__).parent}: Is a directory"),
-        (["--passes", "json:JSONDecoder"], "--passes: 'json:JSONDecoder' gives a JSONDecoder, which is no pass"),
+        (
+            ["--passes", "json:JSONDecoder"],
+            "--passes: MC4004: 'json:JSONDecoder' gives a JSONDecoder, which is no pass",
+        ),
         (["--import", "not.there"], "'--import': there is no module 'not': run from where it is found"),
     ],
 )

@@ -17,7 +17,7 @@ from mirrorc.cluster.lost_in_rounds import Lookout, in_short
 from mirrorc.cluster.membership import Worker
 from mirrorc.cluster.stores import SEE_STORE, first_line
 from mirrorc.errors import CommunicationError
-from mirrorc.messages.problem import problem
+from mirrorc.messages.problem import message, problem
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,10 @@ class Round:
 
     def fail(self, error: BaseException) -> None:
         """Ends the other workers' round with this error, unless another came first. Raises nothing; takes a bounded time."""
-        text = (
-            f"{self.workers[self.rank]} failed in {self._doing}, which all workers call together: {in_short(error, None)}. "
-            f"Mend that, and call {self._doing} again on all workers"
+        text = message(
+            f"MC6201: {self.workers[self.rank]} failed in {self._doing}, which all workers call together",
+            in_short(error, None),
+            f"mend that, and call {self._doing} again on all workers",
         )
         try:
             in_bounded_time(lambda: self._tell(text), _LONGEST_READING_SECONDS + _LONGEST_VERDICT_SECONDS)
@@ -90,7 +91,8 @@ class Round:
             if not gone:
                 return
             rank, fate = min(gone.items())
-            text = f"{self.workers[rank]} does not come to {self._doing}: {fate}. End all workers, and start them again"
+            what = f"MC6203: {self.workers[rank]} does not come to {self._doing}"
+            text = message(what, fate, "end all workers, and start them again")
             self._store.compare_set(_FAILURE, "", text)  # the first failure counts
         text = self._store.get(_FAILURE).decode()
         self._store.add(_NUM_AWARE, 1)

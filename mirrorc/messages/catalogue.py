@@ -426,7 +426,7 @@ Give the group of all workers that train together, or None for the default group
 MC6107 Environment variables that describe no cluster
 torchrun sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`; TF_CONFIG is an object. Unset them to train alone.
 
-MC6201 A training call that failed
+MC6201 A call that failed on a worker
 Another worker failed, ended or hangs; the message names it. The line after `now:` says what parameters are.
 
 MC6202 Workers that cannot go on

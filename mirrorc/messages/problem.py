@@ -30,10 +30,10 @@ def message(what: str, why: str = "", fix: str | Sequence[str] = "", *, at: str 
 
 
 def with_line(text: str, label: str, line: str) -> str:
-    """A message with one more line: a fix behind the others, anything else before them."""
+    """A message with one more line: a place behind what happened, a fix at the end, anything else before the fixes."""
     if label == "fix":
         return text + _line("or" if "\n  fix: " in text else label, line)
-    head, mark, fixes = text.partition("\n  fix: ")
+    head, mark, fixes = text.partition("\n" if label == "at" else "\n  fix: ")
     return f"{head}{_line(label, line)}{mark}{fixes}"
 
 

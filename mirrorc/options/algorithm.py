@@ -9,7 +9,7 @@ from typing import Any
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import best_link, carrier_of, link_names
-from mirrorc.messages.problem import problem
+from mirrorc.messages.problem import problem, with_line
 from mirrorc.options.option import Request
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.all_reduce.auto import Auto
@@ -62,9 +62,7 @@ def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
         try:
             carrier_of(link, ops.send)
         except ValueError as error:
-            raise problem(
-                ValueError, f"MC1503: algorithm={name!r} needs sends between the devices", str(error)
-            ) from error
+            raise ValueError(with_line(str(error), "why", f"algorithm={name!r} needs sends")) from error
     return algorithm
 
 

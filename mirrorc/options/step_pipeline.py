@@ -62,9 +62,9 @@ def check_whole(
         options = listed(
             f"{o}=" for o in ("passes", "add", "disable", "exact_order") if asked[o] not in (None, (), False)
         )
-        raise problem(
-            PassError, f"MC4002: what {options or 'passes='} gives is no pipeline of a whole step", str(error)
-        ) from None
+        code, _, text = str(error).partition(": ")
+        what = f"{code}: what {options or 'passes='} gives is no pipeline of a whole step: {text}"
+        raise PassError(what) from None
 
 
 def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device]) -> Iterator[tuple[str, str]]:

@@ -52,9 +52,7 @@ def _class_name(kind: type) -> str:
     except (KeyError, AttributeError):
         importable = None
     if importable is not kind:
-        raise ValueError(
-            f"MC4004: its class {kind.__qualname__} is not found by its name: define it at the top of a module"
-        )
+        raise ValueError(f"its class {kind.__qualname__} is not found by its name: define it at the top of a module")
     module = _script_module() if kind.__module__ == "__main__" else kind.__module__
     return f"{module}:{kind.__qualname__}"
 
@@ -65,7 +63,7 @@ def _script_module() -> str:
     name = spec.name if spec is not None else Path(script or "").stem
     if name == "__main__" or not re.fullmatch(r"[\w.-]+" if spec is not None else r"[\w-]+", name):
         where = f"in {script}, whose name no module has" if script else "in a session, which has no file"
-        raise ValueError(f"MC4004: its class is defined {where}: put it in a module of its own")
+        raise ValueError(f"its class is defined {where}: put it in a module of its own")
     return str(name)
 
 
@@ -76,7 +74,7 @@ def _options_of(compiler_pass: Pass) -> Iterator[tuple[str, str]]:
         is_readable = name in fields if fields is not None else hasattr(compiler_pass, name)
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or not is_readable:
             raise ValueError(
-                f"MC4004: {kind.__name__} does not keep its argument {name!r} under that name: make it a dataclass"
+                f"{kind.__name__} does not keep its argument {name!r} under that name: make it a dataclass"
             )
         value = getattr(compiler_pass, name)
         if not _are_equal(value, parameter.default):
@@ -121,11 +119,9 @@ def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
         names = inspect.signature(kind).parameters
         differing = [name for name in names if not _are_equal(getattr(again, name), getattr(compiler_pass, name))]
     except Exception as error:
-        raise ValueError(
-            f"MC4004: {kind.__qualname__} cannot be made again: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"{kind.__qualname__} cannot be made again: {type(error).__name__}: {error}") from error
     if differing:
-        raise ValueError(f"MC4004: {kind.__qualname__}, made again from its options, has another {differing[0]!r}")
+        raise ValueError(f"{kind.__qualname__}, made again from its options, has another {differing[0]!r}")
 
 
 def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pass]:
@@ -165,9 +161,9 @@ def _options(name: str, text: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("MC4004: an option has no name")
+            raise ValueError("an option has no name")
         if any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError("MC4004: ** gives no option a name")
+            raise ValueError("** gives no option a name")
         return {str(keyword.arg): _parse_value(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, TypeError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
@@ -196,13 +192,13 @@ def _parse_value(node: ast.expr) -> Any:
             return set(map(_parse_value, items))
         case ast.Dict(keys=keys, values=values):
             if None in keys:
-                raise ValueError(f"MC4004: {ast.unparse(node)} is no plain value")
+                raise ValueError(f"{ast.unparse(node)} is no plain value")
             pairs = zip(keys, values, strict=True)
             return {_parse_value(key): _parse_value(value) for key, value in pairs if key is not None}
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ValueError(f"MC4004: {ast.unparse(node)} is no plain value") from None
+        raise ValueError(f"{ast.unparse(node)} is no plain value") from None
 
 
 def _make(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..., Pass]]) -> Pass:
@@ -262,6 +258,6 @@ def import_module(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise ModuleNotFoundError(f"MC4004: there is no module {missing!r}") from error
+            raise ModuleNotFoundError(f"there is no module {missing!r}") from error
         reason = str(error).partition("\n")[0]
-        raise ImportError(f"MC4004: importing {name} failed: {type(error).__name__}: {reason:.300}") from error
+        raise ImportError(f"importing {name} failed: {type(error).__name__}: {reason:.300}") from error

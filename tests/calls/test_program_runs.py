@@ -42,7 +42,7 @@ def test_an_epoch_with_a_short_last_batch_and_an_evaluation() -> None:
         assert main is step.program and examples_of(short) == 6
         assert step.memory().total == step.memory(main).total > step.memory(evaluation).total
         assert "gradients" in str(step.memory())
-        with pytest.raises(ExecutionError, match="no training step has run yet with this program"):
+        with pytest.raises(ExecutionError, match="MC5005: no step was recorded: explain"):
             step.explain(evaluation)
         assert step.explain(short).num_steps == 1
         explained = str(step.explain())
@@ -65,7 +65,9 @@ def test_of_two_that_trained_as_often_it_is_the_last_one() -> None:
 
 def test_before_any_update_it_is_that_of_the_last_call() -> None:
     with step_of() as step:
-        with pytest.raises(ExecutionError, match=r"the first call compiles it, or step.prepare"):
+        with pytest.raises(
+            ExecutionError, match=r"MC5005: there is no program yet\n  why:  the first call compiles it"
+        ):
             _ = step.program
         assert step.programs == ()
         step.accumulate(torch.ones(4, 4), target=torch.ones(4, 1))
@@ -94,7 +96,9 @@ def test_programs_of_other_steps_are_refused() -> None:
         train(other, 4)
         train(step, 4)
         for report in (step.explain, step.memory):
-            with pytest.raises(ValueError, match=r"program is none of this step: give one of step\.programs"):
+            with pytest.raises(
+                ValueError, match=r"MC5005: program is none of this step\n  fix:  give one of step\.programs"
+            ):
                 report(other.program)
 
 

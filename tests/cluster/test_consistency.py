@@ -53,7 +53,9 @@ def test_equal_facts_pass_as_often_as_they_are_compared() -> None:
 )
 def test_all_raise_the_first_difference(facts: dict[str, Any], of_worker_1: dict[str, Any], expected: str) -> None:
     raised = compared([{"same": 1}, facts], [{"same": 1}, of_worker_1], [{"same": 1}, {**facts, "more": 1}])
-    assert raised == [f"workers differ in the options: worker 0 (host-0, process 100) has {expected}"] * 3
+    assert (
+        raised == [f"MC6301: workers differ in the options\n  why:  worker 0 (host-0, process 100) has {expected}"] * 3
+    )
 
 
 def test_calls_in_another_order_are_told_apart() -> None:
@@ -81,7 +83,8 @@ def test_facts_are_sent_only_if_their_digests_differ() -> None:
     compare("the options", {"lr": 0.1}, over=agreeing)
     assert not agreeing.asked
     with pytest.raises(
-        CommunicationError, match=r"^workers differ in the options: worker 0 .* has lr: 0.1, worker 2 .* has lr: 0.2$"
+        CommunicationError,
+        match=r"^MC6301: workers differ in the options\n  why:  worker 0 .* has lr: 0.1, worker 2 .* has lr: 0.2$",
     ):
         compare("the options", {"lr": 0.1}, over=differing)
 

@@ -75,7 +75,7 @@ def test_one_that_comes_late_is_refused_and_the_others_are_not_disturbed() -> No
     store = distributed.HashStore()
     assert called([Place(0, 2), Place(1, 2)], store=store) == [[0, 1]] * 2
     (late,) = called([Place(1, 2)], store=store)
-    assert "came when all 2 workers had joined: a worker cannot be replaced" in late
+    assert "came when all 2 workers had joined\n  why:  a worker cannot be replaced" in late
 
 
 def test_worker_0_stays_until_all_have_read_what_is_wrong() -> None:
@@ -103,6 +103,6 @@ def test_a_lost_store_is_said() -> None:
             raise distributed.DistNetworkError("Connection reset by peer\nframe #0: abort")
 
     with pytest.raises(
-        CommunicationError, match=r"store at a:1 was lost while workers joined \(Connection reset by peer\)"
+        CommunicationError, match=r"store at a:1 was lost while workers joined\n  why:  Connection reset by peer"
     ):
         call_roll(Lost(), Place(1, 2, "TF_CONFIG", "a", 1), time.monotonic() + 5)

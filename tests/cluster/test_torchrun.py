@@ -46,25 +46,33 @@ def test_without_them_there_is_no_place_and_one_worker_needs_no_address() -> Non
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("RANK", None, "RANK is not set, but others of torchrun's variables are: give a whole number from 0 to 7"),
-        ("RANK", "", "RANK is '': give a whole number from 0 to 7, as WORLD_SIZE is"),
-        ("RANK", "8", "RANK is '8': give a whole number from 0 to 7"),
-        ("RANK", "-1", "RANK is '-1': give"),
+        (
+            "RANK",
+            None,
+            "RANK is not set, but others of torchrun's variables are\n  fix:  give a whole number from 0 to 7",
+        ),
+        ("RANK", "", "RANK is ''\n  fix:  give a whole number from 0 to 7, as WORLD_SIZE is"),
+        ("RANK", "8", "RANK is '8'\n  fix:  give a whole number from 0 to 7"),
+        ("RANK", "-1", "RANK is '-1'\n  fix:  give"),
         ("WORLD_SIZE", None, "WORLD_SIZE is not set"),
-        ("WORLD_SIZE", "two", "WORLD_SIZE is 'two': give a whole number of at least 1"),
-        ("WORLD_SIZE", "0", "WORLD_SIZE is '0': give"),
-        ("LOCAL_RANK", "4", "LOCAL_RANK is '4': give a whole number from 0 to 3, as LOCAL_WORLD_SIZE is"),
-        ("LOCAL_WORLD_SIZE", "9", "LOCAL_WORLD_SIZE is '9': give a whole number from 1 to 8, as WORLD_SIZE is"),
+        ("WORLD_SIZE", "two", "WORLD_SIZE is 'two'\n  fix:  give a whole number of at least 1"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE is '0'\n  fix:  give"),
+        ("LOCAL_RANK", "4", "LOCAL_RANK is '4'\n  fix:  give a whole number from 0 to 3, as LOCAL_WORLD_SIZE is"),
+        ("LOCAL_WORLD_SIZE", "9", "LOCAL_WORLD_SIZE is '9'\n  fix:  give a whole number from 1 to 8, as WORLD_SIZE is"),
         ("MASTER_ADDR", None, "MASTER_ADDR is not set"),
-        ("MASTER_ADDR", " ", "MASTER_ADDR is ' ': give the name or address of the machine of worker 0"),
+        ("MASTER_ADDR", " ", "MASTER_ADDR is ' '\n  fix:  give the name or address of the machine of worker 0"),
         ("MASTER_PORT", None, "MASTER_PORT is not set"),
-        ("MASTER_PORT", "65536", "MASTER_PORT is '65536': give a whole number from 1 to 65535"),
-        ("TORCHELASTIC_RESTART_COUNT", "1.5", "TORCHELASTIC_RESTART_COUNT is '1.5': give a whole number of at least 0"),
+        ("MASTER_PORT", "65536", "MASTER_PORT is '65536'\n  fix:  give a whole number from 1 to 65535"),
+        (
+            "TORCHELASTIC_RESTART_COUNT",
+            "1.5",
+            "TORCHELASTIC_RESTART_COUNT is '1.5'\n  fix:  give a whole number of at least 0",
+        ),
     ],
 )
 def test_wrong_variable_is_named_with_its_value_and_the_remedy(name: str, value: str | None, expected: str) -> None:
     given = {k: v for k, v in {**SET, name: value}.items() if v is not None}
     with pytest.raises(
-        ValueError, match=f"the environment variable {re.escape(expected)}.*start the script with torchrun"
+        ValueError, match=f"(?s)the environment variable {re.escape(expected)}.*start the script with torchrun"
     ):
         place_by_torchrun(given)

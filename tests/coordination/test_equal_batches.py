@@ -49,7 +49,9 @@ def test_two_equal_batches_in_a_row_warn_once() -> None:
         batches.note([5, 6, 7])
         batches.note([0, 0, 0])
         batches.note([8, 8, 8])
-    with pytest.warns(UserWarning, match=r"worker 1 was given the same batches as worker 0 and worker 2.*shard_batch"):
+    with pytest.warns(
+        UserWarning, match=r"worker 1 was given the same batches as worker 0 and worker 2\n.*\n.*\n.*shard_batch"
+    ):
         batches.note([9, 9, 9])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

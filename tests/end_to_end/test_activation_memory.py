@@ -196,12 +196,12 @@ def test_a_bound_that_cannot_be_kept_names_the_least(monkeypatch: pytest.MonkeyP
         (
             "50%",
             {"disable": ["recompute-checkpoints"]},
-            "activations='50%' asks for the pass 'recompute-checkpoints', which disable= leaves out",
+            "activations='50%' needs the pass 'recompute-checkpoints', which disable= leaves out",
         ),
         (
             "50%",
             {"disable": ["choose-checkpoints"]},
-            "activations='50%' asks for the pass 'choose-checkpoints', which disable= leaves out",
+            "activations='50%' needs the pass 'choose-checkpoints', which disable= leaves out",
         ),
         ("50%", {"passes": default_pipeline()}, r"put mirrorc.passes.ChooseCheckpoints\(\) there"),
     ],

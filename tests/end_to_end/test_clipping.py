@@ -126,9 +126,7 @@ def test_a_group_that_is_added_needs_a_bound_of_its_own() -> None:
         step(x, target=target)
         optimizer.add_param_group({"params": list(model[1].parameters())})
         before = [p.clone() for p in model.parameters()]
-        with pytest.raises(
-            ValueError, match="has 1 bound, one for each group, but the optimizer has 2 groups now: close"
-        ):
+        with pytest.raises(ValueError, match="has 1 bound, but the optimizer has 2 groups now\n.*\n  fix:  close"):
             step(x, target=target)
         assert all(map(torch.equal, before, model.parameters()))
         del optimizer.param_groups[1]
@@ -197,7 +195,7 @@ def test_fused_updates_scale_gradients_as_they_read_them(name: str, num_devices:
 @pytest.mark.slow
 def test_a_norm_is_measured_without_a_bound() -> None:
     with (pair := Pair(SGD, 2, clip_grad_norm=math.inf)).step as step:
-        with pytest.raises(ExecutionError, match="no norm was measured: it is after the first step"):
+        with pytest.raises(ExecutionError, match="MC5005: no norm was measured\n  why:  it is after the first step"):
             _ = step.grad_norm
         norm = pair.train(5, lambda net: nn.utils.get_total_norm([p.grad for p in net.parameters()]))
         torch.testing.assert_close(step.grad_norm, norm, rtol=1e-9, atol=0)
@@ -284,14 +282,14 @@ def test_what_it_refuses() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     compiled = partial(compiled_step, net, F.mse_loss, optimizer=optimizer)
     for options, kind, text in (
-        ({"clip_grad_norm": -1.0}, ValueError, "clip_grad_norm is -1.0: give a number that is not"),
+        ({"clip_grad_norm": -1.0}, ValueError, "clip_grad_norm is -1.0\n  fix:  give a number from 0"),
         ({"clip_grad_norm": True}, TypeError, "clip_grad_norm is True"),
         ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm is '1'"),
         ({"clip_grad_norm": [1.0, 2.0]}, ValueError, r"clip_grad_norm is \[1.0, 2.0\], but the optimizer has 1 group: "),
         ({"clip_grad_value": -1}, ValueError, "clip_grad_value is -1"),
         ({"clip_grad_value": math.nan}, ValueError, "clip_grad_value is nan"),
-        ({"clip_grad_norm": 1.0, "passes": mirrorc.passes.default_pipeline()}, ValueError, "has no part in a pipeline given"),
-        ({"clip_grad_value": 1.0, "disable": ["clip-gradients"]}, ValueError, "asks for the pass 'clip-gradients'"),
+        ({"clip_grad_norm": 1.0, "passes": mirrorc.passes.default_pipeline()}, ValueError, "MC1004: .* and passes= cannot be combined"),
+        ({"clip_grad_value": 1.0, "disable": ["clip-gradients"]}, ValueError, "needs the pass 'clip-gradients'"),
     ):  # fmt: skip
         with pytest.raises(kind, match=text):
             compiled(**options)

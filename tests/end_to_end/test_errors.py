@@ -50,9 +50,9 @@ def compile_mlp(model: nn.Module | None = None, devices: Any = 2, **options: Any
         ([], ValueError, ("devices is empty", "cpu:0")),
         (0, ValueError, ("devices is empty", "cpu:0")),
         (-1, ValueError, ("devices", "cpu:0")),
-        (True, TypeError, ("devices is True", "list of device names")),
-        ("cpu:0", TypeError, ("devices is 'cpu:0'", "list of device names")),
-        (1.5, TypeError, ("devices is 1.5", "list of device names")),
+        (True, TypeError, ("devices is True", "give a list of names")),
+        ("cpu:0", TypeError, ("devices is 'cpu:0'", "give a list of names")),
+        (1.5, TypeError, ("devices is 1.5", "give a list of names")),
         ([0, 1], TypeError, ("device 0 is a int", "cpu:0")),
         (["tpu:0"], ValueError, ("unknown device 'tpu:0'", "cpu:0")),
         (["cpu:0/1"], ValueError, ("unknown device 'cpu:0/1'",)),
@@ -115,7 +115,7 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], words: t
     [
         ({"optimizer": ADAMW(make_mlp().parameters())}, ("parameter 0 of group 0", "none of the model's")),
         ({"link": "nccl"}, ("link='nccl' cannot join cpu:0, cpu:1", "'copy'")),
-        ({"algorithm": "copy"}, ("algorithm is 'copy', which is a link", "give link='copy'")),
+        ({"algorithm": "copy"}, ("algorithm is 'copy', which is a link", "mirrorc.Communication(link='copy')")),
     ],
     ids=["another-model", "link", "algorithm"],
 )
@@ -207,7 +207,7 @@ WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
     (
         lambda b: {"x": b["x"][:0], "target": b["target"][:0]},
         ValueError,
-        ("'x' has no examples", "leave an empty batch"),
+        ("'x' has no examples", "leave the empty batch"),
     ),
     (lambda b: {**b, "target": b["target"][:4]}, ValueError, ("'x' has 5", "'target' has 4", "mirrorc.replicated")),
     (scalar_target, ValueError, ("'target' is a scalar tensor", "mirrorc.replicated(target)")),
@@ -227,7 +227,7 @@ WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
     (
         lambda b: {**b, "x": mirrorc.PerReplica([b["x"], [b["x"]], b["x"]])},
         ValueError,
-        ("'x'", "all of the same structure"),
+        ("'x'", "all have the same structure"),
     ),
     (
         lambda b: {**b, "x": mirrorc.PerReplica([b["x"][:0]] * 3)},
@@ -385,7 +385,7 @@ def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Opti
         "test_errors.py:",
         "self.table(x)",
         "IndexError",
-        "All devices stopped",
+        "MC5001: replica",
         "No parameter",
     )
     with Twins(Embedder().double(), make_optimizer, F.cross_entropy) as pair:

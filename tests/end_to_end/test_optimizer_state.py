@@ -578,7 +578,7 @@ def test_a_model_that_changes_its_dtype_needs_its_optimizers_state_cast() -> Non
         for _ in range(2):
             with (
                 unchanged(pair.model, pair.optimizer),
-                pytest.raises(ValueError, match=r"call optimizer\.load_state_dict"),
+                pytest.raises(ValueError, match=r"fix:  optimizer\.load_state_dict"),
             ):
                 pair.step(**batch)
         pair.on_both(lambda _, own: own.load_state_dict(own.state_dict()))

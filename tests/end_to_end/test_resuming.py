@@ -160,7 +160,7 @@ def test_buffers_of_another_model_are_left_aside_with_a_warning() -> None:
         resumed.step.load_state_dict(whole.save())
         resumed.model.load_state_dict(Run(1).model.state_dict())
         with pytest.warns(
-            UserWarning, match="the model's buffers 'mean', 'var', .* differ from those of the checkpoint"
+            UserWarning, match="the model's buffers 'mean', 'var', .* differ from those of the loaded checkpoint"
         ):
             resumed.train(1)
         assert not torch.equal(*resumed.step.variables["mean"].values)
@@ -190,9 +190,9 @@ def test_a_state_goes_on_with_other_numbers_of_devices(num_before: int, number: 
 @pytest.mark.parametrize(
     ("buffers", "error", "message"),
     [
-        ([1], TypeError, r"is a dict, as state_dict\(\) gives it, not \[1\]"),
+        ([1], TypeError, r"MC7002: replica_buffers of a step's state is \[1\]"),
         ({"mean": torch.zeros(6)}, TypeError, "'mean' in replica_buffers of a step's state is no such buffer"),
-        ({"mean": {"model": 1, "replicas": []}}, TypeError, "is no such buffer: give what state_dict"),
+        ({"mean": {"model": 1, "replicas": []}}, TypeError, "is no such buffer\n  fix:  give what state_dict"),
         ({"mean": {"model": torch.ones(6), "replicas": [torch.ones(6)]}}, ValueError, "1 values for 2 replicas"),
         (
             {"x": {"model": torch.ones(6), "replicas": [torch.ones(6)] * 2}},
@@ -315,9 +315,9 @@ def test_nothing_is_changed_when_a_state_does_not_fit(tmp_path: Path) -> None:
         wrong = copy.deepcopy(before)
         wrong["optimizers"][1]["param_groups"].append({"params": [1]})
         cases: list[tuple[Any, type[Exception], str]] = [
-            (3, TypeError, "a step's state is a dict"),
+            (3, TypeError, "MC7002: a step's state is a int"),
             ([3], TypeError, "one of the states is a int"),
-            ({"model": 1}, ValueError, "this one has model: give what"),
+            ({"model": 1}, ValueError, "other keys than this one, model\n.*\n  fix:  give what"),
             ({**before, "model": {}}, ValueError, "is of another model: .* lacks 'layer.weight' and 1 more"),
             ({**before, "loss_fn": {"temperature": torch.ones(2)}}, ValueError, r"has the shape \[2\] there, and \[\]"),
             ({**before, "other_buffers": {}}, ValueError, "lacks 'count'"),
@@ -334,7 +334,7 @@ def test_nothing_is_changed_when_a_state_does_not_fit(tmp_path: Path) -> None:
             mirrorc.load_checkpoint(step, tmp_path / "last", odd=Odd())
         with pytest.raises(FileNotFoundError, match=r"has no checkpoint of mirrorc\.save_checkpoint"):
             mirrorc.load_checkpoint(step, tmp_path)
-        with pytest.raises(ValueError, match="is no checkpoint: give a folder that does not exist"):
+        with pytest.raises(ValueError, match="is no checkpoint\n  fix:  give a folder that does not exist"):
             mirrorc.save_checkpoint(step, tmp_path)
         with pytest.raises(ValueError, match="'model' is a name of the step's own state"):
             mirrorc.save_checkpoint(step, tmp_path / "last", model=model)
@@ -364,7 +364,7 @@ def test_accumulated_gradients_have_no_place_in_a_checkpoint() -> None:
     with run.step:
         run.step.accumulate(torch.randn(4, 6), target=torch.zeros(4, dtype=torch.int64))
         with pytest.raises(
-            mirrorc.ExecutionError, match="which a checkpoint has no place for: call it after the update"
+            mirrorc.ExecutionError, match="a checkpoint has no place for them\n  fix:  call it after the update"
         ):
             run.step.state_dict()
         run.step.zero_grad()

@@ -201,7 +201,7 @@ def test_a_step_without_gradients_warns_once(recwarn: pytest.WarningsRecorder) -
             optimizer.zero_grad()
         (warning,) = recwarn.list
         assert warning.filename == __file__ and "optimizer.step() found no gradients" in str(warning.message)
-        assert "it has made this update already" in str(warning.message)
+        assert "it has made its update already" in str(warning.message)
     recwarn.clear()
     optimizer.step()
     assert not recwarn.list and not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
@@ -279,7 +279,7 @@ def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
             check()
         (warning,) = recwarn.list
         assert warning.filename == __file__
-        assert "6 of the parameters had gradients from a backward()" in str(warning.message)
+        assert "6 parameters had gradients from a backward()" in str(warning.message)
         backward(model)
         kept = [parameter.grad for parameter in model.parameters()]
         with pytest.raises(ValueError):

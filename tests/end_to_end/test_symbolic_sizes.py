@@ -270,14 +270,16 @@ def step_of(make_model: Callable[[], nn.Module], **options: Any) -> tuple[mirror
     ],
 )
 def test_symbols_are_refused_with_what_takes_numbers_alone(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=f"dynamic=True makes sizes of arguments symbols, .*: {why}"):
+    with pytest.raises(ValueError, match=f"MC1003: dynamic=True cannot make symbols of sizes here\n  why:  .*{why}"):
         step_of(Classifier, dynamic=True, **options)
 
 
 def test_symbols_are_refused_with_factors_that_workers_are_to_send() -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="stay numbers here: workers may send each other factors of gradients"):
+    with pytest.raises(
+        ValueError, match="symbols of sizes here\n  why:  workers may send each other factors of gradients"
+    ):
         step_of_world(model, world=mirrorc.World(2), optimizer=optimizer, dynamic=True, exchange="factors")
 
 

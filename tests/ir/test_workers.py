@@ -17,7 +17,11 @@ from mirrorc.ir.workers import Workers
         ((2, None), TypeError, "devices_per_worker is None"),
         ((2, "12"), TypeError, "devices_per_worker is '12'"),
         ((2, (1, -1)), ValueError, r"devices_per_worker\[1\] is -1"),
-        ((3, (1, 2)), ValueError, "devices_per_worker has 2 numbers, but num_workers is 3: give one for each worker"),
+        (
+            (3, (1, 2)),
+            ValueError,
+            "devices_per_worker has 2 numbers, but num_workers is 3\n  fix:  give one for each worker",
+        ),
         ((3, ()), ValueError, "devices_per_worker has 0 numbers"),
     ],
 )
@@ -28,7 +32,9 @@ def test_a_world_that_cannot_be_is_refused_by_name(given: tuple[Any, ...], error
 
 @pytest.mark.parametrize("rank", [-1, 3])
 def test_a_worker_that_is_not_there_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"rank is {rank}, but the world has 3 workers: give a number from 0 to 2"):
+    with pytest.raises(
+        ValueError, match=f"rank is {rank}, but the world has 3 workers\n  fix:  give a number from 0 to 2"
+    ):
         World(3).worker(rank)
 
 

@@ -20,7 +20,19 @@ _MOST_WORDS = 20
 
 # Codes with messages after which there is nothing to type, or that say it in their reason.
 _WITHOUT_FIX = {"MC3401", "MC3402", "MC2403", "MC4001", "MC4004", "MC5007", "MC7001", "MC7005", "MC7101"}
-_WITHOUT_FIX |= {"MC1503", "MC1505", "MC1506", "MC1301", "MC1507", "MC1502", "MC3502", "MC4002", "MC6301", "MC2402", "MC5003"}
+_WITHOUT_FIX |= {
+    "MC1503",
+    "MC1505",
+    "MC1506",
+    "MC1301",
+    "MC1507",
+    "MC1502",
+    "MC3502",
+    "MC4002",
+    "MC6301",
+    "MC2402",
+    "MC5003",
+}
 
 
 def _trees() -> Iterator[tuple[str, ast.Module]]:

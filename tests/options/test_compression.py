@@ -135,11 +135,11 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
             {"compression": "int8"},
             "compression is 'int8': say 'bfloat16' or 'float16', to send sums to other workers so, mirrorc.TopK(ratio)",
         ),
-        ({"shard_optimizer": True}, "shard_optimizer=True: workers send each other parts of sums there"),
-        ({"exact_order": True}, "cannot be used with exact_order=True: sums are rounded on their way"),
+        ({"shard_optimizer": True}, "shard_optimizer=True\n  why:  workers send each other parts of sums there"),
+        ({"exact_order": True}, "cannot be used with exact_order=True\n  why:  sums are rounded on their way"),
         (
             {"disable": ["compress-exchange"]},
-            "asks for the pass 'compress-exchange', which disable= leaves",
+            "needs the pass 'compress-exchange', which disable= leaves",
         ),
         (
             {"compression": TopK(0.1), "shard_optimizer": True},
@@ -147,11 +147,11 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ),
         (
             {"compression": TopK(0.1), "exact_order": True},
-            "with exact_order=True: workers send a part of each gradient, and the rest in later steps; leave out one",
+            "with exact_order=True\n  why:  workers send a part of each gradient, and the rest in later steps\n  fix:  leave out one",
         ),
         (
             {"compression": TopK(0.1), "disable": ["send-largest"]},
-            "asks for the pass 'send-largest', which disable= leaves",
+            "needs the pass 'send-largest', which disable= leaves",
         ),
         (
             {"compression": TopK(0.1), "passes": default_pipeline(over_workers=True)},
@@ -159,15 +159,15 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ),
         (
             {"compression": FirstElements(), "shard_optimizer": True},
-            "cannot be used with shard_optimizer=True: workers send each other parts of sums there",
+            "cannot be used with shard_optimizer=True\n  why:  workers send each other parts of sums there",
         ),
         (
             {"compression": FirstElements(), "exact_order": True},
-            "with exact_order=True: workers send payloads of gradients, and what these leave out in later steps; leave out one",
+            "with exact_order=True\n  why:  workers send payloads of gradients, and what these leave out in later steps\n  fix:  leave out one",
         ),
         (
             {"compression": FirstElements(), "disable": ["send-payload"]},
-            "asks for the pass 'send-payload', which disable= leaves",
+            "needs the pass 'send-payload', which disable= leaves",
         ),
         (
             {"compression": FirstElements(), "passes": default_pipeline(over_workers=True)},
@@ -187,7 +187,7 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], why: str)
 def test_it_is_refused_on_gpus() -> None:
     asked = {**OPTIONS.defaults, "compression": "bfloat16"}
     request = Request(asked, Workers((1, 1), 0), (Device("cuda:0", torch.device("cuda:0")),))
-    with pytest.raises(ValueError, match=r"of the type 'cuda' yet: compressed sums have not been tried there"):
+    with pytest.raises(ValueError, match=r"of the type 'cuda' yet\n  why:  compressed sums have not been tried there"):
         OPTIONS.check_exclusions(request)
     OPTIONS.check_exclusions(replace(request, devices=parse_devices(1)))
 
@@ -262,10 +262,10 @@ class Fractional(FirstElements):
     [
         (
             Undecorated,
-            "an instance of Undecorated, which is no frozen dataclass: workers compare the texts of their payloads",
+            "an instance of Undecorated, which is no frozen dataclass\n  why:  workers compare the texts of their payloads",
         ),
-        (Unsized, "an instance of Unsized, which has no num_bytes() of its own"),
-        (Unsent, "an instance of Unsent, which has no exchange() of its own"),
+        (Unsized, "an instance of Unsized, which has no num_bytes()\n"),
+        (Unsent, "an instance of Unsent, which has no exchange()\n"),
         (Payload, "an instance of Payload, which is no frozen dataclass"),
         (lambda: FirstElements, "compression is"),
     ],

@@ -94,34 +94,38 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         (
             {"table.weight": "cpu:2"},
             {},
-            "placement gives 'table.weight' to 'cpu:2', which is none of the devices: name one",
+            "placement gives 'table.weight' to 'cpu:2', which is none of the devices\n  fix:  name one",
         ),
         (
             {"*": "mirrored"},
             {},
-            "all parameters that are not named, to 'mirrored': say 'central', 'least-loaded', 'cached' or one of the",
+            "all parameters that are not named, to 'mirrored'\n  fix:  say 'central', 'least-loaded', 'cached' or one of the",
         ),
-        ({"table.weight": "cpu:0", "head.weight": "cpu:1"}, {}, "which are one parameter: name one device for it"),
-        ("central", {"passes": default_pipeline()}, "placement='central' has no part in a pipeline given with passes="),
+        (
+            {"table.weight": "cpu:0", "head.weight": "cpu:1"},
+            {},
+            "which are one parameter\n  fix:  name one device for it",
+        ),
+        ("central", {"passes": default_pipeline()}, "placement='central' and passes= cannot be combined"),
         (
             "central",
             {"disable": ["place-variables"]},
-            "asks for the pass 'place-variables', which disable= leaves",
+            "needs the pass 'place-variables', which disable= leaves",
         ),
         (
             "least-loaded",
             {"disable": ["update-at-owner"]},
-            "asks for the pass 'update-at-owner', which disable=",
+            "needs the pass 'update-at-owner', which disable=",
         ),
         (
             "shared",
             {"disable": ["share-parameters"]},
-            "asks for the pass 'share-parameters', which disable=",
+            "needs the pass 'share-parameters', which disable=",
         ),
         (
             "central",
             {"world": World(2, 1)},
-            "cannot be used over several workers: an owner updates for the devices",
+            "cannot be used over several workers\n  why:  an owner updates for the devices",
         ),
         (
             "mirrored",
@@ -145,7 +149,7 @@ def test_what_cannot_be_is_refused(placement: Any, options: dict[str, Any], said
 def test_sharing_is_refused_where_devices_have_memories_of_their_own() -> None:
     gpus = [Device(f"cuda:{i}", torch.device("cuda", i)) for i in range(2)]
     asked = {**OPTIONS.defaults, "placement": "shared"}
-    message = "placement='shared' cannot be used on cuda:0, cuda:1: the devices do not share one memory; use 'mirrored'"
+    message = "placement='shared' cannot be used on cuda:0, cuda:1\n  why:  the devices do not share one memory\n  fix:  use 'mirrored'"
     with pytest.raises(ValueError, match=re.escape(message)):
         OPTIONS.check_exclusions(Request(asked, devices=tuple(gpus)))
 
@@ -156,7 +160,7 @@ def test_owners_may_be_devices_of_torch() -> None:
     program = step_of(owners).prepare(torch.tensor([0, 1]), target=torch.tensor([0, 1]))
     found = {slot.variable: bucket.owner for bucket in program.buckets for slot in bucket.slots}
     assert found.pop("body.weight") == 1 and set(found.values()) == {0}
-    said = r"placement gives 'body.weight' to device\(type='cpu', index=7\), which is none of the devices: name one of cpu:0"
+    said = r"placement gives 'body.weight' to device\(type='cpu', index=7\), which is none of the devices\n  fix:  name one of cpu:0"
     with pytest.raises(ValueError, match=said):
         step_of({"body.weight": torch.device("cpu", 7)})
     with pytest.raises(ValueError, match=r"to device\(type='cuda', index=1\): say 'central', 'least-loaded'"):

@@ -76,18 +76,18 @@ def test_each_worker_of_a_world_has_its_program() -> None:
     [
         ({"batch": X}, TypeError, r"batch is a Tensor: give a tuple, \(x, y\), or a dict of keyword arguments"),
         ({"batch": [X, Y]}, TypeError, r"batch is a list: give a tuple"),
-        ({"world": 3}, TypeError, r"world is 3: give a mirrorc\.World, such as World\(num_workers=2\), or None"),
-        ({"rank": 1}, ValueError, r"rank is 1, but there is no world=: give rank only with a mirrorc\.World"),
+        ({"world": 3}, TypeError, r"world is 3: give mirrorc\.World\(num_workers=2\), or None"),
+        ({"rank": 1}, ValueError, r"rank=1 needs world=\n  fix:  give rank only with a mirrorc\.World"),
         (
             {"world": World(3), "rank": 3},
             ValueError,
-            "rank is 3, but the world has 3 workers: give a number from 0 to 2",
+            "rank is 3, but the world has 3 workers\n  fix:  give a number from 0 to 2",
         ),
         ({"world": World(3), "rank": -1}, ValueError, "rank is -1, but the world has 3 workers"),
         ({"world": World(3), "rank": "1"}, TypeError, "rank is '1', but the world has 3 workers"),
         ({"world": World(3), "rank": 1.5}, TypeError, "rank is 1.5, but the world has 3 workers"),
         ({"world": World(2, 2), "devices": 1}, ValueError, "devices names 1 device, but worker 0 of the world has 2"),
-        ({"exchange": "factors"}, TypeError, "'exchange' is a field of a group: give communication="),
+        ({"exchange": "factors"}, TypeError, "'exchange' is a field of a group\n  fix:  communication="),
         ({"microbatch": 2}, TypeError, "unexpected keyword argument 'microbatch'"),
     ],
 )

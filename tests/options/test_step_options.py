@@ -54,7 +54,7 @@ def values() -> dict[str, Any]:
         "list of None": [None],
         "list of pass": [mirrorc.passes.Replicate()],
         "list of name": ["schedule-overlap"],
-        "list of device": ["cpu:0"],
+        "list of names": ["cpu:0"],
         "tuple of text": ("30",),
         "no tuple": (),
         "dict": {"a": 1},
@@ -76,7 +76,7 @@ PATHS = {"no text", "a text", "a path", "'auto'", "'mean'", "'skip'", "'copy'", 
 NUMBERS = {"1", "2.5", "inf", "numpy's 2.5"}
 TAKEN: dict[str, set[str]] = {
     "model": {"model"},
-    "devices": {"None", "1", "list of device"},
+    "devices": {"None", "1", "list of names"},
     "modules": {"None"},
     "optimizer": {"optimizer"},
     "loss_fn": {"None", "function", "model"},

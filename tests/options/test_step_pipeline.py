@@ -106,36 +106,39 @@ def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"link": "copy"}, "link='copy' has no part in a pipeline given with passes=: put mirrorc.passes.LowerCollec"),
+        (
+            {"link": "copy"},
+            "link='copy' and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  put mirrorc.passes.LowerCollec",
+        ),
         (
             {"buckets": 1},
-            "buckets=1 has no part in a pipeline given with passes=: give mirrorc.passes.PlanBuckets its buckets",
+            "buckets=1 and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  give mirrorc.passes.PlanBuckets its buckets",
         ),
         (
             {"buckets": ByBytes(first_mb=math.inf)},
-            "buckets=ByBytes(cap_mb=25.0, first_mb=inf) has no part in a pipeline",
+            "buckets=ByBytes(cap_mb=25.0, first_mb=inf) and passes= cannot be combined",
         ),
-        ({"buckets": EqualPacks(2)}, "buckets=EqualPacks(num_packs=2) has no part in a pipeline given with passes="),
+        ({"buckets": EqualPacks(2)}, "buckets=EqualPacks(num_packs=2) and passes= cannot be combined"),
         (
             {"order": "reversed"},
-            "order='reversed' has no part in a pipeline given with passes=: give mirrorc.passes.PlanB",
+            "order='reversed' and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  give mirrorc.passes.PlanB",
         ),
         (
             {"early_update": False},
-            "early_update=False has no part in a pipeline given with passes=: put mirrorc.passes.",
+            "early_update=False and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  put mirrorc.passes.",
         ),
         (
             {"algorithm": "ring"},
-            "algorithm='ring' has no part in a pipeline given with passes=: put mirrorc.all_reduce_algorithms.Ring() behind",
+            "algorithm='ring' and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  put mirrorc.all_reduce_algorithms.Ring() behind",
         ),
     ],
 )
 def test_what_a_pass_of_the_pipeline_says_is_refused_beside_it(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}") as caught:
+    with pytest.raises(ValueError, match=f"^MC1004: {re.escape(said)}") as caught:
         mirrorc.compile(
             MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, **grouped({"passes": default_pipeline(), **options})
         )
-    assert "or use add= and disable= in place of passes=" in str(caught.value)
+    assert "change the pipeline by add= and disable=" in str(caught.value)
 
 
 def test_the_time_of_a_wait_is_no_matter_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,22 +150,22 @@ NO_WHOLE = "what passes= gives is no pipeline of a whole step: "
 
 
 NEEDED = {
-    "plan-buckets": "the pass 'plan-buckets' is missing, and no gradient has a bucket without; add mirr",
+    "plan-buckets": "the pass 'plan-buckets' is missing\n  why:  no gradient has a bucket without\n  fix:  add mirr",
     "outline-regions": "pass 'factor-gradients' takes programs from OUTLINED to OUTLINED, but is given ",
     "replicate": "pass 'pack-gradients' takes programs from REPLICATED to PACKED, but is given one at OU",
     "pack-gradients": "pass 'insert-all-reduce' takes programs from PACKED to REDUCED, but is given one ",
     "insert-all-reduce": "pass 'insert-update' takes programs from REDUCED to UPDATED, but is given one",
     "insert-update": "pass 'schedule-overlap' takes programs from UPDATED to SCHEDULED, but is given on",
-    "lower-collectives": "the pass 'lower-collectives' is missing, and no collective has a link without",
-    "lower-devices": "the pipeline ends with a SCHEDULED program, which cannot run: it must end at LOWE",
+    "lower-collectives": "the pass 'lower-collectives' is missing\n  why:  no collective has a link without",
+    "lower-devices": "the pipeline ends with a SCHEDULED program, which cannot run\n  why:  it must end at LOWE",
 }
 OF_OWNERS = {
-    "place-variables": "the pass 'place-variables' is missing, and no variable has an owner without",
-    "update-at-owner": "the pass 'update-at-owner' is missing, and nothing has an owner whose copie",
+    "place-variables": "the pass 'place-variables' is missing\n  why:  no variable has an owner without",
+    "update-at-owner": "the pass 'update-at-owner' is missing\n  why:  nothing has an owner whose copie",
 }
 OF_WORKERS = {
-    "share-parameters": "the pass 'share-parameters' is missing, and each of 2 devices",
-    "reduce-over-workers": "the pass 'reduce-over-workers' is missing, and no gradient",
+    "share-parameters": "the pass 'share-parameters' is missing\n  why:  each of 2 devices",
+    "reduce-over-workers": "the pass 'reduce-over-workers' is missing\n  why:  no gradient",
 }
 
 
@@ -171,17 +174,19 @@ def test_a_pipeline_without_a_needed_pass_is_refused(name: str) -> None:
     options = {"placement": "least-loaded" if name in OF_OWNERS else "auto", "over_workers": name in OF_WORKERS}
     passes = [compiler_pass for compiler_pass in default_pipeline(**options) if compiler_pass.name != name]
     said = NO_WHOLE + (NEEDED | OF_OWNERS | OF_WORKERS)[name]
-    with pytest.raises(mirrorc.PassError, match=f"^{re.escape(said)}"):
+    with pytest.raises(mirrorc.PassError, match=f"^MC4002: {re.escape(said)}"):
         given = {"optimizer": OPTIMIZER, "loss_fn": F.mse_loss, "compiler": mirrorc.Compiler(passes=passes)}
         mirrorc.plan(MODEL, (), 2, world=mirrorc.World(2, 2) if name in OF_WORKERS else None, **given)
 
 
 def test_the_options_that_make_a_pipeline_are_named() -> None:
-    with pytest.raises(mirrorc.PassError, match=r"^what disable= gives is no pipeline of a whole step: pass 'pack"):
+    with pytest.raises(
+        mirrorc.PassError, match=r"^MC4002: what disable= gives is no pipeline of a whole step: pass 'pack"
+    ):
         mirrorc.compile(
             MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, compiler=mirrorc.Compiler(disable=["replicate"])
         )
-    with pytest.raises(mirrorc.PassError, match=r"^what passes= gives .* ends with a CAPTURED program"):
+    with pytest.raises(mirrorc.PassError, match=r"^MC4002: what passes= gives .* ends with a CAPTURED program"):
         mirrorc.compile(MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, compiler=mirrorc.Compiler(passes=[]))
 
 

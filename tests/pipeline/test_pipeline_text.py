@@ -223,7 +223,7 @@ def test_what_cannot_be_made_again_is_refused(make: Callable[[], Pass], reason: 
     made = make()
     with pytest.raises(ValueError) as caught:
         format_passes([PlanBuckets(), made])
-    assert str(caught.value).startswith(f"the pass {made.name!r} cannot be written as text: {reason}")
+    assert str(caught.value).startswith(f"MC4004: the pass {made.name!r} cannot be written as text: {reason}")
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_pass_that_has_no_text_is_not_given_a_command(tmp_path: Path) -> None:
     error = failure(handmade(2), passes, tmp_path)
     (path,) = tmp_path.glob("mirrorc-fails-at-*/program.json.gz")
     assert "mirrorc opt" not in str(error) and str(error).endswith(
-        "The command line cannot replay it: the pass 'fails-at' cannot be written as text: its option 'option' is a function: "
+        "The command line cannot replay it: MC4004: the pass 'fails-at' cannot be written as text: its option 'option' is a function: "
         "only numbers, strings, booleans, None, torch's dtypes, and tuples, lists, sets and dicts of them, and plans of "
         "mirrorc.packing, can be written. "
         f"What the pass was given is in {path}: give mirrorc.Program.load() of that to its run()."
@@ -149,7 +149,7 @@ def test_the_record_names_error_options_and_versions(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("mirrorc-breaks-*/reproducer.json")
     record = json.loads(path.read_text(encoding="utf-8"))
     assert record["pass"] == "breaks" and record["error"].startswith(
-        "VerifyError: pass 'breaks' gave a program that breaks"
+        "VerifyError: MC4101: pass 'breaks' gave a program that breaks"
     )
     not_wanted = [
         f"{name}{{wanted=False}}" for name in ("decompose-gelu", "recompute-elementwise", "lay-channels-last")

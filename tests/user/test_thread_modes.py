@@ -38,7 +38,7 @@ def trained(mode: contextlib.AbstractContextManager[Any]) -> tuple[list[float], 
     ("mode", "words"),
     [
         (Doubles(), "within Doubles, a TorchDispatchMode, which sees nothing of what devices run"),
-        (torch.autograd.graph.save_on_cpu(), "within torch.autograd.graph.saved_tensors_hooks"),
+        (torch.autograd.graph.save_on_cpu(), "within saved_tensors_hooks"),
     ],
     ids=["dispatch", "saved tensors"],
 )

@@ -54,7 +54,7 @@ def test_an_evaluation_may_leave_it_out() -> None:
     assert paths(Masked(), X, Z, target=Y, trains=False) == {"x": 0.0, "mask": 2.0, "target": 1.0}
     for model in (Masked(), Several()):
         with pytest.raises(
-            TypeError, match=r"the last argument may be the target, or one of .*: name it, target=\.\.\."
+            TypeError, match=r"the last argument may be the target, or one of .*\n  fix:  name it: target=\.\.\."
         ):
             paths(model, X, Y, trains=False)
 
@@ -67,7 +67,11 @@ def test_without_a_loss_function_all_arguments_are_the_models() -> None:
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [((X,), "target is missing: .* step\\(x, y\\)"), ((), "missing a required"), ((X, Y, Z), "too many positional")],
+    [
+        ((X,), "(?s)target is missing: .* step\\(x, y\\)"),
+        ((), "missing a required"),
+        ((X, Y, Z), "too many positional"),
+    ],
 )
 def test_calls_that_do_not_fit_are_refused(args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(TypeError, match=message):

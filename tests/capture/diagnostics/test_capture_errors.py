@@ -44,14 +44,22 @@ CASES: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
     (
         nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1)),
         F.mse_loss,
-        ("Sequential in '0' (Linear) with", "[2, 4]", MODULE),
+        ("MC2103: Sequential or its loss raised", "at:   '0' (Linear)\n", "[2, 4]", MODULE),
     ),
-    (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(5, 1))), F.mse_loss, ("in '1.0' (Linear) with", MODULE)),
-    (nn.Sequential(nn.Conv2d(1, 1, 3)), F.mse_loss, ("in '0' (Conv2d) with", "Expected 3D", MODULE)),
-    (nn.Linear(5, 1), F.mse_loss, ("cannot capture Linear with", "that the model takes")),
-    (nn.Linear(4, 3), F.cross_entropy, ("cannot capture Linear in the loss with", "that the loss takes")),
-    (nn.Linear(4, 3), nn.CrossEntropyLoss(), ("in the loss (CrossEntropyLoss) with", "that the loss takes: loss_fn(")),
-    (nn.Linear(4, 1), own_loss, ("test_capture_errors.py:", "in own_loss", "torch.ones(9)", LINE)),
+    (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(5, 1))), F.mse_loss, ("at:   '1.0' (Linear)\n", MODULE)),
+    (nn.Sequential(nn.Conv2d(1, 1, 3)), F.mse_loss, ("at:   '0' (Conv2d)\n", "Expected 3D", MODULE)),
+    (nn.Linear(5, 1), F.mse_loss, ("MC2103: Linear or its loss raised", "that the model takes")),
+    (
+        nn.Linear(4, 3),
+        F.cross_entropy,
+        ("MC2103: Linear or its loss raised", "at:   the loss\n", "that the loss takes"),
+    ),
+    (
+        nn.Linear(4, 3),
+        nn.CrossEntropyLoss(),
+        ("at:   the loss (CrossEntropyLoss)\n", "that the loss takes, and try loss_fn("),
+    ),
+    (nn.Linear(4, 1), own_loss, ("test_capture_errors.py:", "torch.ones(9)", LINE)),
     (
         nn.Sequential(Block(), Block(5)),
         F.mse_loss,
@@ -65,17 +73,22 @@ CASES: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
     (
         Refuses(),
         F.mse_loss,
-        ("test_capture_errors.py:", "capture Refuses", "ValueError: four columns, say: it's 'too many'", "this line: "),
+        (
+            "test_capture_errors.py:",
+            "MC2103: Refuses or its loss raised",
+            "ValueError: four columns, say: it's 'too many'",
+            LINE,
+        ),
     ),
     (
         nn.BatchNorm2d(4),
         F.mse_loss,
-        ("batchnorm.py:", "ValueError: expected 4D input (got 2D input)", "or the model: "),
+        ("batchnorm.py:", "ValueError: expected 4D input (got 2D input)", "that the model takes"),
     ),
     (
         nn.Sequential(nn.BatchNorm2d(4)),
         F.mse_loss,
-        ("batchnorm.py:", "ValueError: expected 4D input", "or the model: "),
+        ("batchnorm.py:", "ValueError: expected 4D input", "that the model takes"),
     ),
 ]
 

@@ -45,7 +45,7 @@ SUMS: dict[str, Loss] = {
 def test_a_sum_is_warned_of_where_the_loss_is_taken_for_a_mean(kind: str) -> None:
     (message,) = said(SUMS[kind], return_outputs=kind == "metrics")
     assert "in the loss of Linear is a sum over the examples, and the step takes the loss for a mean" in message
-    assert "about 1/2 of the sum of the batch. Give loss_reduction='sum'" in message
+    assert "about 1/2 of the sum over the batch\n  fix:  mirrorc.compile(..., loss_reduction='sum')" in message
     assert not said(SUMS[kind], devices=1)
 
 

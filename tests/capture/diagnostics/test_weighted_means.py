@@ -43,8 +43,8 @@ def warned(model: nn.Module, *batches: dict[str, Any], num_devices: int = 2, **o
         with sgd_step(model, num_devices, **options) as step:
             for own in batches:
                 step(**own)
-            remarks = "\n".join(r.text for r in step.program.remarks if "a replica divides" in r.text)
-    found = [w for w in caught if "one device" in str(w.message)]
+            remarks = "\n".join(r.text for r in step.program.remarks if "each device divides" in r.text)
+    found = [w for w in caught if "MC3101" in str(w.message)]
     assert all(w.filename == __file__ for w in found), "it points at the user's call"
     return [str(w.message) for w in found], remarks
 
@@ -52,9 +52,12 @@ def warned(model: nn.Module, *batches: dict[str, Any], num_devices: int = 2, **o
 def test_class_weights_are_warned_of_once() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
     messages, remarks = warned(Tagger(weight=weight), batch(), batch(per_example=(1, 1, 1, 1, 1, 1)))
-    assert len(messages) == 1 and "a step on 2 devices is not exactly that of one device" in messages[0]
-    assert "test_weighted_means.py:" in messages[0] and "is a mean weighted by class" in messages[0]
-    assert "reduction='none'" in messages[0] and "mirrorc.check_loss" in messages[0]
+    assert len(messages) == 1 and "MC3101: the loss gives other gradients on 2 devices than on one" in messages[0]
+    assert (
+        "test_weighted_means.py:" in messages[0]
+        and "each device divides by the class weights of its own shard" in messages[0]
+    )
+    assert "reduction='sum'" in messages[0] and "mirrorc.check_loss" in messages[0]
     assert "is a mean weighted by class" in remarks
     assert warned(Tagger(weight=weight), batch(), num_devices=1) == ([], ""), "one device is right"
 
@@ -67,7 +70,7 @@ def test_targets_that_are_left_out_count_where_shards_differ_in_them() -> None:
     for even in ((0, 0, 0, 0), (2, 1, 1, 2)):
         assert warned(Tagger(), batch(per_example=even))[0] == []
     messages, remarks = warned(Tagger(ignore_index=0), batch(0, (2, 2, 2, 2)))
-    assert messages == [] and "leaves out targets that are 0" in remarks, "another batch may differ"
+    assert messages == [] and "the number of targets that are not 0" in remarks, "another batch may differ"
     assert len(warned(Tagger(ignore_index=0), batch(0, (2, 2, 2, 1)))[0]) == 1
 
 

@@ -38,7 +38,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
     "op is 'max': all_reduce gives a sum or a mean": (ValueError, lambda: mirrorc.all_reduce(torch.ones(2), "max")),
     "all_reduce takes a tensor, not float": (TypeError, lambda: mirrorc.all_reduce(1.0)),  # type: ignore[arg-type]
     "all_gather takes a tensor, not list": (TypeError, lambda: mirrorc.all_gather([1.0])),  # type: ignore[arg-type]
-    "a scalar has none: gather value[None]": (ValueError, lambda: mirrorc.all_gather(torch.ones(()))),
+    "a scalar has none\n  fix:  gather value[None]": (ValueError, lambda: mirrorc.all_gather(torch.ones(()))),
     "was given truth values": (TypeError, lambda: mirrorc.all_reduce(torch.tensor([True]))),
     "a mean of torch.int64": (TypeError, lambda: mirrorc.all_reduce(torch.ones(2, dtype=torch.int64), "mean")),
 }
@@ -79,12 +79,12 @@ def for_large_ones(y: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    r"all_reduce at test_replica_exchanges.py:\d+ .* in Asking is given .*\[3, 3\].* on one replica and .*\[2, 3\].*reduce it "
+    r"all_reduce at test_replica_exchanges.py:\d+ .* in Asking is given different types on two replicas\n  why:  .*\[3, 3\].* and .*\[2, 3\].*\n  fix:  reduce it "
     "over the examples": mirrorc.all_reduce,
     r"all_gather at .* is given .* must be alike in all else": lambda y: mirrorc.all_gather(y.T).sum(),
     "calls mirrorc.all_reduce at .* for a shard of one size, where it calls mirrorc.all_gather at": by_size,
     "calls mirrorc.all_reduce at .* for a shard of one size, and not for another": for_large_ones,
-    r"gathers f32\[2, 3\] twice on one replica, which is 5 rows of all replicas in one place and 4 in another": (
+    r"gathers f32\[2, 3\] twice on one replica, of different numbers of rows in all\n  why:  it is 5 rows in one place and 4 in another": (
         lambda y: mirrorc.all_gather(y).sum() + mirrorc.all_gather(y[:2]).sum()
     ),
 }  # fmt: skip
@@ -159,5 +159,8 @@ def test_workers_with_gpus_are_refused(model: nn.Module, text: str) -> None:
 
 @pytest.mark.parametrize("model", [Meeting(), nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))])
 def test_check_loss_says_that_it_cannot_tell(model: nn.Module) -> None:
-    with pytest.raises(mirrorc.MirrorcError, match=r"check_loss computes one shard after the other.*Remedy: compare"):
+    with pytest.raises(
+        mirrorc.MirrorcError,
+        match=r"(?s)MC3103: check_loss cannot compare.*it computes one shard after the other.*fix:  compare",
+    ):
         mirrorc.check_loss(model, torch.randn(4, 4), target=torch.randn(4, 3), loss_fn=F.mse_loss)

@@ -171,7 +171,9 @@ def test_an_optimizer_that_runs_by_itself_gets_sums_over_all_workers(world: Worl
 
 def test_devices_without_shares_are_refused() -> None:
     pipeline = [one for one in default_pipeline(over_workers=True) if one.name != "share-parameters"]
-    with pytest.raises(PassError, match="reduced whole on each of 2 devices, and a worker would send it as often"):
+    with pytest.raises(
+        PassError, match="reduced whole on each of 2 devices of one worker\n  why:  the worker would send it as often"
+    ):
         run_passes(handmade_of_worker(World(2, 2), 0, LARGE), pipeline)
 
 
@@ -193,7 +195,7 @@ def test_what_is_computed_of_the_only_devices_bucket_is_refused() -> None:
     neg = insert(program, pack.next, torch.ops.aten.neg.default, (pack,))
     for user in [user for user in pack.users if user is not neg]:
         user.replace_input_with(pack, neg)
-    with pytest.raises(PassError, match="computed of bucket 0 before it is exchanged, and it is not said whether"):
+    with pytest.raises(PassError, match="computed of bucket 0 before it is exchanged\n  why:  it is not said whether"):
         ReduceOverWorkers().run(program)
 
 

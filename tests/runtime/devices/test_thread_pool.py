@@ -43,7 +43,9 @@ def test_every_device_runs_its_job_in_a_thread_of_its_own() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU can be used")
 def test_a_thread_that_cannot_use_its_device_says_so_at_once() -> None:
     num_threads = threading.active_count(), torch.get_num_threads()
-    with pytest.raises(ExecutionError, match=r"the thread of cuda:0 cannot use its device: .*(CUDA|NVIDIA)") as raised:
+    with pytest.raises(
+        ExecutionError, match=r"the thread of cuda:0 cannot use its device\n  why:  .*(CUDA|NVIDIA)"
+    ) as raised:
         DevicePool([Device("cuda:0", torch.device("cuda", 0))], 1, PATIENT)
     assert raised.value.__cause__ is not None, "with the traceback of the thread"
     assert (threading.active_count(), torch.get_num_threads()) == num_threads, "nothing is left of it"

@@ -87,7 +87,9 @@ def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(fa
     other, culprit = failed_update[:2]
     assert "MemoryError: there is none" in culprit["failed"] and "bucket 0 of " in culprit["failed"]
     assert "Parameters are between those before and those after this step: bucket" in culprit["failed"]
-    assert "training call 3 has failed: worker 1 (" in other["failed"] and "MemoryError" in other["failed"]
+    assert (
+        "MC6201: training call 3 has failed\n  why:  worker 1 (" in other["failed"] and "MemoryError" in other["failed"]
+    )
     assert "It had committed here: parameters are those after this step. Load a checkpoint" in other["failed"]
     assert "parameters are between" in culprit["refused"]["evaluate"]
     said = other["refused"].pop("step")
@@ -105,7 +107,7 @@ def test_a_connection_that_is_lost_between_updates_leaves_parameters_between_two
     found: Mapping[str, Any], case: str
 ) -> None:
     for own in found[case][: len(CASES[case]["devices"])]:
-        assert own["failed"].startswith("CommunicationError: training call 3 has failed: ")
+        assert own["failed"].startswith("CommunicationError: MC6201: training call 3 has failed\n  why:  ")
         assert (
             "It had committed: parameters are between those before and those after this step: bucket 0 of "
             in own["failed"]
@@ -122,7 +124,7 @@ def test_a_connection_that_is_lost_between_gathers_leaves_parameters_between_two
 ) -> None:
     for own in found[case][: len(DEALT[case]["devices"])]:
         assert own["failed"].startswith(
-            "CommunicationError: training call 4 has failed: "
+            "CommunicationError: MC6201: training call 4 has failed\n  why:  "
         )  # the third gathers the state
         assert "the cable is cut" in own["failed"]
         assert re.search(
@@ -139,10 +141,10 @@ def test_nothing_uses_shows_or_saves_them_until_all_is_restored(found: Mapping[s
             assert "parameters are between those before and those after a step" in error, use
             assert use == "step" or error.startswith("ExecutionError: "), use
         assert (
-            "Still to be restored: 6 parameters (0.weight, 0.bias, 2.weight and 3 more) and the state of"
+            "still to be restored: 6 parameters (0.weight, 0.bias, 2.weight and 3 more) and the state of"
             in (own["refused"]["evaluate"])
         )
-        assert own["half"].endswith(f"Still to be restored: the state of {LOST[case].get('optimizer', 'AdamW')}")
+        assert own["half"].endswith(f"still to be restored: the state of {LOST[case].get('optimizer', 'AdamW')}")
         assert set(own["restored"].values()) == {"nothing"}
 
 
@@ -159,7 +161,9 @@ def test_the_survivors_of_a_killed_worker_say_what_was_updated(tmp_path: Any) ->
     given = {"it": training([1, 2, 1], [[3, 4, 2]], culprit=2)}
     own = outcomes(tmp_path, cases(tmp_path, "kill", given), num_ended=1)["it"]
     for survivor in own[:2]:
-        assert survivor["failed"].startswith("CommunicationError: training call 3 has failed: worker 2 (")
+        assert survivor["failed"].startswith(
+            "CommunicationError: MC6201: training call 3 has failed\n  why:  worker 2 ("
+        )
         assert "bucket 0 of " in survivor["failed"]
         assert survivor["failed"].endswith("End all workers, and start them again from a checkpoint.")
         assert "parameters are between those before and those after a step" in survivor["refused"]["model"]

@@ -34,7 +34,7 @@ NAMED = {"in parts": ("microbatches", "1", "2"), "in shards": ("shard_optimizer"
 DIFFER: dict[str, list[list[str]]] = {"with other options": [["", "differs", ""], GOOD], **ORDERS}
 DIFFER |= {how: [["", how, ""], GOOD] for how in NAMED}
 FAST = ("on one worker", "in a capture", *list(FIRST)[:3])
-FAILED = "failed in mirrorc.compile, which all workers call together: "
+FAILED = "failed in mirrorc.compile, which all workers call together\n  why:  "
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_worker_that_ends_before_it_comes_to_compile_is_named_to_all_others(tm
     (_, first), (_, second) = (own["attempts"] for own in outcome(tmp_path, case, num_ended=1))
     assert first.startswith("CommunicationError: worker 2 ") and first == second
     assert first.endswith(
-        "does not come to mirrorc.compile: its process has ended. End all workers, and start them again"
+        "does not come to mirrorc.compile\n  why:  its process has ended\n  fix:  end all workers, and start them again"
     )
 
 
@@ -121,7 +121,10 @@ def test_what_ends_the_script_of_a_worker_that_has_joined_is_told_to_those_who_c
             process.wait()
     assert "ValueError: there is no data" in said[1]
     assert "CommunicationError: worker 1 " in said[0]
-    assert "does not come to mirrorc.compile: its process has ended, after ValueError: there is no data. End" in said[0]
+    assert (
+        "does not come to mirrorc.compile\n  why:  its process has ended, after ValueError: there is no data. End"
+        in said[0]
+    )
 
 
 @pytest.mark.slow
@@ -176,9 +179,7 @@ def test_launches_against_the_plan_are_refused_by_the_verifier_and_told_to_all(f
 @pytest.mark.slow
 def test_what_cannot_be_sent_of_an_optimizer_is_named(found: Mapping[str, Any]) -> None:
     own, *others = of_each(found, "in what is sent")[0]
-    assert own.startswith(
-        "ValueError: the workers take over what worker 0 has in its optimizers, and it cannot be sent: "
-    )
+    assert own.startswith("ValueError: MC6403: what worker 0 has in its optimizers cannot be sent to the other workers")
     assert "['param_groups'][0]['schedule'], a function, cannot be saved" in own
     assert all("CommunicationError" in other and "worker 0 " in other and "'schedule'" in other for other in others)
 

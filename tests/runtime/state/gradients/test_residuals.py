@@ -178,13 +178,23 @@ def test_what_all_have_together_is_dealt_out(number: int) -> None:
         ([], "of the ranks of nobody"),
         (
             [{**state_of(0, 1), "state": {"b": ONES}}],
-            "had a state of the payload of 'b', which is no tensor for a parameter",
+            "had a state of the payload of 'b', which does not fit\n  why:  it is no tensor for a parameter",
         ),
-        ([state_of(0, 2)], "those of the ranks 0 of runs with 2 workers: give the list of what step.state_dict"),
+        (
+            [state_of(0, 2)],
+            "those of the ranks 0 of runs with 2 workers\n  why:  some gradients would be lost or added twice\n "
+            " fix:  give the list of what step.state_dict",
+        ),
         ([state_of(0, 2), state_of(0, 2)], "would be lost or added twice"),
         ([state_of(0, 2), state_of(1, 3)], "of runs with 2, 3 workers"),
-        ([state_of(0, 1, b=ONES)], "of 'b', which is no tensor like this model's parameter (no such parameter)"),
-        ([state_of(0, 1, a=torch.ones(2))], "parameter ([300] of torch.float32): give states of a run of this model"),
+        (
+            [state_of(0, 1, b=ONES)],
+            "of 'b', and its rest does not fit\n  why:  it is no tensor like this model's parameter (no such parameter)",
+        ),
+        (
+            [state_of(0, 1, a=torch.ones(2))],
+            "parameter ([300] of torch.float32)\n  fix:  give states of a run of this model",
+        ),
     ],
 )
 def test_other_states_are_refused(states: Any, why: str) -> None:

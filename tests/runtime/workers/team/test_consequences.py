@@ -132,7 +132,9 @@ def outcome(
     if raised is error:
         return cell
     text = str(raised)
-    assert text.startswith("training call 4 has failed: worker ") and text.endswith(f" {following.value}.")
+    assert text.startswith("MC6201: training call 4 has failed\n  why:  worker ") and text.endswith(
+        f"\n  fix:  {following.value}"
+    )
     return f"{cell}, {next(state for state, said in TEXTS.items() if said in text)}"
 
 
