@@ -164,5 +164,5 @@ def test_items_that_are_taken_out_of_an_argument_are_spoken_of() -> None:
         ([hidden()], lambda given, y: given.pop()),
     ):
         (warning,) = step_once(does, made)
-        assert "Takes takes items out of its argument 'given' (" in str(warning.message)
+        assert "Takes takes items out of its argument 'given', which stay in yours" in str(warning.message)
         assert warning.filename == __file__ and made

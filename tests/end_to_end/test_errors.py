@@ -244,7 +244,7 @@ WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
         ValueError,
         ("'x' is a PerReplica of scalars", "dim 0"),
     ),
-    (lambda b: {**b, "x": b["x"][:, :4]}, CaptureError, ("cannot capture Mlp", "tiny_models.py", "Remedy")),
+    (lambda b: {**b, "x": b["x"][:, :4]}, CaptureError, ("MC2103: Mlp or its loss raised", "tiny_models.py", "fix:  ")),
     (lambda b: {**b, "unknown": 3}, (TypeError, CaptureError), ("'unknown'",)),
     (lambda b: {"target": b["target"]}, (TypeError, CaptureError), ("'x'",)),
 ]
@@ -307,7 +307,7 @@ class Bad(nn.Module):
 FAULTS = [
     ("control flow", ("test_errors.py:", 'if self.fault == "control flow" and y.sum() > 0', "torch.where")),
     ("item", ("test_errors.py:", "y.max().item()", "compute with tensors")),
-    ("raises", ("test_errors.py:", "raise RuntimeError", "the user's own words", "Remedy")),
+    ("raises", ("test_errors.py:", "raise RuntimeError", "the user's own words", "fix:  ")),
     ("parameter in place", ("writes the parameter 'layer.weight' in place", "between steps")),
     ("input in place", ("writes its argument 'x' in place", "x = x.clone()")),
     ("a buffer with a gradient", ("requires a gradient to the buffer 'seen'", "detached", "seen = self.seen.clone()")),
@@ -461,7 +461,7 @@ def test_a_step_after_close() -> None:
 def test_no_program_before_the_first_call() -> None:
     with compile_mlp() as step:
         for name in ("program", "graphs", "variables"):
-            with refuses(ExecutionError, "no program yet", "step.prepare(*batch)"):
+            with refuses(ExecutionError, "no program yet", "step.prepare(x, y)"):
                 getattr(step, name)
 
 

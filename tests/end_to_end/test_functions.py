@@ -139,7 +139,7 @@ def test_calls_that_make_no_step_are_refused() -> None:
             lambda x: x,
             {"modules": model, "loss_fn": F.mse_loss},
             ValueError,
-            "loss_fn has no part in a step of a function",
+            "loss_fn= cannot be used with a function in place of the model",
         ),
         (lambda x: x, {"modules": model, "return_outputs": True}, ValueError, "return_outputs has no part in"),
     ]

@@ -212,7 +212,7 @@ def test_what_it_refuses() -> None:
             ValueError,
             "with check_finite=True\n  why:  .* what happens to such a step, too",
         ),
-        (given | {"passes": mirrorc.passes.default_pipeline()}, ValueError, "scaler= has no part in a pipeline"),
+        (given | {"passes": mirrorc.passes.default_pipeline()}, ValueError, "scaler= and passes= cannot be combined"),
         (given | {"disable": ["unscale-gradients"]}, ValueError, "needs the pass 'unscale-gradients'"),
         (given | {"disable": ["check-finite"]}, ValueError, "needs the pass 'check-finite'"),
         ({"autocast": torch.float32}, ValueError, "autocast is torch.float32\n  fix:  give torch.bfloat16"),

@@ -328,7 +328,7 @@ def test_nothing_is_changed_when_a_state_does_not_fit(tmp_path: Path) -> None:
         for state, error, message in cases:
             with pytest.raises(error, match=message):
                 step.load_state_dict(state)
-        with pytest.raises(ValueError, match="the checkpoint has no 'scheduler'; beside the step it has epoch"):
+        with pytest.raises(ValueError, match="the checkpoint has no 'scheduler'\n  why:  beside the step it has epoch"):
             mirrorc.load_checkpoint(step, tmp_path / "last", scheduler=optimizers[0])
         with pytest.raises(RuntimeError, match="not today"):
             mirrorc.load_checkpoint(step, tmp_path / "last", odd=Odd())

@@ -68,7 +68,7 @@ def test_a_collection_of_any_kind_that_forward_changes_is_refused_and_put_back(d
     with (
         compile_plain(model) as step,
         unchanged(model),
-        pytest.raises(mirrorc.CaptureError, match=r"changes 'own', a collection that all replicas share.*Remedy"),
+        pytest.raises(mirrorc.CaptureError, match=r"changes 'own', a collection that all replicas share\n.*\n  fix"),
     ):
         step(**batches(6)[0])
     assert own == before
@@ -84,7 +84,9 @@ def test_a_generator_of_ones_own_that_replicas_would_share_is_refused_and_put_ba
     with (
         compile_plain(model) as step,
         unchanged(model),
-        pytest.raises(mirrorc.CaptureError, match=rf"draws from .*{words}.*follow their threads.*Remedy.*torch.rand"),
+        pytest.raises(
+            mirrorc.CaptureError, match=rf"draws from .*{words}.*\n.*follow their threads\n  fix:.*torch.rand"
+        ),
     ):
         step(**batches(6)[0])
     assert torch.equal(torch.as_tensor(deed(model.own, h)), torch.as_tensor(deed(make(), h)))

@@ -219,7 +219,7 @@ def test_the_tail_of_a_librarys_loop_is_answered_by_two_warnings(recwarn: pytest
                 scheduler.step()
             pair.model.zero_grad()
         said = [str(warning.message).partition(" found no")[0] for warning in recwarn.list]
-        assert said == ["clip_grad_norm_()", "optimizer.step()"]
+        assert said == ["MC3203: clip_grad_norm_()", "MC3202: optimizer.step()"]
         assert_same_model(pair.model, pair.twin, 1e-10)
 
 

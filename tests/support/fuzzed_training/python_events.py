@@ -166,4 +166,4 @@ def patch_with_a_branch(pair: Pair, draw: Random) -> None:
             if forward is not None:
                 side.model.hidden.forward = forward  # type: ignore[union-attr]
 
-    pair.doubt("cannot capture|past the model's modules", undo)
+    pair.doubt("cannot capture|MC2103|past the model's modules", undo)

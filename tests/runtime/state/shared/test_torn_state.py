@@ -44,7 +44,7 @@ USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("use", USES)
 def test_a_use_is_refused_until_all_is_restored(use: str) -> None:
     model, optimizer, state, kept = torn()
-    with pytest.raises(ExecutionError, match=f"{WHAT}. .*6 parameters .* and the state of AdamW"):
+    with pytest.raises(ExecutionError, match=f"{WHAT}\n.*6 parameters .* and the state of AdamW"):
         USES[use](model, optimizer)
     model.load_state_dict(kept[0])
     with pytest.raises(ExecutionError, match="still to be restored: the state of AdamW"):
