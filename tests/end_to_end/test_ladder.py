@@ -156,7 +156,7 @@ def test_the_ladder_and_its_names() -> None:
             raise UnreadableError("cannot capture it", "why")
         raise LoneExampleError("two examples or more")
 
-    with pytest.raises(LoneExampleError, match="^two examples or more$") as refused:
+    with pytest.raises(LoneExampleError, match=r"^two examples or more$") as refused:
         both.climb(attempt)
     assert isinstance(refused.value.__cause__, UnreadableError)
     with pytest.raises(ValueError, match=r"capture is 'traced': choose one of auto, dynamo, autograd$"):

@@ -222,5 +222,5 @@ def test_what_it_refuses() -> None:
         with pytest.raises(kind, match=text):
             compiled(**options)
     half = nn.Linear(5, 3, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"the parameter .weight. is float16; keep"):
+    with pytest.raises(ValueError, match=r"the parameter .weight. is float16\n  fix:  keep"):
         mirrorc.compile(half, 2, optimizer=SGD(half.parameters()), loss_fn=F.mse_loss, scaler=make_scaler())

@@ -394,7 +394,7 @@ def test_an_attribute_that_a_later_call_reads_first_is_refused() -> None:
         model.is_read_first = torch.tensor(True)
         with (
             unchanged(model),
-            pytest.raises(ExecutionError, match="sets its attribute 'scale'\n(?s:.*)it reads the attribute before"),
+            pytest.raises(ExecutionError, match=r"sets its attribute 'scale'\n(?s:.*)it reads the attribute before"),
         ):
             step(**batch)
         model.is_read_first = torch.tensor(False)

@@ -65,7 +65,8 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
         (
             {"algorithm": "ring", "exact_order": True},
             ValueError,
-            "cannot be used with exact_order=True\n  why:  replicas' gradients are added up in another order\n  fix:  algorithm='reduce-to-one'",
+            "cannot be used with exact_order=True\n  why:  replicas' gradients are added up in another order\n  "
+            "fix:  algorithm='reduce-to-one'",
         ),
         (
             {"algorithm": ReduceToOne(dtype=torch.float64), "exact_order": True},
@@ -95,7 +96,7 @@ def test_a_link_that_carries_no_sends_is_refused() -> None:
     register_link(Link("no-sends", carries=()))
     try:
         with pytest.raises(
-            ValueError, match="MC1104: link 'no-sends' does not carry send.*\n  why:  algorithm='ring' needs sends"
+            ValueError, match=r"MC1104: link 'no-sends' does not carry send.*\n  why:  algorithm='ring' needs sends"
         ):
             compiled(link="no-sends", algorithm="ring")
     finally:

@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused(placement: Any, options: dict[str, Any], said
 def test_sharing_is_refused_where_devices_have_memories_of_their_own() -> None:
     gpus = [Device(f"cuda:{i}", torch.device("cuda", i)) for i in range(2)]
     asked = {**OPTIONS.defaults, "placement": "shared"}
-    message = "placement='shared' cannot be used on cuda:0, cuda:1\n  why:  the devices do not share one memory\n  fix:  use 'mirrored'"
+    message = "placement='shared' cannot be used on cuda:0, cuda:1\n  why:  the devices do not share one memory"
     with pytest.raises(ValueError, match=re.escape(message)):
         OPTIONS.check_exclusions(Request(asked, devices=tuple(gpus)))
 
@@ -160,7 +160,7 @@ def test_owners_may_be_devices_of_torch() -> None:
     program = step_of(owners).prepare(torch.tensor([0, 1]), target=torch.tensor([0, 1]))
     found = {slot.variable: bucket.owner for bucket in program.buckets for slot in bucket.slots}
     assert found.pop("body.weight") == 1 and set(found.values()) == {0}
-    said = r"placement gives 'body.weight' to device\(type='cpu', index=7\), which is none of the devices\n  fix:  name one of cpu:0"
+    said = r"placement gives 'body.weight' to device\(type='cpu', index=7\).*\n  fix:  name one of cpu:0"
     with pytest.raises(ValueError, match=said):
         step_of({"body.weight": torch.device("cpu", 7)})
     with pytest.raises(ValueError, match=r"to device\(type='cuda', index=1\): say 'central', 'least-loaded'"):

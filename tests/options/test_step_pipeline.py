@@ -108,11 +108,13 @@ def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPat
     [
         (
             {"link": "copy"},
-            "link='copy' and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  put mirrorc.passes.LowerCollec",
+            "link='copy' and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  "
+            "fix:  put mirrorc.passes.LowerCollec",
         ),
         (
             {"buckets": 1},
-            "buckets=1 and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  give mirrorc.passes.PlanBuckets its buckets",
+            "buckets=1 and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  "
+            "fix:  give mirrorc.passes.PlanBuckets its buckets",
         ),
         (
             {"buckets": ByBytes(first_mb=math.inf)},
@@ -121,15 +123,18 @@ def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPat
         ({"buckets": EqualPacks(2)}, "buckets=EqualPacks(num_packs=2) and passes= cannot be combined"),
         (
             {"order": "reversed"},
-            "order='reversed' and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  give mirrorc.passes.PlanB",
+            "order='reversed' and passes= cannot be combined\n  why:  the pipeline given with passes= decides "
+            "it\n  fix:  give mirrorc.passes.PlanB",
         ),
         (
             {"early_update": False},
-            "early_update=False and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  put mirrorc.passes.",
+            "early_update=False and passes= cannot be combined\n  why:  the pipeline given with passes= decides "
+            "it\n  fix:  put mirrorc.passes.",
         ),
         (
             {"algorithm": "ring"},
-            "algorithm='ring' and passes= cannot be combined\n  why:  the pipeline given with passes= decides it\n  fix:  put mirrorc.all_reduce_algorithms.Ring() behind",
+            "algorithm='ring' and passes= cannot be combined\n  why:  the pipeline given with passes= decides "
+            "it\n  fix:  put mirrorc.all_reduce_algorithms.Ring() behind",
         ),
     ],
 )

@@ -104,7 +104,8 @@ def test_a_pass_that_has_no_text_is_not_given_a_command(tmp_path: Path) -> None:
     error = failure(handmade(2), passes, tmp_path)
     (path,) = tmp_path.glob("mirrorc-fails-at-*/program.json.gz")
     assert "mirrorc opt" not in str(error) and str(error).endswith(
-        "The command line cannot replay it: MC4004: the pass 'fails-at' cannot be written as text: its option 'option' is a function: "
+        "The command line cannot replay it: MC4004: the pass 'fails-at' cannot be written as text: its option "
+        "'option' is a function: "
         "only numbers, strings, booleans, None, torch's dtypes, and tuples, lists, sets and dicts of them, and plans of "
         "mirrorc.packing, can be written. "
         f"What the pass was given is in {path}: give mirrorc.Program.load() of that to its run()."

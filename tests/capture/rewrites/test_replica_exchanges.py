@@ -79,12 +79,12 @@ def for_large_ones(y: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    r"all_reduce at test_replica_exchanges.py:\d+ .* in Asking is given different types on two replicas\n  why:  .*\[3, 3\].* and .*\[2, 3\].*\n  fix:  reduce it "
+    r"at test_replica_exchanges.py:\d+ .* Asking is given .*\n  why:  .*\[3, 3\].* and .*\[2, 3\].*\n  fix:  reduce it "
     "over the examples": mirrorc.all_reduce,
     r"all_gather at .* is given .* must be alike in all else": lambda y: mirrorc.all_gather(y.T).sum(),
     "calls mirrorc.all_reduce at .* for a shard of one size, where it calls mirrorc.all_gather at": by_size,
     "calls mirrorc.all_reduce at .* for a shard of one size, and not for another": for_large_ones,
-    r"gathers f32\[2, 3\] twice on one replica, of different numbers of rows in all\n  why:  it is 5 rows in one place and 4 in another": (
+    r"gathers f32\[2, 3\] twice on one replica.*\n  why:  it is 5 rows in one place and 4 in another": (
         lambda y: mirrorc.all_gather(y).sum() + mirrorc.all_gather(y[:2]).sum()
     ),
 }  # fmt: skip
