@@ -109,7 +109,9 @@ def test_an_accumulation_on_one_worker_alone_is_refused_by_all(found: Mapping[st
     one, other = found["alone"][:2]
     for number, kept in ((0, [0, 0]), (3, [2, 3])):
         assert one["losses"][number] == other["losses"][number]
-        assert one["losses"][number].startswith("CommunicationError: workers differ in what they call: worker 0 (")
+        assert one["losses"][number].startswith(
+            "CommunicationError: MC6301: workers differ in what they call\n  why:  worker 0 ("
+        )
         assert "step.accumulate()" in one["losses"][number] and "the step itself" in one["losses"][number]
         assert [one["kept"][number], other["kept"][number]] == kept
     assert_as_in_one_process([one, other], ALONE)

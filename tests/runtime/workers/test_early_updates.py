@@ -93,7 +93,7 @@ def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(fa
     assert "It had committed here: parameters are those after this step. Load a checkpoint" in other["failed"]
     assert "parameters are between" in culprit["refused"]["evaluate"]
     said = other["refused"].pop("step")
-    assert "it raised ExecutionError: parameters are between" in said or "the connection" in said
+    assert "it raised ExecutionError: MC5010: parameters are between" in said or "the connection" in said
     assert set(other["refused"].values()) == {"nothing"}
     losses, values = reference(CASES["2 x 1"], range(4))
     for own in (other, culprit):
@@ -168,5 +168,5 @@ def test_the_survivors_of_a_killed_worker_say_what_was_updated(tmp_path: Any) ->
         assert survivor["failed"].endswith("End all workers, and start them again from a checkpoint.")
         assert "parameters are between those before and those after a step" in survivor["refused"]["model"]
         assert set(survivor["restored"].values()) == {"nothing"}
-        assert "no further step can be made by these workers: worker 2 (" in survivor["over"]
+        assert "no further step can be made by these workers\n  why:  worker 2 (" in survivor["over"]
         assert survivor["seconds"] < 30

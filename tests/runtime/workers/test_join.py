@@ -60,13 +60,15 @@ def test_workers_that_have_left_do_not_count_in_buffers(found: Mapping[str, Any]
 def test_an_error_in_the_loop_of_one_worker_ends_those_that_have_left(found: Mapping[str, Any]) -> None:
     one, other = found["raises"][:2]
     assert one["error"] == "OSError: the data is gone" and len(one["losses"]) == 2
-    assert other["error"].startswith("CommunicationError: training call 3 has failed: worker 0 (")
-    assert "it raised OSError: the data is gone. No parameter was changed." in other["error"]
+    assert other["error"].startswith("CommunicationError: MC6201: training call 3 has failed\n  why:  worker 0 (")
+    assert "it raised OSError: the data is gone\n  now:  No parameter was changed." in other["error"]
 
 
 def test_a_worker_that_has_never_called_the_step_is_named(found: Mapping[str, Any]) -> None:
     one, other = found["never"][:2]
-    assert other["error"].startswith("ExecutionError: this worker has left step.join() without any call of the step")
+    assert other["error"].startswith(
+        "ExecutionError: MC6302: this worker has left step.join() without any call of the step"
+    )
     assert "worker 1 (" in one["error"] and "without any call of the step" in one["error"]
 
 
@@ -99,7 +101,7 @@ def test_two_steps_in_one_block_are_as_in_one_process(found: Mapping[str, Any]) 
 def test_workers_that_call_different_steps_of_a_block_are_told_so(found: Mapping[str, Any]) -> None:
     one, other = found["other"][:2]
     assert one["refused"] == other["refused"]
-    assert "workers differ in which step of mirrorc.join() they call: worker 0 " in one["refused"]
+    assert "workers differ in which step of mirrorc.join() they call\n  why:  worker 0 " in one["refused"]
     assert "the step: number 0 of those" in one["refused"] and "the step: number 1 of those" in one["refused"]
     assert one["weights"] == other["weights"], "blocks in turn train both"
 
@@ -107,8 +109,8 @@ def test_workers_that_call_different_steps_of_a_block_are_told_so(found: Mapping
 def test_an_error_in_a_block_of_two_steps_ends_the_part_of_those_that_have_left(found: Mapping[str, Any]) -> None:
     one, other = found["gone"][:2]
     assert other["refused"] == "MirrorcError: the data is gone"
-    assert one["refused"].startswith("CommunicationError: training call ") and "worker 1 (" in one["refused"]
-    assert "it raised MirrorcError: the data is gone. No parameter was changed." in one["refused"]
+    assert one["refused"].startswith("CommunicationError: MC6201: training call ") and "worker 1 (" in one["refused"]
+    assert "it raised MirrorcError: the data is gone\n  now:  No parameter was changed." in one["refused"]
     assert one["weights"] == other["weights"], "blocks in turn train both"
 
 
@@ -121,7 +123,7 @@ def test_blocks_of_two_steps_in_turn_train_both(found: Mapping[str, Any]) -> Non
 @pytest.mark.slow
 def test_a_worker_that_has_closed_its_prepared_step_is_not_waited_for(found: Mapping[str, Any]) -> None:
     one = found["closed"][0]
-    assert one["refused"].startswith("CommunicationError: training call 1 has failed: worker 1 (")
+    assert one["refused"].startswith("CommunicationError: MC6201: training call 1 has failed\n  why:  worker 1 (")
     assert "it has closed its step" in one["refused"]
 
 
@@ -129,7 +131,7 @@ def test_a_worker_that_has_closed_its_prepared_step_is_not_waited_for(found: Map
 def test_a_worker_that_is_killed_ends_those_that_have_left(tmp_path: Any) -> None:
     given = training([1, 1], [[3, 5], [0, 5], [0, 5]], decay=0.7, fault=[1, 2, "kill"])
     one = outcome(tmp_path, workers("join", given, num_processes=2), num_ended=1)[0]
-    assert "training call 3 has failed: worker 1 (" in one["error"]
+    assert "training call 3 has failed\n  why:  worker 1 (" in one["error"]
     assert "No parameter was changed. End all workers" in one["error"]
 
 
@@ -137,6 +139,7 @@ def test_a_worker_that_is_killed_ends_those_that_have_left(tmp_path: Any) -> Non
 def test_a_worker_that_is_killed_in_a_block_of_two_steps_ends_those_that_have_left_it(tmp_path: Any) -> None:
     one = outcome(tmp_path, workers("two", "killed", 2, num_processes=2), num_ended=1)[0]
     assert (
-        one["refused"].startswith("CommunicationError: training call ") and " has failed: worker 1 (" in one["refused"]
+        one["refused"].startswith("CommunicationError: MC6201: training call ")
+        and " has failed\n  why:  worker 1 (" in one["refused"]
     )
     assert "No parameter was changed. End all workers" in one["refused"]

@@ -131,7 +131,8 @@ def test_what_ends_the_script_of_a_worker_that_has_joined_is_told_to_those_who_c
 def test_after_different_options_all_may_compile_again_with_the_same_scaler(found: Mapping[str, Any]) -> None:
     refused, trained = of_each(found, "with other options")
     assert all(
-        own.startswith("CommunicationError: workers differ in the arguments of mirrorc.compile") for own in refused
+        own.startswith("CommunicationError: MC6301: workers differ in the arguments of mirrorc.compile")
+        for own in refused
     )
     assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
 
@@ -156,7 +157,7 @@ def test_buckets_that_one_worker_fills_or_launches_in_another_order_are_refused_
         differ = "the arguments of mirrorc.compile: .*order='ready'.*order='reversed'"
     else:
         differ = r"what their programs exchange: worker 0 \(.*\) has line 1: .*, worker 1 \(.*\) has line 1: "
-    assert re.match(f"CommunicationError: workers differ in {differ}", refused[0]), refused[0]
+    assert re.match(f"CommunicationError: MC6301: workers differ in {differ}", refused[0]), refused[0]
     if not case.endswith("option"):
         one, other = re.findall(r"line 1: .*?: (weight|bias)\[", refused[0])
         assert one != other, refused[0]
@@ -170,7 +171,7 @@ def test_launches_against_the_plan_are_refused_by_the_verifier_and_told_to_all(f
         "VerifyError: pass 'move-first-launch' gave a program that breaks the rule buckets_are_"
     )
     assert refused[0] == refused[2] and refused[0].startswith(
-        "CommunicationError: training call 1 has failed: worker 1 ("
+        "CommunicationError: MC6201: training call 1 has failed\n  why:  worker 1 ("
     )
     assert "VerifyError: pass 'move-first-launch' gave a program that breaks" in refused[0]
     assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)

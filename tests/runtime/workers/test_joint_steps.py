@@ -166,7 +166,9 @@ def test_workers_without_examples_count_for_nothing(found: Mapping[str, Any]) ->
 def test_a_step_without_any_example_is_refused_by_all(found: Mapping[str, Any]) -> None:
     losses, values = reference(FAULTS["nothing"], [1])
     for own in found["nothing"][:2]:
-        assert own["losses"][0].startswith("ValueError: no worker has examples in this step, which needs at least one")
+        assert own["losses"][0].startswith(
+            "ValueError: MC6303: no worker has examples in this step, which needs at least one"
+        )
         assert own["losses"][1] == pytest.approx(losses[0], rel=1e-12)
         assert_values(own["values"], values, *EXACTLY)
 
@@ -235,7 +237,8 @@ def test_another_batch_compiles_nothing_elsewhere(found: Mapping[str, Any], case
 def test_factors_of_machines_that_differ_are_refused_by_all(found: Mapping[str, Any]) -> None:
     for own in found["factors, other threads"][:2]:
         assert (
-            "exchange='factors' cannot be used by these workers: workers 0 and 1 differ in threads" in own["losses"][0]
+            "exchange='factors' needs machines and settings that are alike\n  why:  workers 0 and 1 differ in threads"
+            in own["losses"][0]
         )
         assert own["losses"][0].startswith("CommunicationError") and own["losses"][0] == own["losses"][1]
 
@@ -262,14 +265,14 @@ def test_after_a_failure_on_one_worker_all_go_on(found: Mapping[str, Any]) -> No
         assert own["losses"][5] == pytest.approx(losses[0], rel=1e-12)
         assert_values(own["values"], values, *EXACTLY)
     for number in (0, 1):
-        assert second["losses"][number].startswith("ValueError: arguments disagree on dim 0")
-        assert f"training call {number + 1} has failed: worker 1 (" in first["losses"][number]
-        assert "it raised ValueError: arguments disagree on dim 0" in first["losses"][number]
+        assert second["losses"][number].startswith("ValueError: MC1304: arguments disagree on dim 0")
+        assert f"training call {number + 1} has failed\n  why:  worker 1 (" in first["losses"][number]
+        assert "it raised ValueError: MC1304: arguments disagree on dim 0" in first["losses"][number]
         assert "No parameter was changed. The step may be called again, on all workers." in first["losses"][number]
     assert "OSError: the disk is full" in second["losses"][2] and "OSError: the disk is full" in first["losses"][2]
     assert "worker 0 (" in second["losses"][3] and "OSError: the disk is full" in second["losses"][3]
     assert first["losses"][4] == second["losses"][4]
-    assert "workers differ in the hyperparameters of their optimizers: worker 0" in first["losses"][4]
+    assert "workers differ in the hyperparameters of their optimizers\n  why:  worker 0" in first["losses"][4]
     assert "lr=0.1" in first["losses"][4] and "lr=0.05" in first["losses"][4]
 
 
@@ -286,7 +289,10 @@ def test_other_groups_are_refused_by_all(found: Mapping[str, Any]) -> None:
 
 def test_buckets_of_other_gradients_are_refused_by_all(found: Mapping[str, Any]) -> None:
     errors = [own["losses"][0] for own in found["left out"][:2]]
-    assert errors[0] == errors[1] and "CommunicationError: workers differ in what their programs exchange" in errors[0]
+    assert (
+        errors[0] == errors[1]
+        and "CommunicationError: MC6301: workers differ in what their programs exchange" in errors[0]
+    )
     assert re.search(r"worker 0 \(.*\) has line \d+: .*two\..*, worker 1 \(.*\) has line \d+: .*one\.", errors[0]), (
         errors[0]
     )
@@ -298,7 +304,7 @@ def test_who_leaves_because_of_an_error_in_the_script_tells_it(found: Mapping[st
     first, second = found["leaves"][:2]
     assert second["error"] == "ValueError: the data is gone"
     assert re.search(
-        r"training call 2 has failed: worker 1 \(.*\): it has closed its step, or its process has ended, after ValueError: the "
+        r"training call 2 has failed\n  why:  worker 1 \(.*\): it has closed its step, or its process has ended, after ValueError: the "
         r"data is gone\. No parameter was changed\. End all workers",
         first["losses"][1],
     ), first["losses"]
@@ -306,7 +312,7 @@ def test_who_leaves_because_of_an_error_in_the_script_tells_it(found: Mapping[st
 
 def test_another_mode_is_refused_by_all(found: Mapping[str, Any]) -> None:
     for own in found["modes"][:2]:
-        assert "workers differ in which of their modules are in training mode: worker 1" in own["losses"][1]
+        assert "workers differ in which of their modules are in training mode\n  why:  worker 1" in own["losses"][1]
         assert isinstance(own["losses"][2], float)
 
 
@@ -330,7 +336,7 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
     own = outcome(tmp_path, workers("train", given), num_ended=num_ended)
     for survivor in own[:2]:
         *made, error = survivor["losses"]
-        assert len(made) == 2 and "training call 3 has failed: worker 2 (" in error
+        assert len(made) == 2 and "training call 3 has failed\n  why:  worker 2 (" in error
         assert "No parameter was changed. End all workers, and start them again from a checkpoint." in error
         assert (
             survivor["seconds"] < 30
@@ -343,10 +349,13 @@ def test_a_worker_that_lives_and_does_not_come_is_named(tmp_path: Any) -> None:
     own = outcome(tmp_path, workers("train", given))
     for rank in (0, 2):
         *made, error = own[rank]["losses"]
-        assert len(made) == 2 and "training call 3 has failed: worker 1 (" in error
+        assert len(made) == 2 and "training call 3 has failed\n  why:  worker 1 (" in error
         assert "it lives, but is behind the others: it is between training calls 2 and 3 (" in error
         assert "The step may be called again, on all workers." in error
-    assert "training call 3 has failed: the other workers have given up on this one, worker 1 (" in own[1]["losses"][-1]
+    assert (
+        "training call 3 has failed\n  why:  the other workers have given up on this one, worker 1 ("
+        in own[1]["losses"][-1]
+    )
 
 
 @pytest.mark.exhaustive

@@ -153,7 +153,7 @@ def test_a_worker_has_its_part_of_the_state_alone(found: Mapping[str, Any], case
 
 
 def test_state_is_whole_or_refused(found: Mapping[str, Any]) -> None:
-    remedy = "but with shard_optimizer=True each worker has a part of it: call step.gather_optimizer_state() on all"
+    remedy = "but with shard_optimizer=True each worker has a part of it\n  fix:  step.gather_optimizer_state() on all"
     for own in found["2 x 1"][:2]:
         assert [text.partition(f", {remedy}")[0] for text in own["said"]] == [
             "ExecutionError: AdamW.state_dict() was called",
@@ -187,20 +187,20 @@ def test_workers_that_have_written_different_things_take_over_the_chiefs(found: 
 def test_workers_that_have_cleared_unlike_state_are_refused(found: Mapping[str, Any]) -> None:
     """One clears all, the other that of one parameter."""
     for own in found["clears one"][:2]:
-        assert own["losses"][2].startswith("CommunicationError: workers differ in what their programs exchange")
+        assert own["losses"][2].startswith("CommunicationError: MC6301: workers differ in what their programs exchange")
 
 
 @pytest.mark.slow
 def test_workers_that_differ_are_told(found: Mapping[str, Any]) -> None:
     for own in found["chief clears"][:2]:
         assert own["said"][0].startswith(
-            "CommunicationError: the workers have no parts of one state of the optimizer: some have loaded or cleared it"
+            "CommunicationError: MC6401: cannot gather the optimizer's state: workers have states of different steps"
         )
         assert all(isinstance(loss, float) for loss in own["losses"])
     assert found["chief clears"][0]["values"] == found["chief clears"][1]["values"]
     chief, other = found["chief gathers"][:2]
     for error in (chief["said"][0], other["losses"][2]):
-        assert error.startswith("CommunicationError: workers differ in what they call")
+        assert error.startswith("CommunicationError: MC6301: workers differ in what they call")
         assert "step.gather_optimizer_state()" in error
     for own in found["joins"][:2]:
         assert "step.gather_optimizer_state() was called inside of step.join()" in own["said"][0]
@@ -210,7 +210,7 @@ def test_workers_that_differ_are_told(found: Mapping[str, Any]) -> None:
 def test_a_worker_that_is_lost_behind_the_commit_leaves_parameters_between_steps(tmp_path: Any) -> None:
     given = {**TWO, "events": [[2, 1, "die"]], "ends": True}
     (one,) = outcome(tmp_path, workers("shard", given, num_processes=2), num_ended=1)
-    assert "training call 3 has failed: worker 1 (" in one["losses"][2]
+    assert "training call 3 has failed\n  why:  worker 1 (" in one["losses"][2]
     assert re.search(
         r"It had committed: parameters are between those before and those after this step: buckets 0.* were updated in part",
         one["losses"][2],

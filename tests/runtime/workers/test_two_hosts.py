@@ -77,7 +77,7 @@ def test_a_cut_link_ends_both_workers() -> None:
     chief, other = trained(1.0, given)
     errors = [own["losses"][-1] for own in (chief, other)]
     assert (
-        "CommunicationError: training call" in errors[0]
+        "CommunicationError: MC6201: training call" in errors[0]
         and "worker 1 (" in errors[0]
         and "no sign of life" in errors[0]
     )

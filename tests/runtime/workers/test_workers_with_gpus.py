@@ -54,7 +54,7 @@ def test_after_a_failure_on_one_worker_all_go_on(found: dict[str, Any]) -> None:
     for own in (first, second):
         assert own["losses"][3] == pytest.approx(losses[0], rel=1e-9)
         assert_values(own["values"], values)
-    assert "it raised ValueError: arguments disagree on dim 0" in first["losses"][0]
+    assert "it raised ValueError: MC1304: arguments disagree on dim 0" in first["losses"][0]
     assert "OSError: the disk is full" in first["losses"][1] and "OSError: the disk is full" in second["losses"][1]
     assert "No parameter was changed. The step may be called again, on all workers." in second["losses"][2]
 
@@ -74,7 +74,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Any) -> None:
     given = training([1, 1], [[4, 4]], faults=[[1, 1, "kill in forward"]], ends=True, options=options)
     (own,) = outcome(tmp_path, run(given), num_ended=1)
     assert isinstance(own["losses"][0], float)
-    assert own["losses"][1].startswith("CommunicationError: training call 2 has failed: worker 1 (")
+    assert own["losses"][1].startswith("CommunicationError: MC6201: training call 2 has failed\n  why:  worker 1 (")
     assert "the connection to the other workers is closed" in own["losses"][1] and own["seconds"] < 60.0
     assert "No parameter was changed" in own["losses"][1]
 
