@@ -132,7 +132,7 @@ def test_a_worker_that_is_killed_ends_those_that_have_left(tmp_path: Any) -> Non
     given = training([1, 1], [[3, 5], [0, 5], [0, 5]], decay=0.7, fault=[1, 2, "kill"])
     one = outcome(tmp_path, workers("join", given, num_processes=2), num_ended=1)[0]
     assert "training call 3 has failed\n  why:  worker 1 (" in one["error"]
-    assert "No parameter was changed. End all workers" in one["error"]
+    assert "No parameter was changed.\n  fix:  End all workers" in one["error"]
 
 
 @pytest.mark.slow
@@ -142,4 +142,4 @@ def test_a_worker_that_is_killed_in_a_block_of_two_steps_ends_those_that_have_le
         one["refused"].startswith("CommunicationError: MC6201: training call ")
         and " has failed\n  why:  worker 1 (" in one["refused"]
     )
-    assert "No parameter was changed. End all workers" in one["refused"]
+    assert "No parameter was changed.\n  fix:  End all workers" in one["refused"]

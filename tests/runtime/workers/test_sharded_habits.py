@@ -108,7 +108,7 @@ def test_all_workers_decide_and_clip_by_the_same_bits(found: Mapping[str, Any], 
 def test_what_is_not_finite_on_one_worker_is_one_error_on_all(found: Mapping[str, Any]) -> None:
     """It counts the elements of all workers' parts, of which none has all."""
     (error,) = {own["losses"][1] for own in found["checked"]}
-    assert error.startswith("NonFiniteError: worker 1 (") and "): the loss on cpu:0 is nan; " in error
+    assert error.startswith("NonFiniteError: MC5101: worker 1 (") and "): the loss on cpu:0 is nan\n" in error
     assert (
         "the reduced gradient of '0.weight' is not finite (65 of 65 elements, such as nan), and so is that of 5 other"
         in error
