@@ -64,7 +64,7 @@ def test_a_step_that_one_worker_cannot_compile_is_refused_by_all_and_leaves_no_t
                 assert FAILED not in own and not own.startswith("CommunicationError"), own
             elif not way and case != "in a capture":
                 failing = next(rank for rank, other in enumerate(ways) if other)
-                assert own.startswith(f"CommunicationError: worker {failing} "), own
+                assert own.startswith(f"CommunicationError: MC6201: worker {failing} "), own
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_who_has_failed_and_why_is_told_to_all(found: Mapping[str, Any]) -> None
     first, second = found["on one worker"][0]["attempts"][1:3]
     assert FAILED + "ValueError: " in first and "worker 1 " in first
     assert first.endswith("Mend that, and call mirrorc.compile again on all workers")
-    assert FAILED + "ValueError: microbatches" in second
+    assert FAILED + "ValueError: MC1002: microbatches" in second
 
 
 @pytest.mark.parametrize("case", slow_but(FAST, FIRST))
@@ -83,13 +83,13 @@ def test_those_who_wait_in_their_first_call_are_told_why_one_fails_before_it_has
     failing = next(rank for rank, how in enumerate(FIRST[case]) if how)
     own = results[failing]["attempts"][0]
     for rank in {0, 1, 2} - {failing}:
-        assert f"{FAILED}{own}".rstrip(".") in results[rank]["attempts"][0]
+        assert f"{FAILED}{' '.join(own.split())}".rstrip(".") in results[rank]["attempts"][0]
 
 
 def test_a_worker_that_ends_before_it_comes_to_compile_is_named_to_all_others(tmp_path: Path) -> None:
     case = workers("compiles", [GOOD, ["", "", "kill"]], size=3)
     (_, first), (_, second) = (own["attempts"] for own in outcome(tmp_path, case, num_ended=1))
-    assert first.startswith("CommunicationError: worker 2 ") and first == second
+    assert first.startswith("CommunicationError: MC6203: worker 2 ") and first == second
     assert first.endswith(
         "does not come to mirrorc.compile\n  why:  its process has ended\n  fix:  end all workers, and start them again"
     )
@@ -120,7 +120,7 @@ def test_what_ends_the_script_of_a_worker_that_has_joined_is_told_to_those_who_c
             process.kill()
             process.wait()
     assert "ValueError: there is no data" in said[1]
-    assert "CommunicationError: worker 1 " in said[0]
+    assert "CommunicationError: MC6203: worker 1 " in said[0]
     assert (
         "does not come to mirrorc.compile\n  why:  its process has ended, after ValueError: there is no data. End"
         in said[0]

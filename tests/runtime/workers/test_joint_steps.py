@@ -299,7 +299,7 @@ def test_buckets_of_other_gradients_are_refused_by_all(found: Mapping[str, Any])
         errors[0]
     )
     assert "No parameter was changed\n  fix:  Let forward go the same way on all of them" in errors[0]
-    assert errors[0].endswith("give all the same seeds (random.seed, numpy.random.seed, torch.manual_seed).")
+    assert errors[0].endswith("give all the same seeds (random.seed, numpy.random.seed, torch.manual_seed)")
 
 
 def test_who_leaves_because_of_an_error_in_the_script_tells_it(found: Mapping[str, Any]) -> None:
