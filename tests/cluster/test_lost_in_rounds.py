@@ -114,7 +114,7 @@ def test_all_who_wait_in_a_round_raise_the_same_error_when_one_is_gone() -> None
     assert (
         raised
         == [
-            f"{workers[2]} does not come to mirrorc.compile\n  why:  its process has ended\n  fix:  end all "
+            f"MC6203: {workers[2]} does not come to mirrorc.compile\n  why:  its process has ended\n  fix:  end all "
             "workers, and start them again"
         ]
         * 2

@@ -58,7 +58,7 @@ def test_class_weights_are_warned_of_once() -> None:
         and "each device divides by the class weights of its own shard" in messages[0]
     )
     assert "reduction='sum'" in messages[0] and "mirrorc.check_loss" in messages[0]
-    assert "is a mean weighted by class" in remarks
+    assert "each device divides by the class weights" in remarks
     assert warned(Tagger(weight=weight), batch(), num_devices=1) == ([], ""), "one device is right"
 
 
