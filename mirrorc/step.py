@@ -82,7 +82,7 @@ class Step(StepReports):
         runs = ProgramRuns(options, num_threads, self._coordinator.step_seconds, interrupts)
         super().__init__(options, model, state, runs)
         self._specializer = Specializer(options, model, state, num_threads, interrupts, self._coordinator.team)
-        choices = SavedChoices(self._specializer.choices.exchange, options)
+        choices = SavedChoices(self._specializer.choices.exchange, self._specializer.sizes, options)
         self._training_state = TrainingState(options, model, state, choices)
         self._training = TrainingCalls(
             self._signature,

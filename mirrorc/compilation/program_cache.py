@@ -175,15 +175,13 @@ class Specializations:
         self._read: list[str] = []  # causes of failed guards besides arguments, in words
         self._read_plain: set[str] = set()  # names of plain values that failed guards
 
-    def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
-        """The specialization for a key and plain values, or None; marks it as used.
+    def get(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
+        """The specialization that is known to serve a key and plain values, or None; marks it as used."""
+        return self._usable(self._homes.get(key, key), plain)
 
-        A program with symbolic sizes serves all fitting sizes; the cache remembers the keys that it serves.
-        """
+    def fitting(self, key: Key, plain: Mapping[str, Any], shards: Shards) -> Specialization | None:
+        """One with symbolic sizes that fits the shards, or None; the cache remembers the keys that it serves."""
         home = self._homes.get(key, key)
-        cached = self._usable(home, plain)
-        if cached is not None or shards is None:
-            return cached
         for other, entries in reversed(list(self._by_key.items())):
             is_alike = other[0] == key[0] and other[2:] == key[2:]
             if other != home and is_alike and entries[-1].fits(shards):

@@ -78,6 +78,7 @@ class StepCompiler:
     ) -> None:
         self._options, self._model, self._state, self._numbers = options, model, state, numbers
         self._choices, self._team = choices, team
+        self.front_end = ""  # of the last capture
         names = ", ".join(device.name for device in options.devices)
         self._subject = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are those of replica 0
@@ -184,6 +185,7 @@ class StepCompiler:
         )  # without symbols, the whole ladder is tried
         climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
         training_call, captured = climbed.result
+        self.front_end = climbed.front_end.name
         model = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(model))
         remarks = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(model), on_sizes) if text]
