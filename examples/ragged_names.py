@@ -2,8 +2,8 @@
 
     python examples/ragged_names.py
 
-
-
+A batch has names of similar length and is as long as its longest name: no two need to be of one size. The second size makes a
+program for all of them.
 """
 
 from __future__ import annotations
