@@ -61,7 +61,7 @@ def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = 
     elif "share storage" in text or "view input mutations" in text:
         remedy = "give one of the two memory of its own, with .clone(), and write it where it should follow"
     elif "requires_grad_" in text:
-        remedy = "set requires_grad before the step, not inside forward"
+        remedy, runs_as_pytorch = "set requires_grad before the step, not inside forward", True
     else:
         remedy, runs_as_pytorch = f"make {subject} traceable, or move it out of forward", True
     refusal = f"cannot capture {model_name}{where}: {reason}. Remedy: {remedy}."
