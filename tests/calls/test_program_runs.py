@@ -16,7 +16,9 @@ from mirrorc.errors import ExecutionError
 
 def step_of(**options: object) -> mirrorc.Step:
     torch.manual_seed(0)
-    return sgd_step(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), 2, loss_fn=F.mse_loss, **options)
+    return sgd_step(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), 2, loss_fn=F.mse_loss, dynamic=False, **options
+    )
 
 
 def train(step: mirrorc.Step, num_examples: int, times: int = 1) -> None:

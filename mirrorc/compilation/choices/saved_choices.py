@@ -50,7 +50,9 @@ def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
     if not isinstance(state, Mapping) or set(state) != {_DEVICES, _FACTORS, _SIZES}:
         keys = f"{_DEVICES}, {_FACTORS} and {_SIZES}"
         raise ValueError(f"the choices of a step's state are a dict of {keys}, not {state!r:.80}")
-    names = state[_FACTORS]
+    names, sizes = state[_FACTORS], state[_SIZES]
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f"{_SIZES} of a step's state are {sizes!r:.80}: they are a dict, as step.state_dict() gives it")
     if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
         raise TypeError(f"{_FACTORS} of a step's state is {names!r}: it is a list of names, or None")
     return None if names is None else tuple(names)
