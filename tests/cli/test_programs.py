@@ -57,6 +57,21 @@ def test_opt_names_the_file_to_give_in_place_of_a_lowered_program(tmp_path: Path
     assert done.exit_code == 2 and "is LOWERED already" in done.stderr and "00-capture.json.gz" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_commands_that_read_programs_import_no_compiler(command: str, captured: Path) -> None:
+    script = f"""
+import sys
+sys.argv = ["mirrorc", "{command}", *[{str(captured)!r}] * {2 if command == "diff" else 1}]
+from mirrorc.cli import main
+try:
+    main()
+finally:
+    assert not {{"mirrorc.interface", "mirrorc.passes", "mirrorc.runtime", "mirrorc.capture"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_show_prints_a_saved_program(captured: Path) -> None:
     program = captured_two_layers()
