@@ -14,11 +14,10 @@ import typer
 
 from mirrorc.messages.wording import counted, printable
 
-_OURS = (
-    *("MIRRORC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG"),
-    "TORCHELASTIC_",
+_VARIABLES = (  # what their names begin with
+    *("MIRRORC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TF_CONFIG"),
+    *("TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "KMP_", "ATEN_", "CXX"),
 )
-_OF_TORCH = ("TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "KMP_", "ATEN_", "CXX")
 
 
 def doctor(
@@ -32,18 +31,20 @@ def doctor(
         sys.stdout.write(printable(f"{name:22} {fact}") + "\n")
     if no_self_test:
         return
-    from mirrorc.cli.self_test import Trial
+    from mirrorc.cli.self_test import BACKENDS, Trial
 
-    trials = [Trial.of(backend) for backend in ("eager", "inductor")]
-    for trial in trials:
-        sys.stdout.write(printable(f"{'self-test, ' + trial.backend:22} {trial}") + "\n")
-    if any(trial.fault for trial in trials):
+    has_failed = False
+    for backend in BACKENDS:
+        trial = Trial.of(backend)
+        sys.stdout.write(printable(f"{'self-test, ' + backend:22} {trial}") + "\n")
+        has_failed |= bool(trial.fault)
+    if has_failed:
         raise typer.Exit(1)
 
 
 def _facts() -> Iterator[tuple[str, str]]:
     """Begins with what needs no torch, which may be what fails."""
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith((*_OURS, *_OF_TORCH))}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     names = ("mirrorc", "torch", "networkx", "numpy")
     yield "versions", ", ".join([*(f"{name} {version(name)}" for name in names), f"Python {platform.python_version()}"])
     yield "system", platform.platform()

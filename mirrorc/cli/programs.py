@@ -117,10 +117,9 @@ def opt(
         result = run_passes(
             loaded, pipeline, instruments_for(pipeline, directory, printed_after, reproduces=directory is not None)
         )
-    except MirrorcError as error:
-        fail(error if directory is not None else f"{error}\n\n--dump DIRECTORY keeps what the failing pass was given.")
-    except OSError as error:
-        fail(error)
+    except (MirrorcError, OSError) as error:
+        keeps = directory is not None or isinstance(error, OSError)
+        fail(error if keeps else f"{error}\n\n--dump DIRECTORY keeps what the failing pass was given.")
     if output is not None:
         _save(result, output)
     print_colored(result.to_text(regions=regions, slots=slots), sys.stdout)

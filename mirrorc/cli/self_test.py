@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 import mirrorc
+
+Backend = Literal["eager", "inductor"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 _NUM_STEPS = 2
 _DEVICES = ("cpu:0", "cpu:1")
@@ -26,12 +29,11 @@ _REMEDIES = {
 class Trial:
     """Training with one backend; ``fault`` is empty if it gives the parameters of plain PyTorch."""
 
-    backend: str
     seconds: float
     fault: str
 
     @classmethod
-    def of(cls, backend: Literal["eager", "inductor"]) -> Trial:
+    def of(cls, backend: Backend) -> Trial:
         began = time.monotonic()
         try:
             difference = _largest_difference(backend)
@@ -39,14 +41,14 @@ class Trial:
         except Exception as error:  # noqa: BLE001 - the fault that is looked for
             reason = next(iter(str(error).splitlines()), "")
             fault = f"{type(error).__name__}: {reason}. What to do: {_REMEDIES[backend]}"
-        return cls(backend, time.monotonic() - began, fault)
+        return cls(time.monotonic() - began, fault)
 
     def __str__(self) -> str:
         done = f"{_NUM_STEPS} steps on {', '.join(_DEVICES)} train as one device does"
         return f"{f'failed: {self.fault}' if self.fault else done} ({self.seconds:.1f} s)"
 
 
-def _largest_difference(backend: Literal["eager", "inductor"]) -> float:
+def _largest_difference(backend: Backend) -> float:
     generator = torch.Generator().manual_seed(0)
     x, target = (torch.randn(6, size, generator=generator) for size in (4, 2))
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
