@@ -218,7 +218,14 @@ class StepReports(ABC):
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
-                "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
+                "own; compile with compiler=mirrorc.Compiler(cuda_graphs=False) to see where the time goes, or profile with "
+                "torch.profiler"
+            )
+        if executor is not None and executor.recorder is None:
+            does = "accumulates gradients" if executor.program.trains else "evaluates"
+            raise ExecutionError(
+                f"no step was recorded: this program {does}, and only programs that update parameters are timed; name one of "
+                "these of step.programs, or profile with torch.profiler"
             )
         steps = recorded_steps(executor.recorder if executor is not None else None)
         assert executor is not None, "a step without a program has no recorded steps"

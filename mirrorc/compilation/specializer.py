@@ -117,7 +117,7 @@ class Specializer:
                 return cached, shards
         key = self._promote_changed_numbers(cache, key, call, shards, purpose) if cached is None else key
         try:
-            new = self._compiled(call, shards, cache.new_parts(key), purpose)
+            new = self._compiled(call, shards, cache.changes(key, call), purpose)
         except LoneExampleError:
             if not shards.have_one_example or by_twos().have_one_example:
                 raise
@@ -142,11 +142,11 @@ class Specializer:
         self._compiler.keep_only([executor.program for cache in self._caches.values() for executor in cache])
         return new, shards
 
-    def _compiled(self, call: Call, shards: Shards, new_parts: str, purpose: Purpose) -> Specialization:
+    def _compiled(self, call: Call, shards: Shards, changes: str, purpose: Purpose) -> Specialization:
         with without_dispatch_modes():  # a dispatch mode would mistake traced values for computed ones
-            return self._compiled_without_modes(call, shards, new_parts, purpose)
+            return self._compiled_without_modes(call, shards, changes, purpose)
 
-    def _compiled_without_modes(self, call: Call, shards: Shards, new_parts: str, purpose: Purpose) -> Specialization:
+    def _compiled_without_modes(self, call: Call, shards: Shards, changes: str, purpose: Purpose) -> Specialization:
         about = _kind_of_call(purpose, shards)
         is_lone = shards.have_one_example
         why = self._why_numbers(shards, purpose)
@@ -155,11 +155,11 @@ class Specializer:
         symbolic = without_numbers_of_examples(call, wished) if shards.microbatches else wished
         if wished and (why or not symbolic):
             remark = _remark_on_numbers(why or _CUT_BY_EXAMPLES)
-            return self._compiler.compile(call, shards, new_parts, purpose, on_sizes=remark)
+            return self._compiler.compile(call, shards, changes, purpose, on_sizes=remark)
         if symbolic:
             remark = f"numbers of examples are numbers: {_CUT_BY_EXAMPLES}" if symbolic != wished else ""
             try:
-                new = self._compiler.compile(call, shards, new_parts, purpose, symbolic, remark)
+                new = self._compiler.compile(call, shards, changes, purpose, symbolic, remark)
                 if new.sizes is None or new.fits(shards):
                     self._symbolic.add(purpose)
                     self.sizes.note_program(call, about)
@@ -171,13 +171,11 @@ class Specializer:
                 logger.debug("not compiled with symbolic sizes", exc_info=error)
                 why = next(iter(str(error).splitlines()), type(error).__name__)
             remark = _remark_on_numbers(why)
-            new = self._compiler.compile(
-                call, shards, new_parts, purpose, on_sizes=remark
-            )  # raises if that is no reason
+            new = self._compiler.compile(call, shards, changes, purpose, on_sizes=remark)  # raises if that is no reason
             self.sizes.give_up(call, about, why, has_one_example=is_lone)
             return new
         why = self.sizes.why_not(call, about, has_one_example=is_lone)
-        return self._compiler.compile(call, shards, new_parts, purpose, on_sizes=_remark_on_numbers(why))
+        return self._compiler.compile(call, shards, changes, purpose, on_sizes=_remark_on_numbers(why))
 
     def _why_numbers(self, shards: Shards, purpose: Purpose) -> str:
         """Empty if models could have symbolic sizes in this call."""

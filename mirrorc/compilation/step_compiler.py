@@ -92,7 +92,7 @@ class StepCompiler:
         self,
         call: Call,
         shards: Shards,
-        new_parts: str,
+        changes: str,
         purpose: Purpose,
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
@@ -100,7 +100,7 @@ class StepCompiler:
         """Compiles a call's program. On failure, the model's tensors return to their former devices.
 
         Args:
-            new_parts: how this call differs from earlier calls, for the progress line.
+            changes: how this call differs from earlier calls, in words.
 
         Raises:
             SizesGivenUp: the sizes ``symbolic`` cannot be symbols.
@@ -111,7 +111,9 @@ class StepCompiler:
         self._model.check_memory()
         moved = self._move_to_home()
         subject = purpose.of(self._subject)
-        progress = Progress(f"{subject} ({new_parts})", is_shown=self._options.progress)
+        kind = CallKind.of(call, shard_types(shards.tensors[0], self._home))
+        logger.info("compiling %s (%s), for a shard of %s", subject, changes, kind)
+        progress = Progress(subject, changes, is_shown=self._options.progress)
         try:
             progress.begin()
             return self._compile_at_home(call, shards, subject, progress, purpose, symbolic, on_sizes)
@@ -150,8 +152,6 @@ class StepCompiler:
         on_sizes: str,
     ) -> Specialization:
         times = [time.perf_counter()]
-        types = shard_types(shards.tensors[0], self._home)
-        logger.info("compiling %s, for a shard of %s", subject, CallKind.of(call, types))
         if purpose.trains:
             self._options.optimizers.check(self._model.parameters)
             check_bounds_of_groups(self._options.pipeline, self._options.optimizers)
@@ -169,6 +169,7 @@ class StepCompiler:
             captured.guards,
             training_call,
             call.plain,
+            CallKind.of_batch(call),
             captured.outputs,
             graph_of,
             captured.loss_dtype,

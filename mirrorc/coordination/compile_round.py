@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from mirrorc.cluster import Cluster, Round, find_place, join
-from mirrorc.options.communication import Communication, seconds_of
+from mirrorc.options.communication import Communication
 
 _DOING = "mirrorc.compile"
 
@@ -55,7 +55,7 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
         except ValueError as error:
             raise ValueError(f"{error}; or give distributed=False, to train in this process alone") from None
         if place.num_workers > 1:
-            return join(group, timeout_seconds=seconds_of(self._communication.timeout))
+            return join(group, timeout=self._communication.timeout)
         if self._distributed is True:
             raise ValueError(
                 "distributed is True, but this process is the only worker: start several (torchrun --nproc-per-node=2), or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Sequence
 
 
@@ -21,6 +22,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
     """``bucket 0``, ``buckets 0, 1 and 2``."""
     return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {listed(numbers, most)}"
+
+
+def guess(name: str, known: Iterable[str], otherwise: str) -> str:
+    """``did you mean 'ring'?``, or ``otherwise`` if no known name begins with it or is like it."""
+    names = list(known)
+    close = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import ALONE, Workers
+from mirrorc.messages.wording import guess
 from mirrorc.options.former_names import FORMER
 from mirrorc.pipeline.pipeline_edits import Placed
 from mirrorc.pipeline.protocol import Pass
@@ -147,9 +148,10 @@ class OptionGroup:
             if name in FORMER:
                 raise TypeError(f"mirrorc.{cls.__name__} has no {name!r}: {FORMER[name].format(value=_spelled(value))}")
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                guess = f"did you mean {close[0]!r}?" if close else f"its fields are {', '.join(known)}"
-                raise TypeError(f"mirrorc.{cls.__name__} got an unexpected keyword argument {name!r}; {guess}")
+                raise TypeError(
+                    f"mirrorc.{cls.__name__} got an unexpected keyword argument {name!r}; "
+                    + guess(name, known, f"its fields are {', '.join(known)}")
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -239,8 +241,8 @@ class Options:
             return f"mirrorc.compile() has no option {name!r} any more: {FORMER[name].format(value=_spelled(value))}"
         close = difflib.get_close_matches(name, ("model", "devices", *self.groups, *self._records), n=1)
         near = self._records.get(close[0]) if close else None
-        guess = self._in_group(near, value) if near is not None and near.group else repr(*close) if close else ""
-        return f"mirrorc.compile() got an unexpected keyword argument {name!r}{guess and f'; did you mean {guess}'}"
+        meant = self._in_group(near, value) if near is not None and near.group else repr(*close) if close else ""
+        return f"mirrorc.compile() got an unexpected keyword argument {name!r}{meant and f'; did you mean {meant}'}"
 
     def _in_group(self, record: Option, value: Any) -> str:
         return f"{record.group}=mirrorc.{self.groups[record.group].__name__}({record.name}={_spelled(value)})"

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mirrorc.messages.wording import guess
 from mirrorc.pipeline.protocol import Pass, traits_of
+
+_LISTING = "the command `mirrorc passes` lists all that there are"
 
 
 def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
@@ -34,7 +37,9 @@ def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) 
     known = [compiler_pass.name for compiler_pass in passes]
     for name in names:
         if name not in known:
-            raise ValueError(f"{option} names {name!r}, which is no pass of the pipeline: {', '.join(known)}")
+            raise ValueError(
+                f"{option} names {name!r}, which is no pass of the pipeline: {guess(name, known, _LISTING)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass
         if placed.anchor not in names:
             raise ValueError(
                 f"add places {placed.compiler_pass.name!r} next to {placed.anchor!r}, which is no pass of the pipeline: "
-                f"{', '.join(names)}"
+                + guess(placed.anchor, names, _LISTING)
             )
         result.insert(names.index(placed.anchor) + placed.is_after, placed.compiler_pass)
     return result

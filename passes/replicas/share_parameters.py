@@ -74,7 +74,7 @@ class ShareParameters:
             if bucket.is_gathered:
                 raise PassError(
                     f"the factors of bucket {bucket.index} are gathered by each device, which would update its own copy, and not "
-                    "a share of one: compile with exchange='dense'"
+                    "a share of one: compile with communication=mirrorc.Communication(exchange='dense')"
                 )
             (first, *others) = (reductions[pack.number] for pack in bucket.launch_units)
             if others:

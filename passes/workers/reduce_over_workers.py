@@ -179,7 +179,7 @@ def _gather(
         if packed_bucket.target is not ops.pack or not all(map(stays_factored, packed_bucket.args)):
             raise PassError(
                 f"{packed_bucket.name} of bucket {bucket.index} is computed of gradients that are to be sent to other workers as "
-                "factors, which would not make it: compile with exchange='dense'"
+                "factors, which would not make it: compile with communication=mirrorc.Communication(exchange='dense')"
             )
     launched = first.all_input_nodes[0] if first.target is ops.wait else first
     place = max(launched, last) if last is not None else launched

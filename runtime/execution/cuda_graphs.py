@@ -33,23 +33,24 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
         raise ValueError(
             f"cuda_graphs=True cannot capture random numbers: {drawn.name}{f', at {line},' if line else ''} draws them from a "
             "seed that is given on the host in every step; train without them (dropout with p=0), or compile with "
-            "cuda_graphs=False"
+            "compiler=mirrorc.Compiler(cuda_graphs=False)"
         )
     checked = next((node for g in program.shard_graphs for node in calls_to(g, ops.check)), None)
     if checked is not None:
         raise ValueError(
             f"cuda_graphs=True cannot capture an assert on a tensor: {source_line(checked)}, {checked.kwargs['text']!r}. The "
-            "host looks at it in every step; train without it, or compile with cuda_graphs=False"
+            "host looks at it in every step; train without it, or compile with compiler=mirrorc.Compiler(cuda_graphs=False)"
         )
     if any(next(calls_to(graph, *OPAQUE), None) is not None for graph in program.shard_graphs):
         raise ValueError(
             "cuda_graphs=True cannot capture what runs as plain PyTorch, as the model does with capture='autograd': each run may "
-            "go another way; compile with cuda_graphs=False"
+            "go another way; compile with compiler=mirrorc.Compiler(cuda_graphs=False)"
         )
     if any(next(calls_to(graph, ops.gather), None) is not None for graph in program.shard_graphs):
         raise ValueError(
-            "cuda_graphs=True keeps the memory of a step for the next one, so it cannot hand outputs to the caller: compile "
-            "without return_outputs, or with cuda_graphs=False"
+            "cuda_graphs=True keeps the memory of a step for the next one, so it cannot hand outputs to the caller: let the "
+            "step give the loss alone (no return_outputs=True, no other values that a function returns), or compile with "
+            "compiler=mirrorc.Compiler(cuda_graphs=False)"
         )
     check_capturable(groups, program.variables)
 
@@ -151,7 +152,7 @@ class StepGraph:
             warnings.warn(
                 f"cuda_graphs=True: the step's graph was dropped {_MANY_RENEWALS} times, now because {' and '.join(changed)} "
                 f"changed; after every change but the learning rate's, {NUM_WARM_UP_STEPS} steps run without a graph: change "
-                "less often, or compile with cuda_graphs=False",
+                "less often, or compile with compiler=mirrorc.Compiler(cuda_graphs=False)",
                 stacklevel=users_stack_level(),
             )
 
@@ -200,7 +201,7 @@ class StepGraph:
             cause = raised[0] if raised else error
             raise ExecutionError(
                 f"the step cannot be captured as a CUDA graph: {type(cause).__name__}: {cause}; compile with "
-                "cuda_graphs=False, which runs it call by call"
+                "compiler=mirrorc.Compiler(cuda_graphs=False), which runs it call by call"
             ).with_traceback(cause.__traceback__) from cause
 
     def run(self, function: Function) -> torch.Tensor:

@@ -72,7 +72,7 @@ def _runs_plain(program: Program, node: fx.Node) -> bool:
 
 def _advice(nodes: Sequence[fx.Node], line: str) -> str:
     is_opaque = bool(nodes) and nodes[-1].op == "call_module"
-    hint = "; with backend='eager' the operator is named exactly" if is_opaque else ""
+    hint = "; with compiler=mirrorc.Compiler(backend='eager') the operator is named exactly" if is_opaque else ""
     return f"Check this step's batch{' and that line' if line else ''}{hint}."
 
 

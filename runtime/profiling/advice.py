@@ -100,7 +100,11 @@ def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Cos
     change = (
         f"fewer buckets, {num_left} instead of {len(buckets)}: each costs {costs.fixed_ms:.3f} ms whatever its size"
     )
-    return gain_ms, f"{change} (buckets=ByBytes({cap_mb:g}, {cap_mb:g}))"
+    return gain_ms, f"{change} ({_in_options(f'mirrorc.packing.ByBytes({cap_mb:g}, {cap_mb:g})')})"
+
+
+def _in_options(buckets: str) -> str:
+    return f"communication=mirrorc.Communication(buckets={buckets})"
 
 
 def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
@@ -116,7 +120,9 @@ def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs
         saved_ms = min(last.transfer_ms, (last.num_bytes - left_bytes) * costs.moving_ms_per_byte)
         sizes = f"{size_text(left_bytes)} instead of {size_text(last.num_bytes)}"
         change = f"a smaller last bucket, {sizes}: nothing is left to hide it"
-        candidates.append((saved_ms - num_more * costs.fixed_ms, f"{change} (buckets={cap_bytes / 2**20:.2g})"))
+        candidates.append(
+            (saved_ms - num_more * costs.fixed_ms, f"{change} ({_in_options(f'{cap_bytes / 2**20:.2g}')})")
+        )
     return max(candidates)
 
 

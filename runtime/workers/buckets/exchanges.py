@@ -194,7 +194,7 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
         if link_named(node.kwargs["link"]).sum_place is not SumPlace.FIRST:
             raise ExecutionError(
                 f"link {node.kwargs['link']!r} does not add up a worker's buckets in one place, from which they can be sent to "
-                "the other workers: use link='shared-memory'"
+                "the other workers: compile with communication=mirrorc.Communication(link='shared-memory')"
             )
     packs = [pack_of(node) for node in launches if node.target in (*ops.EXCHANGES_OF_SUMS, ops.gather_factors)]
     gathered = [pack_of(node) for node in launches if node.target is ops.gather_factors]

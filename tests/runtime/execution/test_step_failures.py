@@ -61,7 +61,7 @@ def test_the_eager_backend_is_recommended_where_it_says_more(opaque: str) -> Non
     plain = "Check this step's batch and that line"
     assert advice("eager", Table(), index) == f"{plain}."
     assert advice("eager", Asserting(), nothing) == advice(opaque, Asserting(), nothing) == f"{plain}."
-    hint = "with backend='eager' the operator is named exactly."
+    hint = "with compiler=mirrorc.Compiler(backend='eager') the operator is named exactly."
     assert advice(opaque, Table(), index) == f"Check this step's batch; {hint}"
 
 

@@ -227,7 +227,8 @@ def test_a_last_bucket_that_nothing_hides(link: str) -> None:
     found = explained(program, own, own)
     assert found.buckets[1].behind == "" and found.buckets[1].transfer_ms == 4.0
     assert found.advice == (
-        "a smaller last bucket, 4.0 MiB instead of 8.0 MiB: nothing is left to hide it (buckets=4). Estimated gain: "
+        "a smaller last bucket, 4.0 MiB instead of 8.0 MiB: nothing is left to hide it (communication=mirrorc.Communication("
+        "buckets=4)). Estimated gain: "
         "2.000 ms a step."
     )
 
@@ -278,7 +279,7 @@ def test_many_tiny_buckets(link: str) -> None:
     assert len(found.buckets) == 20 and found.exposed_ms == pytest.approx(2.0)
     assert (
         found.advice.startswith("fewer buckets, 1 instead of 20: each costs 0.")
-        and "(buckets=ByBytes(25, 25))" in found.advice
+        and "(communication=mirrorc.Communication(buckets=mirrorc.packing.ByBytes(25, 25)))" in found.advice
     )
     if link == "shared-memory":  # elsewhere, buckets are under way while others are updated
         assert "each costs 0.200 ms" in found.advice and found.advice.endswith("Estimated gain: 3.798 ms a step.")
