@@ -14,7 +14,7 @@ import torch
 
 from mirrorc.serialization.plain_data import DataError, decode_name, encode_name, entry, expect
 
-_PLAIN = (str, int, bool)
+_PLAIN = (str, int, bool, float)
 _NAMED = (torch.dtype, torch.device)
 
 
@@ -46,7 +46,7 @@ def encode_record(value: Any, kind: Any, title: str) -> Any:
             name: encode_record(getattr(value, name), hint, f"{title}.{name}")
             for name, hint in field_types(kind).items()
         }
-    checked = expect(value, kind, title)
+    checked = float(value) if kind is float else expect(value, kind, title)
     if kind in _PLAIN:
         return checked
     if kind in _NAMED:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mirrorc.printing.printed_values import size_text
 
@@ -81,11 +81,13 @@ class DeviceMemory:
     Attributes:
         own: without shared memory.
         peak: the moment of ``own.activations``.
+        activations_during: their most bytes during each call, by the name of its node in `mirrorc.Step.graphs`.
     """
 
     device: str
     own: HeldMemory
     peak: ActivationPeak
+    activations_during: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
