@@ -1,4 +1,4 @@
-"""The command line: ``mirrorc show``, ``opt``, ``diff`` and ``verify`` for saved programs."""
+"""The command line: ``mirrorc show``, ``opt``, ``diff``, ``report`` and ``verify`` for saved programs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mirrorc.pipeline.pipeline_edits import check_pass_names
 from mirrorc.pipeline.pipeline_text import import_module, parse_passes
 from mirrorc.pipeline.protocol import Pass, traits_of
 from mirrorc.printing.colors import print_colored
+from mirrorc.report.saved import report_file
 from mirrorc.verifier.verifier import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -83,7 +84,7 @@ Version = Annotated[
 
 @app.callback()
 def commands(version: Version = False) -> None:
-    """Shows, compiles, compares and verifies saved programs."""
+    """Shows, compiles, compares, reports and verifies saved programs."""
 
 
 @app.command()
@@ -161,6 +162,23 @@ def diff(
     if differences:
         sys.stdout.write(printable(differences.rstrip("\n") + "\n"))
         raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="a saved program, or an earlier report of step.report()")],
+    output: Annotated[Path, typer.Argument(help="write the report here, as HTML")],
+    compare: Annotated[Path | None, typer.Option(help="compare with this earlier report or saved program")] = None,
+    imports: Imports = None,
+) -> None:
+    """Writes a report of a training step as one HTML file.
+
+    The step of a saved program is predicted.
+    """
+    try:
+        report_file(file, output, compare)
+    except (ValueError, OSError) as error:
+        _fail(error)
 
 
 @app.command(name="verify")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib.resources
 import json
 import os
@@ -113,7 +112,3 @@ def _figure(name: str, value: float | None) -> str:
 
 def _size(num_bytes: int | None) -> str:
     return "not known" if num_bytes is None else size_text(num_bytes) if num_bytes else "-"
-
-
-def notebook_html(summary: str, text: str) -> str:
-    return f"<details><summary>{html.escape(summary)}</summary><pre>{html.escape(text)}</pre></details>"

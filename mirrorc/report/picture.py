@@ -122,7 +122,7 @@ class _Drawing:
     def _memory(self, lane: Lane) -> None:
         picture, known = self.picture, [call for call in lane.calls if call.num_bytes is not None]
         picture.labels.append(Label(picture.height, _MEMORY, "", "activations"))
-        points = ["0,100"]
+        points = [f"{10 * self._x(lane.started_ms):.2f},100"]
         for call in known:
             level = 100 - 96 * (call.num_bytes or 0) / self._most_bytes
             points += [f"{10 * self._x(ms):.2f},{level:.1f}" for ms in (call.start_ms, call.end_ms)]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mirrorc.ir.links import link_named
-from mirrorc.messages.wording import counted
+from mirrorc.messages.wording import counted, notebook_html
 from mirrorc.printing.printed_values import size_text
 from mirrorc.runtime.profiling.accounting import PARTS, apportioned
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes
@@ -77,6 +77,9 @@ class Explanation:
 
     def __str__(self) -> str:
         return _text(self)
+
+    def _repr_html_(self) -> str:
+        return notebook_html(_summary(self)[0], str(self))
 
 
 def _text(explanation: Explanation) -> str:

@@ -102,7 +102,9 @@ def predicted_step(program: Program, machine: Machine) -> tuple[RecordedStep, st
             phase: [works[region_of(n)] for n in nodes] for phase, nodes in calls_by_phase(program, graph).items()
         }
         paces.append({phase: Pace.of(of_regions, of_regions) for phase, of_regions in seconds.items()})
-    calls = (node for graph in graphs for node in graph.nodes if node.op == "call_function" and not is_region_call(node))
+    calls = (
+        node for graph in graphs for node in graph.nodes if node.op == "call_function" and not is_region_call(node)
+    )
     lines = {kind_of_call(program, node): Line(seconds_per_byte=machine.seconds_per_byte) for node in calls}
     costs = StepCosts((0.0,) * len(graphs), tuple(paces), lines, machine, _NOMINAL_LINK)
     simulation = simulate(program, costs.durations(program))

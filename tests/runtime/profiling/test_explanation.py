@@ -130,6 +130,17 @@ def test_every_figure_of_even_devices() -> None:
         }  # fmt: skip
 
 
+def test_waiting_at_the_commit_is_a_part_of_its_own_and_counts_in_the_advice() -> None:
+    found = explained(program_of(), EVEN | DONE | {"commit": 6.0}, EVEN | DONE | {"bwd_1": 9.0})
+    assert [(device.parts_ms["commit"], device.parts_ms["skew"]) for device in found.devices] == [
+        (6.0, 0.0),
+        (0.0, 0.0),
+    ]
+    assert found.other_ms == 4.75 and found.exposed_ms == 1.5
+    assert found.advice.startswith("even out the devices: cpu:1 computes for 15.000 ms, cpu:0 for 9.000 ms")
+    assert found.advice.endswith("Estimated gain: 3.000 ms a step.")
+
+
 def test_only_a_link_that_moves_by_itself_hides_anything() -> None:
     found = explained(program_of(2, link="nccl"), EVEN | DONE, EVEN | DONE)
     assert figures(found.buckets[0]) == (7.0, 7.5, 13.75, 14.25, 6.25, 0.5, 0.0, 0.5) and found.hidden_ms == 6.25
