@@ -156,14 +156,14 @@ class _Drawing:
         ]
         about = f"{flight.kind} {flight.label} over {flight.link}, {size_text(flight.num_bytes)}"
         line = self._line_of.get(place, 0)
-        for start, end, style, text in states:
+        widest = max(states, key=lambda state: state[1] - state[0])
+        for number, (start, end, style, text) in enumerate(states):
             if end > start:
                 title = f"{about}: {text} {start:.3f} … {end:.3f} ms"
-                name = f"f{place}-{style}"
-                width = self._width(start, end)
-                self.picture.bars.append(
-                    Bar(self._x(start), width, y, _ROW - 2, style, title, flight.label, name, line, place)
-                )
+                name = f"f{place}-{number}"
+                label = flight.label if (start, end) == widest[:2] else ""
+                x, width = self._x(start), self._width(start, end)
+                self.picture.bars.append(Bar(x, width, y, _ROW - 2, style, title, label, name, line, place))
         for arrival in flight.arrivals:
             if arrival.source != arrival.replica:
                 tops = self._lanes_at[arrival.source], self._lanes_at[arrival.replica]

@@ -186,14 +186,16 @@ def _lanes(
         calls = []
         for call in device_calls:
             start, end = _ms(step, call.start_ns), _ms(step, call.end_ns)
-            is_commit = commit is not None and call.node.target is ops.commit
+            late_ms = late.get(call.node, 0.0)
+            if commit is not None and call.node.target is ops.commit:
+                late_ms = min(end, commit.ms) - start
             calls.append(
                 ReportedCall(
                     name=call_name(call.node),
                     part=part_of(program, call.node),
                     start_ms=start,
                     end_ms=end,
-                    late_ms=min(end, commit.ms) - start if is_commit else late.get(call.node, 0.0),
+                    late_ms=late_ms,
                     line=numbers[replica].get(call.node, 0),
                     flight=flights.get(call.node),
                     num_bytes=most.get(call.node.name),

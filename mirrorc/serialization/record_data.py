@@ -46,7 +46,9 @@ def encode_record(value: Any, kind: Any, title: str) -> Any:
             name: encode_record(getattr(value, name), hint, f"{title}.{name}")
             for name, hint in field_types(kind).items()
         }
-    checked = float(value) if kind is float else expect(value, kind, title)
+    if kind is float:
+        return float(value)
+    checked = expect(value, kind, title)
     if kind in _PLAIN:
         return checked
     if kind in _NAMED:
