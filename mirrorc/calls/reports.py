@@ -26,7 +26,7 @@ from mirrorc.ir.program import Program
 from mirrorc.messages.wording import counted
 from mirrorc.options.gradient_clipping import measured_norms
 from mirrorc.options.step_options import StepOptions
-from mirrorc.report.metrics import metrics_of
+from mirrorc.report.logged_figures import metrics_of
 from mirrorc.report.page import write_report
 from mirrorc.report.saved import load_report
 from mirrorc.report.step_report import step_report
@@ -256,7 +256,7 @@ class StepReports(ABC):
         facts = {
             "model": type(self._options.model).__name__,
             "devices": ", ".join(device.name for device in executor.program.devices),
-            "workers": str(self.num_workers),
+            "worker": f"{self.rank} of {self.num_workers}",
             "backend": self._options.backend.name,
             "torch": str(torch.__version__),
             "mirrorc": importlib.metadata.version("mirrorc"),
@@ -271,7 +271,8 @@ class StepReports(ABC):
         """Figures of the last training step for a logger, by flat names; it may be called after each step.
 
         Before the first recorded step, and with ``cuda_graphs=True``, there are counts alone, so that logging never ends a run.
-        Times are means over this worker's devices. On a GPU, the call waits for the step's end. Keys:
+        Times are means over this worker's devices. The call takes a few milliseconds, and on a GPU waits for the step's end.
+        Keys:
 
         - ``time/step_ms``: from when the devices were started until the last one was done.
         - ``time/PART_ms`` for each part of ``explain().parts_ms``, which add up to the step: ``start``, ``forward``,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mirrorc.ir.program import Program, Stage
-from mirrorc.report.metrics import metrics_of
+from mirrorc.report.logged_figures import metrics_of
 from mirrorc.report.page import read_report, write_report
 from mirrorc.report.step_report import StepReport, step_report
 from mirrorc.runtime.devices.machine import measured_machine
