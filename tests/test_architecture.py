@@ -33,6 +33,7 @@ ORDER = (
     "mirrorc/capture",
     "passes",
     "mirrorc/verifier",
+    "mirrorc/report",
     "mirrorc/comparison",
     "mirrorc/dumps",
     "runtime/workers",

@@ -10,10 +10,10 @@ import typer
 
 from mirrorc.cli.doctor import doctor
 from mirrorc.cli.listings import passes, rules
-from mirrorc.cli.programs import diff, opt, show, verify
+from mirrorc.cli.programs import diff, opt, report, show, verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-for command in (show, opt, diff, verify, passes, rules, doctor):
+for command in (show, opt, diff, report, verify, passes, rules, doctor):
     app.command()(command)
 
 
@@ -32,7 +32,7 @@ def commands(
         ),
     ] = False,
 ) -> None:
-    """Shows, compiles, compares and verifies saved programs, and describes the compiler and this machine."""
+    """Shows, compiles, compares, reports and verifies saved programs, and describes the compiler and this machine."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The commands on saved programs: ``show``, ``opt``, ``diff`` and ``verify``."""
+"""The commands on saved programs: ``show``, ``opt``, ``diff``, ``report`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -143,6 +143,24 @@ def diff(
     if differences:
         sys.stdout.write(printable(differences.rstrip("\n") + "\n"))
         raise typer.Exit(1)
+
+
+def report(
+    file: Annotated[Path, typer.Argument(help="a saved program, or an earlier report of step.report()")],
+    output: Annotated[Path, typer.Argument(help="write the report here, as HTML")],
+    compare: Annotated[Path | None, typer.Option(help="compare with this earlier report or saved program")] = None,
+    imports: Imports = None,
+) -> None:
+    """Writes a report of a training step as one HTML file.
+
+    The step of a saved program is predicted.
+    """
+    from mirrorc.report.saved import report_file
+
+    try:
+        report_file(file, output, compare)
+    except (ValueError, OSError) as error:
+        fail(error)
 
 
 def verify(programs: Annotated[list[Path], typer.Argument(help="saved programs")], imports: Imports = None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -45,6 +46,9 @@ class Specializer:
     Args:
         interrupts: holds back Ctrl-C during Dynamo's guards, which count an error as a failure.
         team: None for a process on its own.
+
+    Attributes:
+        num_compilations: by purpose.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Specializer:
         self._rows_elsewhere: dict[Key, RowsElsewhere] = {}
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self.sizes = ChangingSizes(dynamic=options.dynamic)
+        self.num_compilations: Counter[Purpose] = Counter()
         self._symbolic: set[Purpose] = set()  # purposes with programs of symbolic sizes
         self.choices = WorkerChoices(options, num_threads, team)
         self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, self.choices, team)
@@ -137,6 +142,7 @@ class Specializer:
                 f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
                 f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."
             )
+        self.num_compilations[purpose] += 1
         for dropped in cache.add(key, call, new, cached, self._model.plain_attributes(), self._numbers.reasons):
             dropped.release()
         self._compiler.keep_only([executor.program for cache in self._caches.values() for executor in cache])

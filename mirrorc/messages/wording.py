@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import html
 from collections.abc import Iterable, Iterator, Sequence
 
 
@@ -41,6 +42,11 @@ def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
             left_out += 1
     if left_out:
         yield rest.format(left_out)
+
+
+def notebook_html(summary: str, text: str) -> str:
+    """A text that opens with a click."""
+    return f"<details><summary>{html.escape(summary)}</summary><pre>{html.escape(text)}</pre></details>"
 
 
 def printable(text: str) -> str:
