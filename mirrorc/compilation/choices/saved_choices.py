@@ -36,12 +36,12 @@ class SavedChoices:
         names = _checked(state)
         if state[_DEVICES] != self.devices:
             return
-        is_new = names is not None and names != self._exchange.names
-        if is_new and not self._exchange.is_open:
-            raise ExecutionError(
-                f"step.load_state_dict() came when the step had chosen another {_FACTORS} already: load it before the first call"
-            )
-        if is_new:
+        if names is not None and names != self._exchange.names:
+            if not self._exchange.is_open:
+                raise ExecutionError(
+                    f"step.load_state_dict() came when the step had chosen another {_FACTORS} already: load it before the first "
+                    "call"
+                )
             self._exchange.load(names)
         self._sizes.load_state_dict(state[_SIZES])
 
