@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from struck_workers import NUM_STEPS, PLACES, TEXT, Run, told_by, work
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from mirrorc.checkpoints.folders import read
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
 CLOSED_SECONDS = 5.0  # within which all end when a connection is closed; after the time to wait, if one hangs
@@ -230,19 +231,18 @@ class Trials:
         if found.keys() != self._expected.keys():
             return ["the last checkpoint has other parts than that of the undisturbed run"]
         other = [name for name, value in self._expected.items() if not _is_same(value, found[name])]
-        return [f"the last checkpoint differs from that of the undisturbed run in {other}"] if other else []
+        return [f"the last checkpoint differs from that of the undisturbed run in {other[:3]}"] if other else []
 
     def _state(self, workers: Workers) -> dict[str, Any]:
-        """The last checkpoint, flat."""
-        folder = workers.run.folder / "checkpoints"
-        whole = workers.run.folder / "whole.pt"
-        dcp_to_torch_save(folder / (folder / "last").read_text(), whole)
-        return dict(_flat(torch.load(whole, weights_only=True)))
+        """The last checkpoint, with each worker's part, flat."""
+        last = workers.run.folder / "checkpoints" / "last"
+        own = {f"worker-{rank}": read(last / f"worker-{rank}") for rank in range(self._num_workers)}
+        return dict(_flat({"all": read(last), **own}))
 
 
 def _flat(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(state, dict):
-        for key, value in state.items():
+    if isinstance(state, dict | list | tuple):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield from _flat(value, f"{name}.{key}")
     else:
         yield name, state

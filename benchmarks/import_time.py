@@ -1,15 +1,31 @@
-"""CPU time of importing mirrorc, beside torch alone; the first round is cold if nothing has been read before."""
+"""CPU time of imports and commands, beside torch alone; the first round is cold if nothing has been read before."""
 
 import argparse
 import resource
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-CONTENDERS = {
-    "import torch": ["-c", "import torch"],
-    "import mirrorc": ["-c", "import mirrorc"],
-    "mirrorc --help": ["-m", "mirrorc", "--help"],
-}
+SAVE = """
+import sys, torch, mirrorc
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+batch = {"input": torch.randn(4, 4), "target": torch.randn(4, 2)}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+options = {"optimizer": optimizer, "loss_fn": torch.nn.functional.mse_loss, "compiler": mirrorc.Compiler(backend="eager")}
+mirrorc.plan(model, batch, 2, **options).save(sys.argv[1])
+"""
+
+
+def contenders(program: str) -> dict[str, list[str]]:
+    return {
+        "import torch": ["-c", "import torch"],
+        "import mirrorc": ["-c", "import mirrorc"],
+        "mirrorc.compile": ["-c", "import mirrorc; mirrorc.compile"],
+        "mirrorc --help": ["-m", "mirrorc", "--help"],
+        "mirrorc show": ["-m", "mirrorc", "show", program],
+        "mirrorc diff": ["-m", "mirrorc", "diff", program, program],
+    }
 
 
 def cpu_seconds(arguments: list[str]) -> float:
@@ -23,10 +39,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for _ in range(rounds):
-        for name, arguments in CONTENDERS.items():
-            times[name].append(cpu_seconds(arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        program = str(Path(folder) / "program.json.gz")
+        subprocess.run([sys.executable, "-c", SAVE, program], check=True)
+        commands = contenders(program)
+        times: dict[str, list[float]] = {name: [] for name in commands}
+        for _ in range(rounds):
+            for name, arguments in commands.items():
+                times[name].append(cpu_seconds(arguments))
     for name, seconds in times.items():
         print(f"{name:16} first {seconds[0]:.2f} s, least of {rounds} {min(seconds):.2f} s of CPU time")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -90,11 +91,12 @@ def work(run: Run, rank: int) -> None:
     place = {"RANK": rank, "WORLD_SIZE": run.num_workers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
+    random.seed(0)  # Python seeds it anew in a fork
     told = os.open(told_by(run, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     train_workers.DigitNet = Net  # type: ignore[misc]
     mirrorc.Step.__call__ = _telling(mirrorc.Step.__call__, told)  # type: ignore[method-assign]
     mirrorc.Step.shard_batch = _breaking(mirrorc.Step.shard_batch, "script")  # type: ignore[method-assign]
-    train_workers.Checkpoints.save = _breaking(train_workers.Checkpoints.save, "save")  # type: ignore[method-assign]
+    train_workers.Training.save = _breaking(train_workers.Training.save, "save")  # type: ignore[method-assign]
     given = ("--timeout", str(run.timeout_seconds), "--checkpoints", str(run.folder / "checkpoints"))
     train_workers.main([*_OPTIONS, *given])
 

@@ -21,8 +21,9 @@ from mirrorc.options.option import Exclusion, Option, records_of
 from mirrorc.options.table import MODES, OPTIONS
 from mirrorc.passes import PASSES
 from mirrorc.pipeline import protocol
+from mirrorc.pipeline.pass_description import PassDescription
 from mirrorc.pipeline.protocol import traits_of
-from mirrorc.verifier.rules.rule import Scope, rules
+from mirrorc.verifier.rules.rule import rules
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"^<!-- generated: ([\w-]+)(?: (\S+))? -->$", re.MULTILINE)
@@ -216,18 +217,10 @@ def command_line() -> str:
 
 def pass_table() -> str:
     """A row for each pass in the order of the pipeline."""
-    lines = ["| pass | from | to | left out of |", "|---|---|---|---|"]
+    lines = ["| pass | stages | left out of |", "|---|---|---|"]
     for name, made in PASSES.items():
-        entry = made()
-        traits = traits_of(entry)
-        out = [
-            *(["evaluations"] if traits.trains_only else []),
-            *(["evaluations, accumulating calls"] if traits.updates_only else []),
-            *(["`exact_order=True`"] if traits.changes_bits else []),
-        ]
-        lines.append(
-            f"| [`{name}`](#{name}) | {entry.input_stage.name} | {entry.output_stage.name} | {', '.join(out)} |"
-        )
+        described = PassDescription.of(made())
+        lines.append(f"| [`{name}`](#{name}) | {described.stages} | {described.left_out_of} |")
     return "\n".join(lines)
 
 
@@ -251,11 +244,7 @@ def rule_table() -> str:
     """Each rule with its statement, by the stage from which it holds."""
     groups: dict[str, list[str]] = {}
     for rule in rules():
-        if rule.scope is Scope.PASS:
-            heading = "Of every pass"
-        else:
-            heading = f"From {rule.since.name} on" if rule.since is not None else "Of every stage"
-        groups.setdefault(heading, []).append(f"`{rule.name}`\n: {_markdown(rule.statement)}\n")
+        groups.setdefault(f"Applies {rule.applies}", []).append(f"`{rule.name}`\n: {_markdown(rule.statement)}\n")
     return "\n".join(line for heading, entries in groups.items() for line in (f"### {heading}", "", *entries))
 
 

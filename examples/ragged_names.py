@@ -2,8 +2,8 @@
 
     python examples/ragged_names.py
 
-A batch has names of similar length and is as long as its longest name: no two need to be of one size. With ``dynamic=None`` the
-second size makes a program for all of them.
+A batch has names of similar length and is as long as its longest name: no two need to be of one size. The second size makes a
+program for all of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         devices=options.devices,
         optimizer=optimizer,
         loss_fn=F.cross_entropy,
-        compiler=mirrorc.Compiler(backend=options.backend, dynamic=None),
+        compiler=mirrorc.Compiler(backend=options.backend),
     ) as step:
         for epoch in range(options.epochs):
             progress = tqdm(batches(train, options.batch), unit="step", dynamic_ncols=True)

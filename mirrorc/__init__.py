@@ -1,89 +1,29 @@
 """mirrorc: a data-parallel compiler for PyTorch models, whose schedule you can read, prove and replay."""
 
-from importlib.metadata import version
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from mirrorc import all_reduce_algorithms, cluster, compression, packing
-from mirrorc.api import compile, plan, train_step
-from mirrorc.calls.worker_batch import shard_batch
-from mirrorc.capture.call.call_arguments import PerReplica, replicated
-from mirrorc.capture.call.traced_outputs import summed
-from mirrorc.checkpoints import load_checkpoint, save_checkpoint
-from mirrorc.collectives import all_gather, all_reduce, num_replicas, replica_id
-from mirrorc.compression import TopK
-from mirrorc.errors import (
-    CaptureError,
-    CommunicationError,
-    ExecutionError,
-    MirrorcError,
-    NonFiniteError,
-    PassError,
-    VerifyError,
-)
-from mirrorc.ir.program import Program
-from mirrorc.ir.workers import World
-from mirrorc.loss_check.check import LossCheck, check_loss
-from mirrorc.options.communication import Communication
-from mirrorc.options.compiler import Compiler
-from mirrorc.options.debug import Debug
-from mirrorc.options.gradient_clipping import ClipGradNorm
-from mirrorc.options.memory import Memory
-from mirrorc.pipeline.pipeline_edits import Placed, after, before
-from mirrorc.step import Step, join
+if TYPE_CHECKING:
+    from mirrorc.interface import *  # noqa: F403
+    from mirrorc.interface import __all__ as __all__
+    from mirrorc.interface import __version__ as __version__
+else:  # a checker that sees __getattr__ takes any name
+    _FORMER = {
+        "PowerSGD": "its place is examples/power_sgd.py, a payload of one's own for Communication(compression=); copy it",
+        "CommunicationOptions": "give mirrorc.Communication(buckets=bytes_per_pack / 2**20, timeout=..., algorithm='ring')",
+    }
 
-__all__ = [
-    "CaptureError",
-    "ClipGradNorm",
-    "Communication",
-    "CommunicationError",
-    "Compiler",
-    "Debug",
-    "ExecutionError",
-    "LossCheck",
-    "Memory",
-    "MirrorcError",
-    "NonFiniteError",
-    "PassError",
-    "PerReplica",
-    "Placed",
-    "Program",
-    "Step",
-    "TopK",
-    "VerifyError",
-    "World",
-    "__version__",
-    "after",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_algorithms",
-    "before",
-    "check_loss",
-    "cluster",
-    "compile",
-    "compression",
-    "join",
-    "load_checkpoint",
-    "num_replicas",
-    "packing",
-    "plan",
-    "replica_id",
-    "replicated",
-    "save_checkpoint",
-    "shard_batch",
-    "summed",
-    "train_step",
-]
+    def __getattr__(name: str) -> Any:
+        """Imports the interface when one of its names is used first, so that `mirrorc --help` does without torch."""
+        if name in _FORMER:
+            raise AttributeError(f"mirrorc.{name} is no part of mirrorc any more: {_FORMER[name]}")
+        if not name.startswith("__") or name in ("__all__", "__version__"):  # tools look for others in every module
+            interface = importlib.import_module("mirrorc.interface")
+            names = getattr(interface, "__all__", ())  # none while it imports our modules
+            globals().update({"__all__": names} if names else {}, **{each: getattr(interface, each) for each in names})
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-__version__ = version("mirrorc")
-
-
-_FORMER = {
-    "PowerSGD": "its place is examples/power_sgd.py, a payload of one's own for Communication(compression=); copy it",
-    "CommunicationOptions": "give mirrorc.Communication(buckets=bytes_per_pack / 2**20, timeout=..., algorithm='ring')",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FORMER:
-        raise AttributeError(f"mirrorc.{name} is no part of mirrorc any more: {_FORMER[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -16,6 +16,7 @@ from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.capture.model.function_module import FunctionModule, module_of_function
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.model.refused_models import check_model
+from mirrorc.cluster.timeout import seconds_of
 from mirrorc.coordination.compile_round import JointCompilation
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
@@ -27,7 +28,7 @@ from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import listed
 from mirrorc.options.algorithm import checked_algorithm
 from mirrorc.options.bucketing import planned_buckets
-from mirrorc.options.communication import Communication, seconds_of
+from mirrorc.options.communication import Communication
 from mirrorc.options.compiler import Compiler
 from mirrorc.options.debug import Debug
 from mirrorc.options.dynamic_shapes import check_dynamic

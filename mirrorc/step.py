@@ -81,9 +81,9 @@ class Step(StepReports):
         on_cpu = options.devices[0].torch_device.type == "cpu"
         num_threads = max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
         runs = ProgramRuns(options, num_threads, self._coordinator.step_seconds, interrupts)
-        super().__init__(options, model, state, runs)
-        self._specializer = Specializer(options, model, state, num_threads, interrupts, self._coordinator.team)
-        choices = SavedChoices(self._specializer.choices.exchange, options)
+        specializer = Specializer(options, model, state, num_threads, interrupts, self._coordinator.team)
+        super().__init__(options, model, state, runs, specializer)
+        choices = SavedChoices(specializer.choices.exchange, specializer.sizes, options)
         self._training_state = TrainingState(options, model, state, choices)
         self._training = TrainingCalls(
             self._signature,

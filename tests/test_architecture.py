@@ -16,10 +16,11 @@ PACKAGES = {"mirrorc": ROOT / "mirrorc", "mirrorc.passes": ROOT / "passes", "mir
 # A file may import from its own folder and from those further down in this list.
 ORDER = (
     "mirrorc/__main__",
+    "mirrorc/cli",
     "mirrorc/testing",
     "mirrorc/__init__",
+    "mirrorc/interface",
     "mirrorc/api",
-    "mirrorc/cli",
     "mirrorc/checkpoints",
     "mirrorc/step",
     "mirrorc/calls",
@@ -32,6 +33,7 @@ ORDER = (
     "mirrorc/capture",
     "passes",
     "mirrorc/verifier",
+    "mirrorc/report",
     "mirrorc/comparison",
     "mirrorc/dumps",
     "runtime/workers",

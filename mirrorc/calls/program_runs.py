@@ -23,6 +23,7 @@ class ProgramRuns:
         pool: None before the first run.
         last: the program of the last call, or of `prepare`.
         last_update: the last program that updates.
+        num_updates: the number of runs of programs that update.
     """
 
     def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:
@@ -31,6 +32,7 @@ class ProgramRuns:
         self.pool: DevicePool | None = None
         self.last: Executor | None = None
         self.last_update: Executor | None = None
+        self.num_updates = 0
         # Programs with their numbers of updates, in the order of their last calls; other threads read it while a step runs.
         # A program that the cache has dropped is gone here, too.
         self._called: tuple[tuple[weakref.ref[Executor], int], ...] = ()
@@ -103,6 +105,7 @@ class ProgramRuns:
                 compiled.sizes_of(shards),
             )
         if executor.program.trains and not executor.program.accumulates:
+            self.num_updates += 1
             self._note_call(executor, num_updates=1)
             self._main = self.main
         return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import fx
 
 from mirrorc.analysis.communication.worker_schedule import schedule_hash
@@ -15,11 +19,18 @@ from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.worker_batch import part_of_worker
 from mirrorc.capture.call.batch_norm import fewest_examples
 from mirrorc.capture.model.model_state import ModelState
+from mirrorc.compilation.call_kind import Purpose
+from mirrorc.compilation.specializer import Specializer
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import problem
+from mirrorc.messages.wording import counted
 from mirrorc.options.gradient_clipping import measured_norms
 from mirrorc.options.step_options import StepOptions
+from mirrorc.report.logged_figures import metrics_of
+from mirrorc.report.page import write_report
+from mirrorc.report.saved import load_report
+from mirrorc.report.step_report import step_report
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.memory.report import MemoryReport
@@ -35,8 +46,12 @@ _T = TypeVar("_T")
 
 
 class StepReports(ABC):
-    def __init__(self, options: StepOptions, model: ModelState, state: StepState, runs: ProgramRuns) -> None:
+    def __init__(
+        self, options: StepOptions, model: ModelState, state: StepState, runs: ProgramRuns, specializer: Specializer
+    ) -> None:
         self._options, self._model, self._state, self._runs = options, model, state, runs
+        self._specializer = specializer
+        self._memory: WeakKeyDictionary[Executor, MemoryReport] = WeakKeyDictionary()
 
     @abstractmethod
     def _exclusively(self, function: Callable[[], _T]) -> _T:
@@ -227,6 +242,85 @@ class StepReports(ABC):
         executor, steps = self._recorded(program)
         return write_timeline(path, executor.program, steps)
 
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        program: Program | None = None,
+        *,
+        compare: str | os.PathLike[str] | None = None,
+    ) -> Path:
+        """Writes one HTML file on a recorded step of middle length, with the accounts of `explain` and `memory`.
+
+        It has each device's calls, messages and activations on one clock, the commit, the buckets, and the printed program;
+        bars and lines lead to each other. The file needs no network.
+
+        Args:
+            path: of the file. Missing folders are made.
+            program: as for `explain`.
+            compare: an earlier report, or a saved program, of which a step is predicted: figures stand side by side, and
+                differences of the programs are told in words.
+
+        Raises:
+            ValueError: the program is of another step, or ``compare`` is neither a report nor a program.
+            ExecutionError: no step of this program was recorded.
+        """
+        earlier = load_report(compare) if compare is not None else None
+        executor, steps = self._recorded(program)
+        explanation = explain_steps(executor.program, steps, executor.is_interleaved, self._foundations())
+        memory = report_memory(executor.program, executor.regions, self._state)
+        shown = sorted(steps, key=lambda step: (step.warms_up, step.ended_ns - step.begun_ns))
+        step = shown[(len(shown) - shown[-1].warms_up) // 2 if len(shown) > 1 else 0]
+        facts = {
+            "model": type(self._options.model).__name__,
+            "devices": ", ".join(device.name for device in executor.program.devices),
+            "worker": f"{self.rank} of {self.num_workers}",
+            "backend": self._options.backend.name,
+            "torch": str(torch.__version__),
+            "mirrorc": importlib.metadata.version("mirrorc"),
+            "recorded": counted(len(steps), "step"),
+            "shown": f"step {steps.index(step) + 1} of them",
+            "made": time.strftime("%Y-%m-%d %H:%M"),
+        }
+        metrics = metrics_of(explanation, memory) | self._counts()
+        return write_report(path, step_report(executor.program, step, explanation, memory, facts, metrics), earlier)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last training step for a logger, by flat names; it may be called after each step.
+
+        Before the first recorded step, and with ``cuda_graphs=True``, there are counts alone, so that logging never ends a run.
+        Times are means over this worker's devices. The call takes a few milliseconds, and on a GPU waits for the step's end.
+        Keys:
+
+        - ``time/step_ms``: from when the devices were started until the last one was done.
+        - ``time/PART_ms`` for each part of ``explain().parts_ms``, which add up to the step: ``start``, ``forward``,
+          ``backward``, ``pack``, ``launch``, ``commit``, ``skew``, ``transfer``, ``update``, ``write``, ``other``, ``end``.
+        - ``time/compute_ms``: forward and backward. ``time/exposed_ms``: waits for communication, skew and transfer.
+          ``time/hidden_ms``: communication behind other work, summed over buckets.
+        - ``communication/sent_bytes``: bytes of buckets, messages or factors in flight. ``communication/launches``: their number.
+        - ``memory/peak_bytes``: the total of `memory`, estimated once for each program. ``memory/activations_bytes``: of it,
+          activations.
+        - ``programs/compiled``: compilations so far. ``programs/recompiled``: those of training calls after the first.
+        - ``steps/run``: training steps so far. ``steps/skipped``: those without an update.
+        """
+        executor = self._runs.last_update
+        recorder = executor.recorder if executor is not None else None
+        steps = recorder.steps(1) if recorder is not None and not self._options.cuda_graphs else ()
+        if executor is None or not steps:
+            return self._counts()
+        if executor not in self._memory:
+            self._memory[executor] = report_memory(executor.program, executor.regions, self._state)
+        explanation = explain_steps(executor.program, steps, executor.is_interleaved)
+        return metrics_of(explanation, self._memory[executor]) | self._counts()
+
+    def _counts(self) -> dict[str, float]:
+        compiled = self._specializer.num_compilations
+        return {
+            "programs/compiled": float(compiled.total()),
+            "programs/recompiled": float(max(0, compiled[Purpose.STEP] - 1)),
+            "steps/run": float(self._runs.num_updates),
+            "steps/skipped": float(self._state.num_skipped),
+        }
+
     def _recorded(self, program: Program | None) -> tuple[Executor, tuple[RecordedStep, ...]]:
         # Another thread may run the step meanwhile.
         executor = self._runs.last_update if program is None else self._executor_of(program)
@@ -237,7 +331,18 @@ class StepReports(ABC):
                 ExecutionError,
                 "MC5005: no step was recorded",
                 "with cuda_graphs=True a step is one launch, and none of its calls has a time",
-                ("mirrorc.Compiler(cuda_graphs=False), to see where the time goes", "profile with torch.profiler"),
+                (
+                    "compiler=mirrorc.Compiler(cuda_graphs=False), to see where the time goes",
+                    "profile with torch.profiler",
+                ),
+            )
+        if executor is not None and executor.recorder is None:
+            does = "accumulates gradients" if executor.program.trains else "evaluates"
+            raise problem(
+                ExecutionError,
+                f"MC5005: no step was recorded, for this program {does}",
+                "only programs that update parameters are timed",
+                ("name one of these of step.programs", "profile with torch.profiler"),
             )
         steps = recorded_steps(executor.recorder if executor is not None else None)
         assert executor is not None, "a step without a program has no recorded steps"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from torch import distributed
@@ -20,6 +21,7 @@ from mirrorc.cluster.restarts import Start, await_start
 from mirrorc.cluster.rounds import Round
 from mirrorc.cluster.stores import SEE_STORE, open_store
 from mirrorc.cluster.tf_config import place_by_tf_config
+from mirrorc.cluster.timeout import seconds_of
 from mirrorc.cluster.torchrun import place_by_torchrun
 from mirrorc.errors import CommunicationError
 from mirrorc.messages.problem import problem
@@ -124,28 +126,28 @@ def find_place(process_group: Any = None, variables: Mapping[str, str] | None = 
     return place_by_torchrun(variables) or place_by_tf_config(variables) or Place()
 
 
-def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Cluster:
+def join(process_group: Any = None, *, timeout: float | timedelta = 1800.0) -> Cluster:
     """Joins the workers described by `find_place`, and returns when all have come.
 
     Call it in every worker. A second call returns the same cluster. `torch.distributed` stays as it is.
 
     Args:
-        timeout_seconds: the longest time to wait for other workers.
+        timeout: the longest wait for other workers, in seconds or as a `datetime.timedelta`.
 
     Raises:
         TypeError, ValueError: as `find_place`; or the time is not positive.
         CommunicationError: a worker does not come in time, a port is in use, two workers have the same rank, or their
             numbers of workers or versions differ. All present workers raise it.
     """
-    if not timeout_seconds > 0:
-        raise ValueError(f"MC1002: timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
+    if not seconds_of(timeout) > 0:
+        raise ValueError(f"MC1002: timeout is {timeout!r}: give a positive number of seconds, or a datetime.timedelta")
     place = find_place(process_group)
     if place.num_workers == 1:
         return Cluster(local_rank=place.local_rank or 0)
     key = (os.getpid(), process_group, place)
     with _joining:
         if key not in _joined:
-            _joined[key] = _join(process_group, place, timeout_seconds, key)
+            _joined[key] = _join(process_group, place, seconds_of(timeout), key)
         return _joined[key]
 
 

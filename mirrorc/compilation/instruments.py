@@ -14,11 +14,15 @@ from mirrorc.verifier.verifier import Verify
 
 
 def instruments_for(
-    passes: Sequence[Pass], dump: Path | None, print_after: Collection[str] | Literal["all"]
+    passes: Sequence[Pass], dump: Path | None, print_after: Collection[str] | Literal["all"], *, reproduces: bool = True
 ) -> list[Instrument]:
-    """Dumps and prints precede the verifier, to show a broken program."""
+    """Dumps and prints precede the verifier, to show a broken program.
+
+    Args:
+        reproduces: write a reproducer of a failing pass, into a temporary folder if ``dump`` is None.
+    """
     sinks = dump_sinks(dump)
     instruments: list[Instrument] = [DumpFiles(sinks)] if sinks else []
     if print_after:
         instruments.append(PrintAfter(None if print_after == "all" else frozenset(print_after)))
-    return [*instruments, Verify(), Reproducer(passes, dump)]
+    return [*instruments, Verify(), *([Reproducer(passes, dump)] if reproduces else [])]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.call.call_arguments import Call, Structure
-from mirrorc.capture.call.recompile_reasons import CallKind, changing_arguments
+from mirrorc.capture.call.recompile_reasons import FIRST_CALL, CallKind, changes_since, changing_arguments
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.step_outputs import Outputs
 from mirrorc.capture.call.training_call import TrainingCall
@@ -36,6 +36,7 @@ _MANY_COMPILATIONS = 8  # the number of compilations that triggers the warning
 Key = tuple[Any, ...]
 """The cache key of a call, apart from the guards: its structure, the types of the shards, then `_OTHER_PARTS`."""
 
+_PARTS_OF_ARGUMENTS = ("structure of the arguments", "shape of a shard")
 _OTHER_PARTS = (
     "the model's attributes",
     "the optimizer's groups",
@@ -90,12 +91,14 @@ class Specialization:
         guards: tested with the plain values in `training_call`.
         shard_of_replica: the index of each replica's captured graph; None for a replica without examples.
         loss_dtype: None for an evaluation.
+        batch: the call that it was compiled for.
     """
 
     executor: Executor
     guards: AllGuards
     training_call: TrainingCall
     plain: Mapping[str, Any]
+    batch: CallKind
     outputs: Outputs | None = None
     shard_of_replica: tuple[int | None, ...] = ()
     loss_dtype: torch.dtype | None = None
@@ -179,15 +182,13 @@ class Specializations:
         self._read: list[str] = []  # causes of failed guards besides arguments, in words
         self._read_plain: set[str] = set()  # names of plain values that failed guards
 
-    def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
-        """The specialization for a key and plain values, or None; marks it as used.
+    def get(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
+        """The specialization that is known to serve a key and plain values, or None; marks it as used."""
+        return self._usable(self._homes.get(key, key), plain)
 
-        A program with symbolic sizes serves all fitting sizes; the cache remembers the keys that it serves.
-        """
+    def fitting(self, key: Key, plain: Mapping[str, Any], shards: Shards) -> Specialization | None:
+        """One with symbolic sizes that fits the shards, or None; the cache remembers the keys that it serves."""
         home = self._homes.get(key, key)
-        cached = self._usable(home, plain)
-        if cached is not None or shards is None:
-            return cached
         for other, entries in reversed(list(self._by_key.items())):
             is_alike = other[0] == key[0] and other[2:] == key[2:]
             if other != home and is_alike and entries[-1].fits(shards):
@@ -264,16 +265,20 @@ class Specializations:
             self._warn_of_many(self._first, reasons)
         return dropped
 
-    def new_parts(self, key: Key) -> str:
-        """Describes how a key differs from the nearest cached key."""
+    def changes(self, key: Key, call: Call) -> str:
+        """Describes how a call differs from that of the nearest cached program, of which the last used is the first."""
         if not self._by_key:
-            return "the first call"
-        parts = ("structure of the arguments", "shape", *_OTHER_PARTS)
-        differing = [[i for i in range(len(parts)) if known[i] != key[i]] for known in self._by_key]
-        nearest = min(differing, key=len)
-        if not nearest:
-            return "something else that forward or the loss reads"
-        return " and ".join(f"another {parts[i]}" if i < 2 else f"{parts[i]} have changed" for i in nearest)
+            return FIRST_CALL
+        places = range(2 + len(_OTHER_PARTS))
+        differing = {known: [i for i in places if known[i] != key[i]] for known in reversed(self._by_key)}
+        nearest, parts = min(differing.items(), key=lambda entry: len(entry[1]))
+        entry = self._by_key[nearest][-1]
+        of_arguments = [i for i in parts if i < 2]
+        names, besides = entry.changes(call.plain) if not parts else ([], "")
+        texts = changes_since(entry.batch, CallKind.of_batch(call), names) if of_arguments or names else []
+        texts = texts or [f"another {_PARTS_OF_ARGUMENTS[i]}" for i in of_arguments]
+        texts += [f"{_OTHER_PARTS[i - 2]} have changed" for i in parts if i >= 2]
+        return "; ".join(texts) or besides or "something else that forward or the loss reads"
 
     def _remove(self, removed: Specialization) -> None:
         for key, entries in list(self._by_key.items()):

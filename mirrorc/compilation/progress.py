@@ -1,4 +1,4 @@
-"""Shows the progress of a long compilation: a line on a terminal, elsewhere a line of the log."""
+"""Shows the progress of a long compilation: a line on a terminal, elsewhere one line of the log or standard error."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.text import Text
 
+from mirrorc.capture.call.recompile_reasons import FIRST_CALL
 from mirrorc.ir.program import Program
 from mirrorc.pipeline.protocol import Instrument, Pass
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 2.0
-"""The shortest compilation that reports progress."""
+"""The shortest compilation that reports progress on a terminal or in the log."""
+
+PATIENCE_ELSEWHERE_SECONDS = 10.0
+"""The shortest that is worth a line that stays."""
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -31,13 +35,13 @@ class Progress(Instrument):
     it ten times a second.
     """
 
-    def __init__(self, subject: str, *, is_shown: bool) -> None:
+    def __init__(self, subject: str, changes: str, *, is_shown: bool) -> None:
         self.is_over = False
-        self._subject = subject
+        self._subject, self._changes = subject, changes
         self._phase, self._num_done, self._num_all = "begins", 0, 0
         self._began = time.monotonic()
         self._ended = threading.Event()
-        is_heard = is_shown and (logger.isEnabledFor(logging.INFO) or free_terminal() is not None)
+        is_heard = is_shown and (logger.isEnabledFor(logging.INFO) or free_terminal() is not None or not _on_terminal())
         self._thread = threading.Thread(target=self._say, name="mirrorc progress", daemon=True) if is_heard else None
 
     def begin(self) -> None:
@@ -61,17 +65,24 @@ class Progress(Instrument):
             self._thread.join()
 
     def _say(self) -> None:
-        while time.monotonic() - self._began < PATIENCE_SECONDS:
-            if self._ended.wait(_SECONDS_BETWEEN_LOOKS) or self.is_over:
-                return
+        if not self._lasts(PATIENCE_SECONDS):
+            return
         try:
             terminal = free_terminal()
-            if terminal is None:
-                logger.info("%s, and goes on", self._line())
-            else:
+            if terminal is not None:
                 self._show(Console(file=terminal))
+            elif logger.isEnabledFor(logging.INFO):
+                logger.info("%s, and goes on", self._line())
+            elif self._lasts(PATIENCE_ELSEWHERE_SECONDS) and not _on_terminal():
+                sys.stderr.write(f"mirrorc: {self._notice()}\n")
         except Exception as error:
             logger.debug("progress is not shown", exc_info=error)
+
+    def _lasts(self, seconds: float) -> bool:
+        while time.monotonic() - self._began < seconds:
+            if self._ended.wait(_SECONDS_BETWEEN_LOOKS) or self.is_over:
+                return False
+        return True
 
     def _show(self, console: Console) -> None:
         with Live(
@@ -83,7 +94,14 @@ class Progress(Instrument):
 
     def _line(self) -> str:
         counted = f", {self._num_done} of {self._num_all}" if self._num_all else ""
-        return f"compiling {self._subject}: {self._phase}{counted}, {time.monotonic() - self._began:.0f} s"
+        seconds = time.monotonic() - self._began
+        return f"compiling {self._subject}: {self._phase}{counted}, {seconds:.0f} s ({self._changes})"
+
+    def _notice(self) -> str:
+        why = (
+            f"{FIRST_CALL} compiles" if self._changes == FIRST_CALL else f"a call compiles that is new: {self._changes}"
+        )
+        return f"compiling {self._subject}, {time.monotonic() - self._began:.0f} s so far; {why}"
 
 
 def free_terminal() -> IO[str] | None:
@@ -98,6 +116,13 @@ def free_terminal() -> IO[str] | None:
     except (AttributeError, OSError, ValueError):  # a stand-in that is no stream, or a closed one
         return None
     return stream if is_plain else None
+
+
+def _on_terminal() -> bool:
+    try:
+        return sys.stderr is None or sys.stderr.isatty()
+    except (AttributeError, OSError, ValueError):  # as above
+        return True
 
 
 def _has_bars() -> bool:

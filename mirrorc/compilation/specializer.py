@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from mirrorc.compilation.program_cache import Key, Specialization, Specializatio
 from mirrorc.compilation.step_compiler import StepCompiler
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import problem
-from mirrorc.options.dynamic_shapes import why_sizes_are_numbers
+from mirrorc.options.dynamic_shapes import sends_whole, why_sizes_are_numbers
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.state.step_state import StepState
@@ -46,6 +47,9 @@ class Specializer:
     Args:
         interrupts: holds back Ctrl-C during Dynamo's guards, which count an error as a failure.
         team: None for a process on its own.
+
+    Attributes:
+        num_compilations: by purpose.
     """
 
     def __init__(
@@ -60,14 +64,15 @@ class Specializer:
         self._options = options
         self._model = model
         self._interrupts = interrupts
-        are_numbers = options.dynamic is False and not why_sizes_are_numbers(replace(options, dynamic=None))
+        are_numbers = options.dynamic is False and not why_sizes_are_numbers(options, sends_factors=False)
         self._caches = {
             purpose: Specializations(purpose.value, has_numbers_as_sizes=are_numbers) for purpose in Purpose
         }
         self._lone: set[Key] = set()  # call keys with a shard of one example that torch refused
         self._rows_elsewhere: dict[Key, RowsElsewhere] = {}
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
-        self._sizes = ChangingSizes(dynamic=options.dynamic)
+        self.sizes = ChangingSizes(dynamic=options.dynamic)
+        self.num_compilations: Counter[Purpose] = Counter()
         self._symbolic: set[Purpose] = set()  # purposes with programs of symbolic sizes
         self.choices = WorkerChoices(options, num_threads, team)
         self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, self.choices, team)
@@ -102,9 +107,12 @@ class Specializer:
         if shards.have_one_example and key in self._lone:
             shards = self._with_rows(call, by_twos(), purpose)
             key = self._key(call, shards, purpose)
+        about = _kind_of_call(purpose, shards)
         try:
             self._interrupts.hold()
-            cached = cache.get(key, call.plain, shards if purpose in self._symbolic else None)
+            cached = cache.get(key, call.plain)
+            if cached is None and purpose in self._symbolic and not self.sizes.are_first(call, about):
+                cached = cache.fitting(key, call.plain, shards)
         finally:
             self._interrupts.let_go()
         program = cached.executor.program if cached is not None else None
@@ -115,7 +123,7 @@ class Specializer:
                 return cached, shards
         key = self._promote_changed_numbers(cache, key, call, shards, purpose) if cached is None else key
         try:
-            new = self._compiled(call, shards, cache.new_parts(key), purpose)
+            new = self._compiled(call, shards, cache.changes(key, call), purpose)
         except LoneExampleError:
             if not shards.have_one_example or by_twos().have_one_example:
                 raise
@@ -137,30 +145,33 @@ class Specializer:
                 f"no graph of it stays true: {new.guards.broken()}",
                 "read it between steps, and pass it to the step as an argument",
             )
+        self.num_compilations[purpose] += 1
         for dropped in cache.add(key, call, new, cached, self._model.plain_attributes(), self._numbers.reasons):
             dropped.release()
         self._compiler.keep_only([executor.program for cache in self._caches.values() for executor in cache])
         return new, shards
 
-    def _compiled(self, call: Call, shards: Shards, new_parts: str, purpose: Purpose) -> Specialization:
+    def _compiled(self, call: Call, shards: Shards, changes: str, purpose: Purpose) -> Specialization:
         with without_dispatch_modes():  # a dispatch mode would mistake traced values for computed ones
-            return self._compiled_without_modes(call, shards, new_parts, purpose)
+            return self._compiled_without_modes(call, shards, changes, purpose)
 
-    def _compiled_without_modes(self, call: Call, shards: Shards, new_parts: str, purpose: Purpose) -> Specialization:
-        about = (purpose, len(shards.num_examples))
+    def _compiled_without_modes(self, call: Call, shards: Shards, changes: str, purpose: Purpose) -> Specialization:
+        about = _kind_of_call(purpose, shards)
         is_lone = shards.have_one_example
-        wished = self._sizes.symbolic_dims(call, about, has_one_example=is_lone)
+        why = self._why_numbers(shards, purpose)
+        is_evaluation = purpose is Purpose.EVALUATION and not why
+        wished = self.sizes.symbolic_dims(call, about, has_one_example=is_lone, is_evaluation=is_evaluation)
         symbolic = without_numbers_of_examples(call, wished) if shards.microbatches else wished
-        why = self._why_numbers(shards) if symbolic else _CUT_BY_EXAMPLES
-        if wished and why:
-            return self._compiler.compile(call, shards, new_parts, purpose, on_sizes=_remark_on_numbers(why))
+        if wished and (why or not symbolic):
+            remark = _remark_on_numbers(why or _CUT_BY_EXAMPLES)
+            return self._compiler.compile(call, shards, changes, purpose, on_sizes=remark)
         if symbolic:
             remark = f"numbers of examples are numbers: {_CUT_BY_EXAMPLES}" if symbolic != wished else ""
             try:
-                new = self._compiler.compile(call, shards, new_parts, purpose, symbolic, remark)
+                new = self._compiler.compile(call, shards, changes, purpose, symbolic, remark)
                 if new.sizes is None or new.fits(shards):
                     self._symbolic.add(purpose)
-                    self._sizes.note_program(call, about)
+                    self.sizes.note_program(call, about)
                     return new
                 why = "shards of these sizes need other graphs"
             except (LoneExampleError, HooksMissingError):
@@ -169,21 +180,22 @@ class Specializer:
                 logger.debug("not compiled with symbolic sizes", exc_info=error)
                 why = next(iter(str(error).splitlines()), type(error).__name__)
             remark = _remark_on_numbers(why)
-            new = self._compiler.compile(
-                call, shards, new_parts, purpose, on_sizes=remark
-            )  # raises if that is no reason
-            self._sizes.give_up(call, about, why, has_one_example=is_lone)
+            new = self._compiler.compile(call, shards, changes, purpose, on_sizes=remark)  # raises if that is no reason
+            self.sizes.give_up(call, about, why, has_one_example=is_lone)
             return new
-        why = self._sizes.why_not(call, about, has_one_example=is_lone)
-        return self._compiler.compile(call, shards, new_parts, purpose, on_sizes=_remark_on_numbers(why))
+        why = self.sizes.why_not(call, about, has_one_example=is_lone)
+        return self._compiler.compile(call, shards, changes, purpose, on_sizes=_remark_on_numbers(why))
 
-    def _why_numbers(self, shards: Shards) -> str:
+    def _why_numbers(self, shards: Shards, purpose: Purpose) -> str:
         """Empty if models could have symbolic sizes in this call."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
         if self._numbers.inputs:
             return "numbers that Python computes are arguments, and one graph does not take both"
-        return why_sizes_are_numbers(self._options)
+        several, names = self._options.program_workers.are_several, self.choices.exchange.names
+        may_send = several and purpose.trains and self._options.exchange != "dense" and not sends_whole(self._options)
+        sends_factors = may_send and names != ()
+        return why_sizes_are_numbers(self._options, sends_factors=sends_factors, front_end=self._compiler.front_end)
 
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose
@@ -222,6 +234,10 @@ class Specializer:
         of_optimizers = self._options.optimizers.structure() if purpose.trains else ()
         parts, rows = (*types, shards.microbatches), shards.rows_elsewhere
         return call.structure, parts, self._model.fingerprint(), of_optimizers, torch_modes(), rows
+
+
+def _kind_of_call(purpose: Purpose, shards: Shards) -> str:
+    return f"{purpose.value} on {len(shards.num_examples)}"
 
 
 def _remark_on_numbers(why: str) -> str:

@@ -79,6 +79,7 @@ class StepCompiler:
     ) -> None:
         self._options, self._model, self._state, self._numbers = options, model, state, numbers
         self._choices, self._team = choices, team
+        self.front_end = ""  # of the last capture
         names = ", ".join(device.name for device in options.devices)
         self._subject = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are those of replica 0
@@ -92,7 +93,7 @@ class StepCompiler:
         self,
         call: Call,
         shards: Shards,
-        new_parts: str,
+        changes: str,
         purpose: Purpose,
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
@@ -100,7 +101,7 @@ class StepCompiler:
         """Compiles a call's program. On failure, the model's tensors return to their former devices.
 
         Args:
-            new_parts: how this call differs from earlier calls, for the progress line.
+            changes: how this call differs from earlier calls, in words.
 
         Raises:
             SizesGivenUp: the sizes ``symbolic`` cannot be symbols.
@@ -111,7 +112,9 @@ class StepCompiler:
         self._model.check_memory()
         moved = self._move_to_home()
         subject = purpose.of(self._subject)
-        progress = Progress(f"{subject} ({new_parts})", is_shown=self._options.progress)
+        kind = CallKind.of(call, shard_types(shards.tensors[0], self._home))
+        logger.info("compiling %s (%s), for a shard of %s", subject, changes, kind)
+        progress = Progress(subject, changes, is_shown=self._options.progress)
         try:
             progress.begin()
             return self._compile_at_home(call, shards, subject, progress, purpose, symbolic, on_sizes)
@@ -150,8 +153,6 @@ class StepCompiler:
         on_sizes: str,
     ) -> Specialization:
         times = [time.perf_counter()]
-        types = shard_types(shards.tensors[0], self._home)
-        logger.info("compiling %s, for a shard of %s", subject, CallKind.of(call, types))
         if purpose.trains:
             self._options.optimizers.check(self._model.parameters)
             check_bounds_of_groups(self._options.pipeline, self._options.optimizers)
@@ -169,6 +170,7 @@ class StepCompiler:
             captured.guards,
             training_call,
             call.plain,
+            CallKind.of_batch(call),
             captured.outputs,
             graph_of,
             captured.loss_dtype,
@@ -185,6 +187,7 @@ class StepCompiler:
         )  # without symbols, the whole ladder is tried
         climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
         training_call, captured = climbed.result
+        self.front_end = climbed.front_end.name
         model = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(model))
         remarks = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(model), on_sizes) if text]

@@ -8,7 +8,7 @@ from typing import Any
 
 from mirrorc.cluster import Cluster, Round, find_place, join
 from mirrorc.messages.problem import problem, with_line
-from mirrorc.options.communication import Communication, seconds_of
+from mirrorc.options.communication import Communication
 
 _DOING = "mirrorc.compile"
 
@@ -61,7 +61,7 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
                 with_line(str(error), "fix", "distributed=False, to train in this process alone")
             ) from None
         if place.num_workers > 1:
-            return join(group, timeout_seconds=seconds_of(self._communication.timeout))
+            return join(group, timeout=self._communication.timeout)
         if self._distributed is True:
             raise problem(
                 ValueError,

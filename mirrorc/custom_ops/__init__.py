@@ -1,1 +1,12 @@
-"""Operators that mirrorc registers with torch."""
+"""Operators that mirrorc registers with torch. Importing this package registers them."""
+
+from mirrorc.custom_ops import (
+    eager_calls,
+    out_products,
+    random,
+    recurrent,
+    replica_collectives,
+    sequence_lengths,
+)
+
+__all__ = ["eager_calls", "out_products", "random", "recurrent", "replica_collectives", "sequence_lengths"]

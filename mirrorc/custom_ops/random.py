@@ -51,6 +51,14 @@ def _fake_mask(
     return torch.empty(size, dtype=torch.bool, device=device)
 
 
+_LIBRARY.define(
+    "seeded_mask(Tensor seed, int stream, SymInt[] size, float keep_probability, Device device) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.impl("seeded_mask", _draw_mask, "CompositeExplicitAutograd")
+torch.library.register_fake("mirrorc::seeded_mask", _fake_mask, lib=_LIBRARY)
+
+
 _seeded_ops: dict[Any, Any] = {}
 
 

@@ -16,6 +16,7 @@ from mirrorc.ir.buckets import Bucket, Pack
 from mirrorc.ir.devices import Device
 from mirrorc.ir.variables import Variable
 from mirrorc.ir.workers import ALONE, Workers
+from mirrorc.messages.wording import notebook_html
 
 CAPTURE = "capture"
 """The name in place of a pass in remarks on capture."""
@@ -276,6 +277,10 @@ class Program:
 
     def __str__(self) -> str:
         return self.to_text()
+
+    def _repr_html_(self) -> str:
+        text = self.to_text()
+        return notebook_html(text.partition("\n")[0].removeprefix("# "), text)
 
     def __rich__(self) -> Any:
         """The text in color, for ``rich.print(program)``."""

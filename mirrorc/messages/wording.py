@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import html
 from collections.abc import Iterable, Iterator, Sequence
 
 
@@ -23,6 +25,13 @@ def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
     return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {listed(numbers, most)}"
 
 
+def guess(name: str, known: Iterable[str], otherwise: str) -> str:
+    """``did you mean 'ring'?``, or ``otherwise`` if no known name begins with it or is like it."""
+    names = list(known)
+    close = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
 def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
     """The first ``most`` sentences, then ``rest`` with the number left out, such as ``... and {} more remarks``."""
     left_out = 0
@@ -33,6 +42,11 @@ def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
             left_out += 1
     if left_out:
         yield rest.format(left_out)
+
+
+def notebook_html(summary: str, text: str) -> str:
+    """A text that opens with a click."""
+    return f"<details><summary>{html.escape(summary)}</summary><pre>{html.escape(text)}</pre></details>"
 
 
 def printable(text: str) -> str:

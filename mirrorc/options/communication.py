@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args
 
+from mirrorc.cluster.timeout import seconds_of
 from mirrorc.compression import Payload, TopK
 from mirrorc.ir.links import link_named, why_no_factors_for_workers
 from mirrorc.options.algorithm import algorithm_of
@@ -189,9 +189,3 @@ class Communication(OptionGroup):
         algorithm_of(self.algorithm)
         if self.link is not None:
             link_named(self.link)
-
-
-def seconds_of(timeout: float | timedelta) -> float:
-    if isinstance(timeout, timedelta):
-        return timeout.total_seconds()
-    return float(max(0, min(timeout, sys.float_info.max)))  # a larger int is no float

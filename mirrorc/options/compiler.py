@@ -46,9 +46,10 @@ class Compiler(OptionGroup):
         capture: the front end that traces the model. "dynamo" traces graphs for compiled regions. "autograd" runs forward
             and backward as plain PyTorch, for untraceable Python and control flow that depends on data. "auto" tries them in
             this order; a warning and a remark give the reason if "dynamo" fails.
-        dynamic: False compiles each new size of an argument. None uses symbols for sizes that change: the second size of a
-            dimension compiles one more program for all of its sizes. True uses symbols in the first program already. Some
-            sizes stay numbers, such as numbers of examples beside microbatches: see docs/concepts/recompilation.md.
+        dynamic: None uses symbols for sizes that change: the first sizes of a training call have a program of their own, and
+            the second size of a dimension compiles one more for all others. True uses symbols in the first program already,
+            and False compiles each new size. Some sizes stay numbers, such as numbers of examples beside microbatches: see
+            docs/concepts/recompilation.md.
         exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``.
             Each replica computes its gradients as the model's backward does, and they are added in the order of replicas. A
             remark names the passes.
@@ -68,7 +69,7 @@ class Compiler(OptionGroup):
     backend: BackendName = option("inductor")
     capture: FrontEndName = option("auto")
     dynamic: bool | None = option(
-        False,
+        None,
         "say False, to compile each new size, None, for symbols in place of sizes that change, or True, for symbols from the "
         "first call on",
         kinds=(bool, NoneType),

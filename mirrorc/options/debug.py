@@ -18,8 +18,8 @@ class Debug(OptionGroup):
     Attributes:
         dump: a directory for one file per pass, its diff and an index; default: the environment variable MIRRORC_DUMP.
         print_after: names of passes after which the program is printed, on standard error; "all" for each of them.
-        progress: report a compilation of more than 2 s: in a line on standard error if that is a terminal, else in the log
-            (level INFO).
+        progress: report a compilation on standard error: on a terminal after 2 s, in a line that goes away; elsewhere after
+            10 s, in one line. A log of level INFO gets the line in its place, after 2 s.
         check_replicas_every: every so many steps, compare checksums of parameters and optimizer state of all replicas, and
             raise `ExecutionError` if the memory of one has gone bad; 0 for never. Devices that share their parameters have
             nothing to compare, with a remark. Several workers compare theirs, and all raise `CommunicationError`.

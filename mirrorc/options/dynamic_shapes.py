@@ -6,28 +6,33 @@ from mirrorc.messages.problem import problem
 from mirrorc.options.step_options import StepOptions
 
 
-def why_sizes_are_numbers(options: StepOptions) -> str:
-    """The reason why the sizes of a step's arguments cannot be symbols; empty if they can."""
-    if options.program_workers.are_several and options.exchange != "dense" and not sends_whole(options):
+def why_sizes_are_numbers(options: StepOptions, *, sends_factors: bool, front_end: str = "") -> str:
+    """The reason why the sizes of a step's arguments cannot be symbols; empty if they can.
+
+    Args:
+        front_end: that which has captured the model before; empty for the first that will be tried.
+    """
+    if sends_factors:
         return "workers may send each other factors of gradients, of which they know how many there are"
     if options.activation_memory is not None:
         return "Memory(activations=) bounds what a step of known size takes"
     if options.cuda_graphs:
         return "a CUDA graph is captured for the sizes of a step"
-    if options.ladder.names[0] == "autograd":
+    if (front_end or options.ladder.names[0]) == "autograd":
         return "capture='autograd' runs the model once for each size"
     return ""
 
 
 def sends_whole(options: StepOptions) -> bool:
     """True if workers send whole gradients, because a program with symbolic sizes does not know the rows of factors."""
-    return options.program_workers.are_several and options.exchange == "auto" and options.dynamic is not False
+    return options.program_workers.are_several and options.exchange == "auto" and bool(options.dynamic)
 
 
 def check_dynamic(options: StepOptions) -> None:
     """Refuses ``dynamic=True`` together with options that need sizes as numbers."""
-    why = why_sizes_are_numbers(options) if options.dynamic else ""
-    if why:
+    sends_factors = options.program_workers.are_several and options.exchange == "factors"
+    why = why_sizes_are_numbers(options, sends_factors=sends_factors)
+    if options.dynamic and why:
         raise problem(
             ValueError,
             "MC1003: dynamic=True cannot make symbols of sizes here",

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.messages.problem import message, problem
+from mirrorc.messages.wording import guess
 from mirrorc.options.former_names import FORMER
 from mirrorc.pipeline.pipeline_edits import Placed
 from mirrorc.pipeline.protocol import Pass
@@ -152,9 +153,10 @@ class OptionGroup:
                     fix=FORMER[name].format(value=_spelled(value)),
                 )
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                guess = f"did you mean {close[0]!r}?" if close else f"its fields are {', '.join(known)}"
-                raise TypeError(f"MC1005: mirrorc.{cls.__name__} got an unexpected keyword argument {name!r}; {guess}")
+                raise TypeError(
+                    f"MC1005: mirrorc.{cls.__name__} got an unexpected keyword argument {name!r}; "
+                    + guess(name, known, f"its fields are {', '.join(known)}")
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -247,9 +249,8 @@ class Options:
             return message(f"MC1006: mirrorc.compile() has no option {name!r} any more", fix=fix)
         close = difflib.get_close_matches(name, ("model", "devices", *self.groups, *self._records), n=1)
         near = self._records.get(close[0]) if close else None
-        guess = self._in_group(near, value) if near is not None and near.group else repr(*close) if close else ""
-        text = f"mirrorc.compile() got an unexpected keyword argument {name!r}{guess and f'; did you mean {guess}'}"
-        return f"MC1005: {text}"
+        meant = self._in_group(near, value) if near is not None and near.group else repr(*close) if close else ""
+        return f"MC1005: mirrorc.compile() got an unexpected keyword argument {name!r}{meant and f'; did you mean {meant}'}"
 
     def _in_group(self, record: Option, value: Any) -> str:
         return f"{record.group}=mirrorc.{self.groups[record.group].__name__}({record.name}={_spelled(value)})"

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mirrorc.messages.problem import problem
+from mirrorc.messages.wording import guess
 from mirrorc.pipeline.protocol import Pass, traits_of
+
+_LISTING = "the command `mirrorc passes` lists all that there are"
 
 
 def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
@@ -38,7 +41,7 @@ def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) 
             raise problem(
                 ValueError,
                 f"MC4004: {option} names {name!r}, which is no pass of the pipeline",
-                fix=f"name one of {', '.join(known)}",
+                fix=guess(name, known, _LISTING),
             )
 
 
@@ -82,7 +85,7 @@ def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass
             raise problem(
                 ValueError,
                 f"MC4004: add places {placed.compiler_pass.name!r} next to {placed.anchor!r}, which is no pass of the pipeline",
-                fix=f"name one of {', '.join(names)}",
+                fix=guess(placed.anchor, names, _LISTING),
             )
         result.insert(names.index(placed.anchor) + placed.is_after, placed.compiler_pass)
     return result

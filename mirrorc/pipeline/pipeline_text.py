@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.messages.wording import guess
 from mirrorc.packing import PLANS
 from mirrorc.pipeline.protocol import Pass
 
@@ -206,9 +207,8 @@ def _make(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..
     if make is None and ":" in name:
         make = _imported_class(name)
     if make is None:
-        raise ValueError(
-            f"MC4004: there is no pass {name!r}: there are {', '.join(known)}, and module:Class for one of your own"
-        )
+        listing = "`mirrorc passes` lists them; write module:Class for one of your own"
+        raise ValueError(f"MC4004: there is no pass {name!r}: {guess(name, known, listing)}")
     try:
         made: Any = make(**options)
     except TypeError as error:

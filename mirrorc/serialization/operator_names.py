@@ -8,20 +8,12 @@ from typing import Any
 
 import torch
 
-from mirrorc.custom_ops import out_products
 from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.custom_ops.random import seeded, unseeded
 from mirrorc.ir.operation import operation_named, operation_of
 from mirrorc.serialization.plain_data import DataError, expect
 from mirrorc.torch_internals import inductor_decompositions, is_operator, writes_argument
 
-_OPERATORS_OF_MIRRORC = (  # registered by the import
-    out_products.mm_into,
-    out_products.addmm_into,
-    out_products.linear_into,
-    out_products.add_rows_into,
-    torch.ops.mirrorc.seeded_mask.default,
-)
 _SEEDED = "seeded "  # in front of the name of the random operator that runs under a seed
 _BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are registered when Inductor is imported
 

@@ -18,7 +18,6 @@ import io
 import json
 import os
 import re
-import secrets
 import zipfile
 import zlib
 from collections.abc import Collection, Mapping
@@ -34,6 +33,7 @@ from mirrorc.serialization.graph_data import GraphReader, GraphWriter
 from mirrorc.serialization.operator_names import UnknownOperatorError
 from mirrorc.serialization.plain_data import DataError, expect, expect_identifier
 from mirrorc.serialization.record_data import check_keys, decode_record, encode_record, field_types
+from mirrorc.serialization.whole_file import write_whole
 from mirrorc.torch_internals import lazy_graph_module
 
 FORMAT = "mirrorc program"
@@ -51,23 +51,7 @@ def save_program(program: Program, path: str | os.PathLike[str]) -> None:
         data = _encode_program(program)
     except DataError as error:
         raise problem(ValueError, f"MC7101: cannot save the program to {path}", str(error)) from error
-    encoded = (json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n").encode("ascii")
-    if path.suffix == ".gz":
-        encoded = gzip.compress(encoded, mtime=0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _write_whole(path, encoded)
-    except OSError as error:  # it names a temporary file, which the user does not know
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _write_whole(path: Path, encoded: bytes) -> None:
-    unfinished = path.parent / f".mirrorc-{secrets.token_hex(4)}"
-    try:
-        unfinished.write_bytes(encoded)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, (json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n").encode("ascii"))
 
 
 def load_program(path: str | os.PathLike[str]) -> Program:

@@ -14,7 +14,7 @@ import torch
 
 from mirrorc.serialization.plain_data import DataError, decode_name, encode_name, entry, expect
 
-_PLAIN = (str, int, bool)
+_PLAIN = (str, int, bool, float)
 _NAMED = (torch.dtype, torch.device)
 
 
@@ -46,6 +46,8 @@ def encode_record(value: Any, kind: Any, title: str) -> Any:
             name: encode_record(getattr(value, name), hint, f"{title}.{name}")
             for name, hint in field_types(kind).items()
         }
+    if kind is float:
+        return float(value)
     checked = expect(value, kind, title)
     if kind in _PLAIN:
         return checked

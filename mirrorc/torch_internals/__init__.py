@@ -68,13 +68,14 @@ from mirrorc.torch_internals.inductor.cpp_compiler import kernels_compiled_toget
 from mirrorc.torch_internals.inductor.extern_calls import call_directly
 from mirrorc.torch_internals.inductor.graph_compilation import (
     compile_with_inductor,
+    cpp_compiler,
     has_cpp_compiler,
     inductor_decompositions,
     keep_small_loops_small,
     pools_maxima,
     tells_places_of_maxima,
 )
-from mirrorc.torch_internals.inductor.kernel_files import fresh_kernel_files
+from mirrorc.torch_internals.inductor.kernel_files import fresh_kernel_files, kernel_folder
 from mirrorc.torch_internals.numbers.drawn_numbers import is_drawn, torch_random
 from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp, attribute_source, is_ordinary
 from mirrorc.torch_internals.symbols.saved_sizes import SavedSizes, SizeSymbol, symbols_of_environment

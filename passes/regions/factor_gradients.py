@@ -102,7 +102,11 @@ class FactorGradients:
                     del regions[name]
         if missing := due - _factored(graphs[0]):
             name = min(missing)
-            remedy = "look it up with sparse=False" if name in rows else "compile with exchange='dense'"
+            remedy = (
+                "look it up with sparse=False"
+                if name in rows
+                else "compile with communication=mirrorc.Communication(exchange='dense')"
+            )
             raise PassError(
                 f"MC4003: the gradient of {name} is to be sent, or given to the optimizer, as factors, but no "
                 "region gives it so: it is "

@@ -73,9 +73,8 @@ class ShareParameters:
                 continue
             if bucket.is_gathered:
                 raise PassError(
-                    f"MC4003: the factors of bucket {bucket.index} are gathered by each device, which would "
-                    "update its own copy, and not "
-                    "a share of one: compile with exchange='dense'"
+                    f"MC4003: the factors of bucket {bucket.index} are gathered by each device, which would update its own copy, "
+                    "and not a share of one: compile with communication=mirrorc.Communication(exchange='dense')"
                 )
             (first, *others) = (reductions[pack.number] for pack in bucket.launch_units)
             if others:

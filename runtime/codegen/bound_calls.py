@@ -20,13 +20,10 @@ class TwoPartCall:
 
     Args:
         may_end: True to return the function's output early if ``leave`` returns False.
-        is_timed: True for a time mark even if nothing uses the result; else its time may count as the next call's.
     """
 
-    def __init__(
-        self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False, is_timed: bool = False
-    ) -> None:
-        self.arrive, self.leave, self.may_end, self.is_timed = arrive, leave, may_end, is_timed or may_end
+    def __init__(self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False) -> None:
+        self.arrive, self.leave, self.may_end = arrive, leave, may_end
 
 
 class Asking:

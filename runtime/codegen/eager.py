@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.graph.layouts import BY_POSITION, may_read_memory_in_order, reads_strides
+from mirrorc.custom_ops import out_products
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.rearrangements import VIEWS_IN_ORDER
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
@@ -31,6 +32,12 @@ class EagerBackend(Backend):
 
 
 _NEED_THEIR_LAYOUT = (torch.ops.aten.view_as_complex.default,)  # it fails where real and imaginary parts are apart
+_READ_BY_INDEX = (
+    out_products.mm_into,
+    out_products.linear_into,
+    out_products.addmm_into,
+    out_products.add_rows_into,
+)  # any layout does, as for aten.mm
 
 
 def _function_of(node: fx.Node) -> Callable[..., Any]:
@@ -83,7 +90,8 @@ def _by_position(node: fx.Node) -> Callable[..., Any]:
 
 
 def _needs_layouts(target: Any) -> bool:
-    return reads_strides(target) or may_read_memory_in_order(target) or target in _NEED_THEIR_LAYOUT
+    in_order = may_read_memory_in_order(target) and target not in _READ_BY_INDEX
+    return in_order or reads_strides(target) or target in _NEED_THEIR_LAYOUT
 
 
 def _layout(argument: Any) -> Any:

@@ -188,11 +188,10 @@ class _Generator:
         self.calls |= {f"arrive_{name}": node, f"leave_{name}": node}
         self._emit(f"    arrive_{name}({', '.join(self._show(argument) for argument in node.args)})", node)
         self._pause(node)
-        self._emit(f"    {name} = leave_{name}()", node)  # if not marked below, its time belongs to the wait after it
+        self._emit(f"    {name} = leave_{name}()", node)
         if bound.may_end:
             self._emit(f"    if {name} is False: return {self._show(self.graph.output_node().args[0])}", node)
-        if bound.is_timed or node.users:
-            self._mark(node)
+        self._mark(node)
         self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
 
     def _emit_asking(self, node: fx.Node, name: str, bound: Asking) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
             ValueError,
             f"MC1501: cuda_graphs=True cannot capture random numbers, as {drawn.name} draws them",
             "their seed is given on the host in every step",
-            ("train without them, dropout with p=0", "mirrorc.Compiler(cuda_graphs=False)"),
+            ("train without them, dropout with p=0", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
             at=line,
         )
     checked = next((node for g in program.shard_graphs for node in calls_to(g, ops.check)), None)
@@ -44,7 +44,7 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
             ValueError,
             f"MC1501: cuda_graphs=True cannot capture an assert on a tensor, {checked.kwargs['text']!r}",
             "the host looks at it in every step",
-            ("train without it", "mirrorc.Compiler(cuda_graphs=False)"),
+            ("train without it", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
             at=source_line(checked),
         )
     if any(next(calls_to(graph, *OPAQUE), None) is not None for graph in program.shard_graphs):
@@ -52,14 +52,14 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
             ValueError,
             "MC1501: cuda_graphs=True cannot capture what runs as plain PyTorch (capture='autograd')",
             "each run may go another way",
-            "mirrorc.Compiler(cuda_graphs=False)",
+            "compiler=mirrorc.Compiler(cuda_graphs=False)",
         )
     if any(next(calls_to(graph, ops.gather), None) is not None for graph in program.shard_graphs):
         raise problem(
             ValueError,
             "MC1501: cuda_graphs=True cannot hand outputs to the caller",
             "the next step uses the same memory",
-            ("leave return_outputs out", "mirrorc.Compiler(cuda_graphs=False)"),
+            ("leave return_outputs out", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
         )
     check_capturable(groups, program.variables)
 
@@ -163,7 +163,7 @@ class StepGraph:
                     f"MC3404: the CUDA graph of the step was dropped {_MANY_RENEWALS} times, now because of "
                     f"{' and '.join(changed)}",
                     f"after every change but the learning rate's, {NUM_WARM_UP_STEPS} steps run without a graph",
-                    ("change less often", "mirrorc.Compiler(cuda_graphs=False)"),
+                    ("change less often", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
                 ),
                 stacklevel=users_stack_level(),
             )
@@ -215,7 +215,7 @@ class StepGraph:
                 ExecutionError,
                 "MC1501: the step cannot be captured as a CUDA graph",
                 f"{type(cause).__name__}: {cause}",
-                "mirrorc.Compiler(cuda_graphs=False), which runs it call by call",
+                "compiler=mirrorc.Compiler(cuda_graphs=False), which runs it call by call",
             ).with_traceback(cause.__traceback__) from cause
 
     def run(self, function: Function) -> torch.Tensor:

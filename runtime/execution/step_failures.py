@@ -74,7 +74,7 @@ def _runs_plain(program: Program, node: fx.Node) -> bool:
 
 def _advice(nodes: Sequence[fx.Node], line: str) -> tuple[str, ...]:
     is_opaque = bool(nodes) and nodes[-1].op == "call_module"
-    hint = ("mirrorc.Compiler(backend='eager'), which names the operator exactly",) if is_opaque else ()
+    hint = ("compiler=mirrorc.Compiler(backend='eager'), which names the operator exactly",) if is_opaque else ()
     return (f"check this step's batch{' and that line' if line else ''}", *hint)
 
 

@@ -56,12 +56,14 @@ class Activations:
         where: the moment of the peak; None without activations.
         blocks: the live values at the peak, the largest first.
         kept: bytes of gradients outside of buckets that live until the next step replaces them.
+        most_during: the most bytes during each call.
     """
 
     peak: int
     where: Where | None
     blocks: Sequence[Block]
     kept: int
+    most_during: Mapping[fx.Node, int]
 
 
 def activations_of(
@@ -111,7 +113,8 @@ class _Walk:
                 self.ledger.drop(self.values[source])
             if not node.users and node.op != "placeholder":
                 self.ledger.drop(blocks)
-        return Activations(self.ledger.peak, self.ledger.peak_at, self.ledger.at_peak(), self.kept)
+        ledger = self.ledger
+        return Activations(ledger.peak, ledger.peak_at, ledger.at_peak(), self.kept, ledger.most_during)
 
     def _note_with(self, where: Where, temporary: int, name: str) -> None:
         passing = [Block(temporary, f"temporaries of {name}", "")] if temporary else []

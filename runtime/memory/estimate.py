@@ -199,7 +199,8 @@ class _Tally:
 
     def report(self, walks: Sequence[Activations]) -> MemoryReport:
         devices = [
-            DeviceMemory(name, self._held((name,)), _peak(walk)) for name, walk in zip(self.names, walks, strict=True)
+            DeviceMemory(name, self._held((name,)), _peak(walk), {n.name: most for n, most in walk.most_during.items()})
+            for name, walk in zip(self.names, walks, strict=True)
         ]
         shared = [self._held(owners) for owners in dict.fromkeys([*self.bytes, *self.unknown]) if len(owners) > 1]
         return MemoryReport(tuple(devices), tuple(shared), tuple(dict.fromkeys(self.remarks)))

@@ -30,6 +30,7 @@ class Ledger:
     total: int = 0
     peak: int = 0
     peak_at: Where | None = None
+    most_during: dict[fx.Node, int] = field(default_factory=dict)
     history: list[tuple[Block, bool]] = field(default_factory=list)  # allocated (True) or released
     _peak_length: int = 0
     _left: set[Block] = field(default_factory=set)
@@ -59,6 +60,7 @@ class Ledger:
         self.history.append((block, is_taken))
 
     def note(self, where: Where) -> None:
+        self.most_during[where[0]] = max(self.most_during.get(where[0], 0), self.total)
         if self.total > self.peak:
             self.peak, self.peak_at, self._peak_length = self.total, where, len(self.history)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from mirrorc.messages.wording import counted, notebook_html
 from mirrorc.printing.printed_values import size_text
 
 _TEXT_WIDTH = 110
@@ -81,11 +82,13 @@ class DeviceMemory:
     Attributes:
         own: without shared memory.
         peak: the moment of ``own.activations``.
+        activations_during: their most bytes during each call, by the name of its node in `mirrorc.Step.graphs`.
     """
 
     device: str
     own: HeldMemory
     peak: ActivationPeak
+    activations_during: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,10 @@ class MemoryReport:
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), "", *self._peak_lines(), *self._remark_lines()])
+
+    def _repr_html_(self) -> str:
+        devices = counted(len(self.devices), "device")
+        return notebook_html(f"A step takes {size_text(self.total)} of memory on {devices}", str(self))
 
     def _table(self) -> list[str]:
         together = HeldMemory(("all",), *(getattr(self, kind) for kind in _KINDS))

@@ -23,6 +23,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "backward": "in regions of backward",
         "pack": "filling buckets",
         "launch": "launching collectives",
+        "commit": "in the commit, until the last device has come to it",
         "skew": "in waits, until the last device that is needed has launched",
         "transfer": "the rest of the waits: moving, adding up and multiplying factors",
         "update": "in the optimizer",
@@ -49,16 +50,16 @@ def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, in
     for call in calls:
         skew = skews.get(call.node, 0)
         spent["skew"] += skew
-        spent[_part_of(program, call.node)] += call.duration_ns - skew
+        spent[part_of(program, call.node)] += call.duration_ns - skew
     return spent
 
 
-def _part_of(program: Program, node: fx.Node) -> str:
+def part_of(program: Program, node: fx.Node) -> str:
     """``transfer`` for a wait, from which the caller splits off the skew."""
     if is_region_call(node):
         return program.regions[region_of(node)].phase
-    if node.target is ops.commit:  # of a checked step, which waits for all devices
-        return "skew"
+    if node.target is ops.commit:
+        return "commit"
     if is_of(node, Kind.WAIT):
         return "transfer"
     return next(

@@ -48,6 +48,7 @@ def advise(
     if len(devices) == 1:
         return "nothing to do: one device has nobody to communicate with."
     skew_ms, transfer_ms = sum(bucket.skew_ms for bucket in buckets), sum(bucket.transfer_ms for bucket in buckets)
+    skew_ms += statistics.fmean(device.parts_ms.get("commit", 0.0) for device in devices)
     exposed = f"{skew_ms + transfer_ms:.3f} ms exposed"
     if skew_ms + transfer_ms < _WORTHWHILE * step_ms:
         return f"nothing worth doing: {exposed} are under {_WORTHWHILE:.0%} of the step."
@@ -100,7 +101,11 @@ def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Cos
     change = (
         f"fewer buckets, {num_left} instead of {len(buckets)}: each costs {costs.fixed_ms:.3f} ms whatever its size"
     )
-    return gain_ms, f"{change} (buckets=ByBytes({cap_mb:g}, {cap_mb:g}))"
+    return gain_ms, f"{change} ({_in_options(f'mirrorc.packing.ByBytes({cap_mb:g}, {cap_mb:g})')})"
+
+
+def _in_options(buckets: str) -> str:
+    return f"communication=mirrorc.Communication(buckets={buckets})"
 
 
 def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
@@ -116,7 +121,9 @@ def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs
         saved_ms = min(last.transfer_ms, (last.num_bytes - left_bytes) * costs.moving_ms_per_byte)
         sizes = f"{size_text(left_bytes)} instead of {size_text(last.num_bytes)}"
         change = f"a smaller last bucket, {sizes}: nothing is left to hide it"
-        candidates.append((saved_ms - num_more * costs.fixed_ms, f"{change} (buckets={cap_bytes / 2**20:.2g})"))
+        candidates.append(
+            (saved_ms - num_more * costs.fixed_ms, f"{change} ({_in_options(f'{cap_bytes / 2**20:.2g}')})")
+        )
     return max(candidates)
 
 

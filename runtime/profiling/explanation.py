@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mirrorc.ir.links import link_named
-from mirrorc.messages.wording import counted
+from mirrorc.messages.wording import counted, notebook_html
 from mirrorc.printing.printed_values import size_text
 from mirrorc.runtime.profiling.accounting import PARTS, apportioned
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes
@@ -72,11 +72,14 @@ class Explanation:
 
     @property
     def other_ms(self) -> float:
-        """The rest: starting devices, packing, launching, and waiting for the last device."""
-        return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "other", "end"))
+        """The rest: starting devices, packing, launching, and waiting for the last device at the commit and the end."""
+        return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "commit", "other", "end"))
 
     def __str__(self) -> str:
         return _text(self)
+
+    def _repr_html_(self) -> str:
+        return notebook_html(_summary(self)[0], str(self))
 
 
 def _text(explanation: Explanation) -> str:
@@ -188,9 +191,11 @@ def _bucket_cells(explanation: Explanation, bucket: BucketTimes) -> Iterator[str
 
 
 def _device_rows(explanation: Explanation) -> list[str]:
-    lines = [f"{'device':<10}{_row(PARTS)}"]
+    zero = _ms(explanation, 0.0)
+    parts = [part for part in PARTS if any(_ms(explanation, d.parts_ms[part]) != zero for d in explanation.devices)]
+    lines = [f"{'device':<10}{_row(parts)}"]
     for device in explanation.devices:
-        values = [device.parts_ms[part] for part in PARTS]
+        values = [device.parts_ms[part] for part in parts]
         lines.append(f"{device.device:<10}{_row(_adding_up(explanation, values, explanation.step_ms))}")
     return lines
 
@@ -226,7 +231,7 @@ def _definitions(explanation: Explanation) -> list[str]:
     columns += _PACKS if any(bucket.pack is not None for bucket in explanation.buckets) else ""
     texts = [
         f"bucket: {columns}",
-        f"device: each row adds up to the step. {_defined(PARTS)}",
+        f"device: each row adds up to the step; parts that are 0 are left out. {_defined(PARTS)}",
     ]
     return [line for text in texts for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  ")]
 

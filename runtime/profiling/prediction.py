@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mirrorc.analysis.cost.line import Line
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.analysis.cost.simulation import Simulation, simulate
-from mirrorc.analysis.cost.step_costs import StepCosts, UnknownCostError
+from mirrorc.analysis.cost.step_costs import (
+    Pace,
+    StepCosts,
+    UnknownCostError,
+    calls_by_phase,
+    kind_of_call,
+    works_of_regions,
+)
 from mirrorc.analysis.cost.work import Machine
-from mirrorc.ir.nodes import is_region_call
+from mirrorc.ir.nodes import is_region_call, region_of
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.runtime.profiling.calibration import costs_of_steps
-from mirrorc.runtime.profiling.recorder import RecordedStep
+from mirrorc.runtime.profiling.clocks import nanoseconds
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,34 @@ def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundati
         return predict(program, costs, stands_on)
     except UnknownCostError:
         return None
+
+
+_NOMINAL_LINK = LinkSpeed(latency_seconds=1e-4, seconds_per_byte=1e-9)
+
+
+def predicted_step(program: Program, machine: Machine) -> tuple[RecordedStep, str]:
+    """A step of a lowered program that has not run, and what it stands on; raises `UnknownCostError`, a ValueError."""
+    works = works_of_regions(program, machine)
+    graphs = [module.graph for module in program.device_graphs.values()]
+    paces: list[Mapping[str, Pace]] = []
+    for graph in graphs:
+        seconds = {
+            phase: [works[region_of(n)] for n in nodes] for phase, nodes in calls_by_phase(program, graph).items()
+        }
+        paces.append({phase: Pace.of(of_regions, of_regions) for phase, of_regions in seconds.items()})
+    calls = (
+        node for graph in graphs for node in graph.nodes if node.op == "call_function" and not is_region_call(node)
+    )
+    lines = {kind_of_call(program, node): Line(seconds_per_byte=machine.seconds_per_byte) for node in calls}
+    costs = StepCosts((0.0,) * len(graphs), tuple(paces), lines, machine, _NOMINAL_LINK)
+    simulation = simulate(program, costs.durations(program))
+    device_calls = [
+        tuple(Call(call.node, nanoseconds(call.start), nanoseconds(call.end)) for call in calls)
+        for calls in simulation.calls
+    ]
+    workers = f"; a link between workers of {_NOMINAL_LINK}" if program.workers.are_several else ""
+    stands_on = f"multiplications and bytes of operators, as fast as on one core of the machine that predicts{workers}"
+    return RecordedStep(False, 0, (0,) * len(graphs), tuple(device_calls)), stands_on
 
 
 def _mean_ms(simulation: Simulation, kinds: Sequence[Kind]) -> float:

@@ -86,7 +86,8 @@ class Recorder:
         """Marks the last step as failed; some devices may still finish it."""
         self._failed.append(self._begun[-1])
 
-    def steps(self) -> tuple[RecordedStep, ...]:
+    def steps(self, most: int = NUM_RECORDED_STEPS) -> tuple[RecordedStep, ...]:
+        """The last steps, at most ``most``."""
         noted = [clock.noted() for clock in self.clocks]  # read first, so that the beginning of each is known
         begun, failed = list(self._begun.copy()), set(self._failed.copy())
         marks: dict[float, dict[int, Sequence[Any]]] = {moment: {} for moment in begun}
@@ -98,7 +99,7 @@ class Recorder:
         begun = [m for m in begun[-NUM_RECORDED_STEPS:] if m not in failed and len(marks[m]) == len(noted)]
         return tuple(
             self._resolve(i == 0 and not has_dropped, moment, [marks[moment][r] for r in range(len(noted))])
-            for i, moment in enumerate(begun)
+            for i, moment in [*enumerate(begun)][-most:]
         )
 
     def _resolve(self, warms_up: bool, begun: float, marks: Sequence[Sequence[Any]]) -> RecordedStep:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gzip
 import json
 import os
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import source_line
 from mirrorc.runtime.profiling.collectives import Collective, collectives_of
 from mirrorc.runtime.profiling.recorder import RecordedStep
+from mirrorc.serialization.whole_file import write_whole
 
 _PROCESS = 1
 _STEPS = 1  # the track of the steps; those of devices and links follow
@@ -28,23 +27,8 @@ Event = dict[str, Any]
 
 def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequence[RecordedStep]) -> Path:
     """Writes a trace in Chrome's JSON format, whole or not at all; compressed if the path ends in ``.gz``."""
-    target = Path(path)
     text = json.dumps({"traceEvents": trace_events(program, steps), "displayTimeUnit": "ms"})
-    content = text.encode()
-    if target.suffix == ".gz":
-        content = gzip.compress(content, mtime=0)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(target)
-    except OSError as error:  # it names a temporary file, which the user does not know
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(target)) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return target
+    return write_whole(path, text.encode())
 
 
 def trace_events(program: Program, steps: Sequence[RecordedStep]) -> list[Event]:

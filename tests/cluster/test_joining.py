@@ -40,8 +40,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases: dict[str, list[Any]] = {
         "torchrun": each(),
         "TF_CONFIG": [given(tf_config(kind, index, addresses)) for kind, index in tasks],
-        "never comes": [*each(timeout_seconds=1.0)[:2], None],
-        "no chief": [None, *each(timeout_seconds=1.0)[1:]],
+        "never comes": [*each(timeout=1.0)[:2], None],
+        "no chief": [None, *each(timeout=1.0)[1:]],
         "other size": each(sizes=(3, 2, 3)),
         "same rank": each(ranks=(0, 1, 1)),
         "other version": each(),
@@ -52,7 +52,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         taken = int(listener.getsockname()[1])
-        cases["port in use"] = [given(told(r, 3, taken), timeout_seconds=1.0) for r in range(3)]
+        cases["port in use"] = [given(told(r, 3, taken), timeout=1.0) for r in range(3)]
         return outcomes(tmp_path_factory.mktemp("workers"), cases)
 
 
@@ -121,8 +121,8 @@ def test_torchrun_comes_before_tf_config() -> None:
 def test_wrong_group_and_wrong_time_are_refused() -> None:
     with pytest.raises(TypeError, match=r"process_group is 3\n  fix:  give a group of torch\.distributed"):
         join(3)
-    with pytest.raises(ValueError, match="timeout_seconds is 0: give a positive number"):
-        join(timeout_seconds=0)
+    with pytest.raises(ValueError, match="timeout is 0: give a positive number"):
+        join(timeout=0)
 
 
 def compiled(**options: Any) -> mirrorc.Step:
@@ -175,13 +175,13 @@ def test_a_store_that_stops_to_answer_is_not_waited_for_without_a_bound(monkeypa
     with pytest.raises(
         mirrorc.CommunicationError, match=r"worker 1 of 2.*store at 127\.0\.0\.1:5 does not answer any more"
     ):
-        join(timeout_seconds=0.1)
+        join(timeout=timedelta(seconds=0.1))
     answers.set()
 
 
 TORCHRUN = """
 import torch, mirrorc
-cluster = mirrorc.cluster.join(timeout_seconds=60)
+cluster = mirrorc.cluster.join(timeout=60)
 assert mirrorc.cluster.join() is cluster
 torch.distributed.init_process_group("gloo")  # at the same address: they do not disturb each other
 ranks = [None, None]

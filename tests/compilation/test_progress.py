@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import re
 import signal
 import sys
 import threading
@@ -82,7 +83,7 @@ def test_a_line_on_a_terminal_says_what_is_done_and_goes_away(
     terminal: Terminal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def action() -> None:
-        until(lambda: "compiling Linear for cpu:0, cpu:1 (the first call): passes, " in terminal.getvalue())
+        until(lambda: "compiling Linear for cpu:0, cpu:1: passes, " in terminal.getvalue())
 
     compiled(action)
     assert terminal.getvalue().rstrip().endswith(("\x1b[2K", SHOWS_CURSOR)) and SHOWS_CURSOR in terminal.getvalue()
@@ -94,7 +95,7 @@ def test_the_line_counts_the_regions_that_are_compiled(terminal: Terminal, monke
     compile_one, done = RegionCompiler.compile, []
 
     def compile_when_told(regions: RegionCompiler, region: Region, device: torch.device) -> RegionFunction:
-        until(lambda: f"(the first call): regions, {len(done)} of 4, " in terminal.getvalue())
+        until(lambda: f"cpu:1: regions, {len(done)} of 4, " in terminal.getvalue())
         done.append(region.name)
         return compile_one(regions, region, device)
 
@@ -104,12 +105,14 @@ def test_the_line_counts_the_regions_that_are_compiled(terminal: Terminal, monke
 
 
 @pytest.mark.slow
-def test_a_later_call_says_what_is_new(terminal: Terminal) -> None:
+def test_a_later_call_says_what_is_new(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
     is_waiting = threading.Event()
-    step = compiled(lambda: is_waiting.is_set() and until(lambda: "(another shape)" in terminal.getvalue()))
+    changes = "(input f32[6, 3], was f32[4, 3]; target f32[6, 1], was f32[4, 1])"
+    step = compiled(lambda: is_waiting.is_set() and until(lambda: changes[:20] in terminal.getvalue()))
     is_waiting.set()
-    step(torch.ones(6, 3), target=torch.ones(6, 1))
-    assert "(another shape)" in terminal.getvalue()
+    with caplog.at_level(logging.INFO, "mirrorc.compilation.step_compiler"):
+        step(torch.ones(6, 3), target=torch.ones(6, 1))
+    assert f"compiling Linear for cpu:0, cpu:1 {changes}, for a shard" in caplog.text
 
 
 @pytest.mark.slow
@@ -120,17 +123,39 @@ def test_elsewhere_one_line_of_the_log_says_it(
     caplog.set_level(logging.INFO, "mirrorc.compilation.progress")
     compiled(lambda: until(lambda: bool(caplog.records)))
     assert [record.name for record in caplog.records] == ["mirrorc.compilation.progress"]
-    assert "compiling Linear for cpu:0, cpu:1 (the first call): " in caplog.text
+    assert re.search(r"compiling Linear for cpu:0, cpu:1: .* s \(the first call\), and goes on", caplog.text)
     assert terminal.getvalue() == ""
 
 
 @pytest.mark.slow
-def test_without_progress_and_where_nobody_listens_there_is_no_thread(
+def test_elsewhere_one_line_of_standard_error_says_it_when_it_takes_longer(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "isatty", lambda: False)
+    monkeypatch.setattr(progress, "PATIENCE_ELSEWHERE_SECONDS", 1e6)
+    compiled(lambda: None)
+    monkeypatch.setattr(progress, "PATIENCE_ELSEWHERE_SECONDS", 0.0)
+    compiled(lambda: None, progress=False)
+    assert terminal.getvalue() == ""
+    notice = r"mirrorc: compiling Linear for cpu:0, cpu:1, \d+ s so far; "
+    compiled(lambda: until(lambda: bool(terminal.getvalue())))
+    assert re.fullmatch(f"{notice}the first call compiles\n", terminal.getvalue())
+    terminal.truncate(0)
+    is_second = threading.Event()
+    step = compiled(lambda: until(lambda: "a call compiles" in terminal.getvalue() or not is_second.is_set()))
+    is_second.set()
+    step(torch.ones(6, 3), target=torch.ones(6, 1))
+    last = terminal.getvalue().splitlines()[-1]
+    assert re.fullmatch(f"{notice}a call compiles that is new: input f32\\[6, 3\\], was f32\\[4, 3\\]; .*", last)
+
+
+@pytest.mark.slow
+def test_without_progress_and_beside_bars_of_the_user_there_is_no_thread(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[threading.Thread] = []
     compiled(lambda: found.extend(progress_threads()), progress=False)
-    monkeypatch.setattr(terminal, "isatty", lambda: False)
+    monkeypatch.setattr(progress, "free_terminal", lambda: None)
     compiled(lambda: found.extend(progress_threads()))
     assert not found and terminal.getvalue() == ""
 

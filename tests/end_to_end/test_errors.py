@@ -87,7 +87,7 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"loss_reduction": "median"}, ValueError, ("loss_reduction is 'median'", "'mean' or 'sum'")),
         ({"loss_fn": 3}, TypeError, ("loss_fn is 3", "loss_fn(output, target)")),
         ({"loss_fn": nn.MSELoss}, TypeError, ("loss_fn is the class MSELoss", "loss_fn=MSELoss()")),
-        ({"disable": ("fuse",)}, ValueError, ("disable names 'fuse'", "plan-buckets")),
+        ({"disable": ("fuse",)}, ValueError, ("disable names 'fuse'", "mirrorc passes")),
         ({"passes": [print]}, TypeError, ("is no pass",)),
         ({"link": "pigeon"}, ValueError, ("link is 'pigeon'", "shared-memory")),
         ({"buckets": -1}, ValueError, ("buckets is -1", "positive number of MiB")),

@@ -385,8 +385,13 @@ def test_a_program_of_an_evaluation_is_kept_printed_and_read(tmp_path: Path) -> 
         report = step.memory()
         assert report.gradients == 0 and report.parameters > 0 and "this is an evaluation" in str(report)
         assert set(step.variables) >= {"first.weight", "norm.running_mean"}
-        with pytest.raises(ExecutionError, match="no step was recorded"):
+        with pytest.raises(ExecutionError, match="no step was recorded: no training step has run yet"):
             step.explain()
+        for report in (lambda: step.explain(program), lambda: step.timeline(tmp_path / "trace.json", program)):
+            with pytest.raises(
+                ExecutionError, match=r"this program evaluates, and only .* update parameters are timed"
+            ):
+                report()
     assert any("evaluation" in path.read_text() for path in (tmp_path / "dump").rglob("*.txt"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,31 @@ def test_a_remark_and_one_warning_say_which_front_end_it_was_and_why() -> None:
         warnings.simplefilter("error")
         step(**data[0])
         assert "autograd" not in step.program.to_text()
+
+
+SWITCHED = """
+from torch import nn
+
+class Switched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4).double()
+
+    def forward(self, x):
+        BODY
+        return self.layer(x)
+"""
+
+
+@pytest.mark.parametrize("body", ["x = x.detach().requires_grad_()", "x = x * x.sum().item() ** 0"])
+def test_code_without_a_source_file_trains_as_that_of_a_file(body: str, tmp_path: Path) -> None:
+    code, (data,) = SWITCHED.replace("BODY", body), batches(6)
+    (tmp_path / "switched.py").write_text(code)
+    for name in (str(tmp_path / "switched.py"), "<string>"):
+        scope: dict[str, Any] = {"__name__": "switched"}
+        exec(compile(code, name, "exec"), scope)
+        with pytest.warns(UserWarning, match="Switched trains with capture='autograd'"):
+            assert_trains_alike(scope["Switched"](), SGD, [data], 2, F.cross_entropy)
 
 
 @pytest.mark.slow

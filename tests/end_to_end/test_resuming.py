@@ -47,13 +47,13 @@ class Run:
         options = {"loss_fn": F.cross_entropy, "backend": "eager", **options}
         self.step = mirrorc.compile(self.model, num_devices, optimizer=self.optimizer, **grouped(options))
 
-    def train(self, *numbers: int) -> list[float]:
+    def train(self, *numbers: int, size: int = 16) -> list[float]:
         """The losses of the batches of these numbers."""
         losses = []
         for number in numbers:
             generator = torch.Generator().manual_seed(number)
-            x = torch.randn(16, 6, generator=generator) * torch.arange(1, 17)[:, None]
-            losses.append(self.step(x, target=torch.randint(3, (16,), generator=generator)).item())
+            x = torch.randn(size, 6, generator=generator) * torch.arange(1, size + 1)[:, None]
+            losses.append(self.step(x, target=torch.randint(3, (size,), generator=generator)).item())
         return losses
 
     def save(self) -> dict[str, Any]:
@@ -66,6 +66,21 @@ class Run:
     def bits(self) -> list[torch.Tensor]:
         replicas = [value for variable in self.step.variables.values() for value in variable.values]
         return [value.clone() for value in (*self.model.state_dict().values(), *replicas)]
+
+
+def test_a_run_that_resumes_with_the_last_batch_has_the_programs_of_one_in_one_go() -> None:
+    whole, resumed = Run(2), Run(2)
+    with whole.step, resumed.step:
+        whole.train(0, 1)
+        whole.train(2, size=10)
+        resumed.step.load_state_dict(whole.save())
+        for run in (whole, resumed):
+            run.train(3, size=10)
+            run.train(4, 5)
+            types = [program.to_text().count("s0, 6") > 0 for program in run.step.programs]
+            assert sorted(types) == [False, True]
+        assert "f32[8, 6]" in resumed.step.program.to_text()  # that of the full batches
+        torch.testing.assert_close(resumed.bits(), whole.bits(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])

@@ -257,8 +257,14 @@ def test_passes_are_disabled_by_name() -> None:
     assert run_passes(handmade(), selected).stage is Stage.LOWERED
 
 
-def test_disabling_an_unknown_pass_lists_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"(?s)disable names 'no-such-pass', .*plan-buckets, .*lower-devices"):
+def test_disabling_an_unknown_pass_names_the_closest_or_the_list() -> None:
+    with pytest.raises(
+        ValueError, match=r"(?s)disable names 'plan-bucket', .* pipeline\s+fix: +did you mean 'plan-buckets'\?$"
+    ):
+        select_passes(default_pipeline(), ["plan-bucket"])
+    with pytest.raises(
+        ValueError, match=r"(?s)disable names 'no-such-pass', .*`mirrorc passes` lists all that there are$"
+    ):
         select_passes(default_pipeline(), ["no-such-pass"])
 
 

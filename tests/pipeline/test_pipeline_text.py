@@ -297,7 +297,8 @@ def test_what_goes_wrong_in_a_script_is_explained(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("plan", r"there is no pass 'plan': there are decompose-gelu, .*, and module:Class"),
+        ("plan", r"there is no pass 'plan': did you mean 'plan-buckets'\?$"),
+        ("nix", r"there is no pass 'nix': `mirrorc passes` lists them; write module:Class for one of your own$"),
         (
             "plan-buckets{cap=3}",
             r"'plan-buckets' does not take these options .*cap.*; it has: buckets, order",

@@ -27,7 +27,7 @@ _FIRST = (
     "tests/passes/test_re",
     "tests/end_to_end/",
     "tests/testing/",
-    "tests/test_cli.py",
+    "tests/cli/test_programs.py",
     "tests/pipeline/test_reproducer.py",
 )
 
@@ -36,8 +36,8 @@ def scope(nodeid: str) -> str:
     """The tests that one worker runs together: a file, so that what its tests share is made once, or a function.
 
     Example:
-        >>> scope("tests/test_cli.py::test_show[1]"), scope("tests/end_to_end/test_parity.py::test_losses[2-4]")
-        ('tests/test_cli.py', 'tests/end_to_end/test_parity.py::test_losses')
+        >>> scope("tests/cli/test_programs.py::test_show[1]"), scope("tests/end_to_end/test_parity.py::test_losses[2-4]")
+        ('tests/cli/test_programs.py', 'tests/end_to_end/test_parity.py::test_losses')
     """
     path = nodeid.split("::", 1)[0]
     if path in _DEALT_OUT_BY_CASE:

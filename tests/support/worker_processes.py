@@ -209,7 +209,7 @@ def _meet(folder: Path, name: str, number: int, num_processes: int) -> None:
 
 
 def _run(given: dict[str, Any], number: int) -> Any:
-    """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``.
+    """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout`` and a faked ``torch``.
 
     With a key of ``ways``, the function does all that.
     """
@@ -248,7 +248,7 @@ def _run(given: dict[str, Any], number: int) -> Any:
         for how, function in ways.items():
             if how in given:
                 return function(int(given["variables"]["RANK"]), given[how])
-        cluster = mirrorc.cluster.join(timeout_seconds=given.get("timeout_seconds", 60.0))
+        cluster = mirrorc.cluster.join(timeout=given.get("timeout", 60.0))
         told = {
             "rank": cluster.rank,
             "num_workers": cluster.num_workers,

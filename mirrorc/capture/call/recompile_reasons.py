@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +10,23 @@ import torch
 
 from mirrorc.capture.call.call_arguments import Call, Constant, Structure
 from mirrorc.capture.call.shard_types import ShardTypes
+from mirrorc.printing.printed_values import dtype_name
+
+FIRST_CALL = "the first call"
+"""The reason to compile where no program is cached."""
 
 _MOST_SHOWN = 3  # values of one argument
 _MOST_CHARACTERS = 40  # of one value
+
+
+TensorKind = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class CallKind:
     """The values that a program is specialized on, by argument name."""
 
-    tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    tensors: dict[str, TensorKind]
     constants: dict[str, str]
     plain: dict[str, str] = field(default_factory=dict)
 
@@ -28,6 +35,12 @@ class CallKind:
         constants = {constant.path: _shown(constant.value) for constant in _constants_of(call.structure)}
         plain = {name: _shown(value) for name, value in call.plain.items()}
         return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants, plain)
+
+    @classmethod
+    def of_batch(cls, call: Call) -> CallKind:
+        """Of the tensors as they were given to the step; of the first replica's, where each has its own."""
+        tensors = [leaf.per_replica[0] if leaf.tensor is None else leaf.tensor for leaf in call.leaves]
+        return cls.of(call, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
@@ -66,6 +79,35 @@ def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:
         if len(changes) <= _MOST_SHOWN
         else [*changes[:_MOST_SHOWN], f"{len(changes) - _MOST_SHOWN} more arguments"]
     )
+
+
+def changes_since(old: CallKind, new: CallKind, read: Collection[str] = ()) -> list[str]:
+    """Texts such as ``target i64[56], was i64[64]``; of plain values, only about those that the program has ``read``."""
+    texts = [
+        f"{name} {now}, was {before}"
+        for name in dict.fromkeys((*new.tensors, *old.tensors))
+        for before, now in _unequal_types(old.tensors.get(name), new.tensors.get(name))
+    ]
+    values = [
+        {**kind.constants, **{name: text for name, text in kind.plain.items() if name in read}} for kind in (old, new)
+    ]
+    before, now = values
+    texts += [
+        f"{name}={now.get(name, 'nothing')}, was {before.get(name, 'nothing')}"
+        for name in dict.fromkeys((*now, *before))
+        if now.get(name) != before.get(name)
+    ]
+    more = [f"{len(texts) - _MOST_SHOWN} more changes"] if len(texts) > _MOST_SHOWN else []
+    return [*texts[:_MOST_SHOWN], *more]
+
+
+def _unequal_types(old: TensorKind | None, new: TensorKind | None) -> Iterator[tuple[str, str]]:
+    if old == new:
+        return
+    texts = [f"{dtype_name(kind[2])}{list(kind[0])}" if kind is not None else "no tensor" for kind in (old, new)]
+    if texts[0] == texts[1] and old is not None and new is not None:
+        texts = [f"{text} of strides {list(kind[1])}" for text, kind in zip(texts, (old, new), strict=True)]
+    yield texts[0], texts[1]
 
 
 def _change_of(name: str, kinds: Sequence[CallKind]) -> str:

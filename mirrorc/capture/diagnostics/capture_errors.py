@@ -55,7 +55,7 @@ def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = 
         fix = "give one of the two memory of its own, with .clone(), and write it where it should follow"
         return cannot_trace(model_name, reason, fix, at)
     if "requires_grad_" in text:
-        return cannot_trace(model_name, reason, "set requires_grad before the step, not inside forward", at)
+        return cannot_trace(model_name, reason, "set requires_grad before the step, not inside forward", at, True)
     return cannot_trace(model_name, reason, f"make {subject} traceable, or move it out of forward", at, True)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.graph.layouts import may_read_memory_in_order, reads_strides, strides_of
-from mirrorc.custom_ops.random import _LIBRARY, _draw_mask, _fake_mask, seeded
+from mirrorc.custom_ops.random import seeded
 from mirrorc.errors import CaptureError
 from mirrorc.ir.checkpoints import CHECKPOINT
 from mirrorc.ir.type_inference import reinfer_type
@@ -124,11 +124,3 @@ def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], 
         if key in like.meta:
             node.meta[key] = like.meta[key]
     return node
-
-
-_LIBRARY.define(
-    "seeded_mask(Tensor seed, int stream, SymInt[] size, float keep_probability, Device device) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-_LIBRARY.impl("seeded_mask", _draw_mask, "CompositeExplicitAutograd")
-torch.library.register_fake("mirrorc::seeded_mask", _fake_mask, lib=_LIBRARY)

@@ -165,12 +165,16 @@ def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
         fake_mode.shape_env = None
 
 
-def has_cpp_compiler() -> bool:
+def cpp_compiler() -> str | None:
+    """The command that Inductor compiles kernels for CPUs with; None if there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        get_cpp_compiler()
+        return get_cpp_compiler()
     except (InvalidCxxCompiler, OSError, RuntimeError):
-        return False
-    return True
+        return None
+
+
+def has_cpp_compiler() -> bool:
+    return cpp_compiler() is not None

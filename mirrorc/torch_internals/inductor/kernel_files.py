@@ -14,16 +14,22 @@ from mirrorc.torch_internals.inductor.cpp_compiler import forget_instructions, f
 _LOADED = (".py", ".so", ".cpp")
 
 
+def kernel_folder() -> Path:
+    """The folder of Inductor's cached files."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return Path(cache_dir())
+
+
 @contextlib.contextmanager
 def fresh_kernel_files() -> Iterator[None]:
     """Hides the files of earlier compilations from Inductor.
 
     At the end, new files replace older ones that differ. Names determine contents, so a difference means corruption.
     """
-    from torch._inductor.runtime.runtime_utils import cache_dir
     from torch._inductor.utils import fresh_inductor_cache
 
-    cached = Path(cache_dir())
+    cached = kernel_folder()
     forget_loaded_kernels()
     forget_instructions()
     with tempfile.TemporaryDirectory(prefix="mirrorc-kernels-", ignore_cleanup_errors=True) as place:

@@ -51,6 +51,13 @@ class Rule:
     def statement(self) -> str:
         return " ".join((self.check.__doc__ or "").partition("\n\n")[0].split())
 
+    @property
+    def applies(self) -> str:
+        """``to every stage``, ``from PACKED on`` or ``to every pass``."""
+        if self.scope is Scope.PASS:
+            return "to every pass"
+        return "to every stage" if self.since is None else f"from {self.since.name} on"
+
     def holds_at(self, stage: Stage) -> bool:
         return self.since is None or self.since <= stage
 

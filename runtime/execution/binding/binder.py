@@ -149,9 +149,7 @@ class Binder:
     def _bind_meeting(self, replica: int, node: fx.Node) -> TwoPartCall:
         values = self._replica_values
         return TwoPartCall(
-            functools.partial(values.arrive, node, replica),
-            functools.partial(values.leave, node, replica),
-            is_timed=True,
+            functools.partial(values.arrive, node, replica), functools.partial(values.leave, node, replica)
         )
 
     @binds(ops.microbatch)

@@ -84,7 +84,7 @@ def _bind_exchange_payload(binder: Binder, replica: int, node: fx.Node) -> Calla
             ExecutionError,
             f"MC1507: {node.name} sends the payload {text}, which this process has not",
             "a program that was loaded is read, not run",
-            f"compile the model with Communication(compression={text})",
+            f"compile the model with communication=mirrorc.Communication(compression={text})",
         )
     gradients_of = functools.partial(gradients_of_pack, bucket, pack)
 

@@ -45,7 +45,10 @@ def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, i
     if not on_these:
         return ""
     if is_captured or any(held.is_captured for held in on_these):
-        why, remedy = "a step with cuda_graphs=True has memory of its own", "compile both without CUDA graphs"
+        why, remedy = (
+            "a step with cuda_graphs=True has memory of its own",
+            "compile both with compiler=mirrorc.Compiler(cuda_graphs=False)",
+        )
     else:
         why = "their optimizers have a part of their parameters in common"
         remedy = "give both steps the same optimizers, or optimizers over the same parameters or over different ones"

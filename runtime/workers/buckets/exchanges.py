@@ -199,7 +199,7 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
                 ExecutionError,
                 f"MC1104: link {node.kwargs['link']!r} does not add up a worker's buckets in one place",
                 "from there they are sent to the other workers",
-                "link='shared-memory'",
+                "communication=mirrorc.Communication(link='shared-memory')",
             )
     packs = [pack_of(node) for node in launches if node.target in (*ops.EXCHANGES_OF_SUMS, ops.gather_factors)]
     gathered = [pack_of(node) for node in launches if node.target is ops.gather_factors]

@@ -1,5 +1,6 @@
 """Which sizes become symbols, by the calls that have come before."""
 
+import json
 from typing import Any
 
 import pytest
@@ -33,17 +34,36 @@ def test_a_second_length_is_a_symbol() -> None:
 
 
 @pytest.mark.parametrize("pair", [((8, 5), (3, 5)), ((3, 5), (8, 5))])
-def test_two_numbers_of_examples_are_a_batch_and_the_last_one(pair: tuple[tuple[int, int], ...]) -> None:
-    assert symbols_after(*pair) == NONE
-    assert symbols_after(*pair, *pair) == NONE
-    assert symbols_after(*pair, (6, 5)) == [{0}, {0}]
+def test_a_second_number_of_examples_is_a_symbol(pair: tuple[tuple[int, int], ...]) -> None:
+    assert symbols_after(*pair) == [{0}, {0}]
+    assert symbols_after(*pair, (8, 6)) == [{0, 1}, {0}]
 
 
-def test_where_lengths_change_a_larger_batch_is_no_last_one() -> None:
-    assert symbols_after((8, 5), (8, 6), (12, 7)) == [{0, 1}, {0}]
-    assert symbols_after((8, 5), (12, 6)) == [{0, 1}, {0}]
-    assert symbols_after((8, 5), (8, 6), (3, 7)) == [{1}, set()]
-    assert symbols_after((8, 5), (8, 6), (3, 7), (4, 7)) == [{0, 1}, {0}]
+def test_the_first_sizes_keep_their_program() -> None:
+    sizes = ChangingSizes(dynamic=None)
+    first, second = ([torch.empty(n, 5), torch.empty(n)] for n in (8, 3))
+    for args, expected in ((first, NONE), (second, [{0}, {0}]), (first, NONE)):
+        assert symbols_of(sizes, *args) == expected
+        assert sizes.are_first(flatten_call(["x", "y"], args, {}), "step") is (args is first)
+
+
+def test_numbers_of_examples_of_an_evaluation_are_symbols_at_once() -> None:
+    call = flatten_call(["x"], (torch.empty(8, 5),), {})
+    for dynamic, expected in ((None, [{0}]), (False, NONE), (True, [{0, 1}])):
+        sizes = ChangingSizes(dynamic=dynamic)
+        assert [set(dims) for dims in sizes.symbolic_dims(call, "evaluation", is_evaluation=True)] == expected
+        assert not (dynamic is None and sizes.are_first(call, "evaluation"))
+
+
+def test_a_resumed_training_goes_on_with_its_sizes() -> None:
+    earlier, later = ChangingSizes(dynamic=None), ChangingSizes(dynamic=None)
+    full, last = ((torch.empty(n, 5), torch.empty(n)) for n in (8, 3))
+    assert [symbols_of(earlier, *args) for args in (full, last)] == [NONE, [{0}, {0}]]
+    later.load_state_dict(json.loads(json.dumps(earlier.state_dict())))
+    assert symbols_of(later, *last) == [{0}, {0}]
+    assert symbols_of(later, *full) == NONE
+    later.load_state_dict({kind: [] for kind in earlier.state_dict()})  # what it has seen itself stays
+    assert symbols_of(later, *last) == [{0}, {0}]
 
 
 def test_sizes_of_zero_and_one_do_not_count() -> None:
@@ -65,9 +85,8 @@ def test_shards_that_are_split_already_may_be_uneven(split: tuple[int, int]) -> 
         return symbols_of(sizes, *one)
 
     assert shards(*split) == NONE
-    assert shards(4, 4) == NONE
-    assert shards(6, 6) == NONE  # the last batch, or that of which the others are the last
-    assert shards(9, 9) == [{0}, {0}]
+    assert shards(4, 4) == NONE  # one of the first sizes
+    assert shards(6, 6) == [{0}, {0}]
 
 
 def test_a_marked_size_is_a_symbol_and_the_other_ones_count_as_ever() -> None:
@@ -76,6 +95,7 @@ def test_a_marked_size_is_a_symbol_and_the_other_ones_count_as_ever() -> None:
     torch._dynamo.mark_dynamic(x, 1)
     assert symbols_of(sizes, x, torch.empty(8)) == [{1}, set()]
     assert symbols_of(sizes, torch.empty(9, 6), torch.empty(9)) == [{1}, set()]
+    assert symbols_of(sizes, torch.empty(8, 5), torch.empty(8)) == [{1}, set()]
 
 
 def test_numbers_of_examples_are_taken_out_of_symbols() -> None:

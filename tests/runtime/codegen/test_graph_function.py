@@ -156,8 +156,7 @@ def test_an_exception_from_elsewhere_has_no_failing_node() -> None:
     assert list(failing_nodes(None)) == []
 
 
-@pytest.mark.parametrize("is_timed", [True, False])
-def test_a_meeting_that_gives_nothing_is_timed_where_it_says_so(is_timed: bool) -> None:
+def test_a_meeting_that_gives_nothing_is_timed() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     met = graph.call_function(print, (x,))
@@ -165,11 +164,11 @@ def test_a_meeting_that_gives_nothing_is_timed_where_it_says_so(is_timed: bool) 
     graph.output(y)
 
     def bind(node: fx.Node) -> Any:
-        return TwoPartCall(lambda _: None, lambda: None, is_timed=is_timed) if node is met else node.target
+        return TwoPartCall(lambda _: None, lambda: None) if node is met else node.target
 
     function = generate("test", graph, bind, clock=Clock())
     assert function.call([2]) == -2
-    assert function.marked == ([met, y] if is_timed else [y])
+    assert function.marked == [met, y]
 
 
 def test_functions_do_not_outlive_their_users() -> None:

@@ -61,7 +61,7 @@ def test_the_eager_backend_is_recommended_where_it_says_more(opaque: str) -> Non
     plain = "check this step's batch and that line"
     assert advice("eager", Table(), index) == plain
     assert advice("eager", Asserting(), nothing) == advice(opaque, Asserting(), nothing) == plain
-    hint = "mirrorc.Compiler(backend='eager'), which names the operator exactly"
+    hint = "compiler=mirrorc.Compiler(backend='eager'), which names the operator exactly"
     assert advice(opaque, Table(), index) == f"check this step's batch\n  or:   {hint}"
 
 

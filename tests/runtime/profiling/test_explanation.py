@@ -125,9 +125,20 @@ def test_every_figure_of_even_devices() -> None:
         assert (device.update_ms, device.finished_ms) == (3.0, 15.25)
         assert device.region_ms == {"fwd_0": 4.0, "bwd_0": 2.0, "bwd_1": 3.0}
         assert device.parts_ms == found.parts_ms == {
-            "start": 1.0, "forward": 4.0, "backward": 5.0, "pack": 0.5, "launch": 0.25, "skew": 0.0, "transfer": 1.5,
-            "update": 3.0, "write": 0.0, "other": 0.0, "end": 0.0,
+            "start": 1.0, "forward": 4.0, "backward": 5.0, "pack": 0.5, "launch": 0.25, "commit": 0.0, "skew": 0.0,
+            "transfer": 1.5, "update": 3.0, "write": 0.0, "other": 0.0, "end": 0.0,
         }  # fmt: skip
+
+
+def test_waiting_at_the_commit_is_a_part_of_its_own_and_counts_in_the_advice() -> None:
+    found = explained(program_of(), EVEN | DONE | {"commit": 6.0}, EVEN | DONE | {"bwd_1": 9.0})
+    assert [(device.parts_ms["commit"], device.parts_ms["skew"]) for device in found.devices] == [
+        (6.0, 0.0),
+        (0.0, 0.0),
+    ]
+    assert found.other_ms == 4.75 and found.exposed_ms == 1.5
+    assert found.advice.startswith("even out the devices: cpu:1 computes for 15.000 ms, cpu:0 for 9.000 ms")
+    assert found.advice.endswith("Estimated gain: 3.000 ms a step.")
 
 
 def test_only_a_link_that_moves_by_itself_hides_anything() -> None:
@@ -227,7 +238,8 @@ def test_a_last_bucket_that_nothing_hides(link: str) -> None:
     found = explained(program, own, own)
     assert found.buckets[1].behind == "" and found.buckets[1].transfer_ms == 4.0
     assert found.advice == (
-        "a smaller last bucket, 4.0 MiB instead of 8.0 MiB: nothing is left to hide it (buckets=4). Estimated gain: "
+        "a smaller last bucket, 4.0 MiB instead of 8.0 MiB: nothing is left to hide it (communication=mirrorc.Communication("
+        "buckets=4)). Estimated gain: "
         "2.000 ms a step."
     )
 
@@ -278,7 +290,7 @@ def test_many_tiny_buckets(link: str) -> None:
     assert len(found.buckets) == 20 and found.exposed_ms == pytest.approx(2.0)
     assert (
         found.advice.startswith("fewer buckets, 1 instead of 20: each costs 0.")
-        and "(buckets=ByBytes(25, 25))" in found.advice
+        and "(communication=mirrorc.Communication(buckets=mirrorc.packing.ByBytes(25, 25)))" in found.advice
     )
     if link == "shared-memory":  # elsewhere, buckets are under way while others are updated
         assert "each costs 0.200 ms" in found.advice and found.advice.endswith("Estimated gain: 3.798 ms a step.")
@@ -430,19 +442,20 @@ reduce_scatter over shared-memory, ms
 b0       4.0 KiB     7.00     7.50    19.75    20.25        -     0.50     0.00     0.50  wait b1
 b1     256.0 KiB    13.50    13.75    13.75    17.75        -     4.00     3.00     1.00  cpu:1's bwd_1
 
-device        start  forward backward     pack   launch     skew transfer   update    write    other      end
-cpu:0          1.00     4.00     5.00     0.50     0.25     6.00     1.50     3.00     0.00     0.00     0.00
-cpu:1          1.00     4.00    11.00     0.50     0.25     0.00     1.50     3.00     0.00     0.00     0.00
+device        start  forward backward     pack   launch     skew transfer   update
+cpu:0          1.00     4.00     5.00     0.50     0.25     6.00     1.50     3.00
+cpu:1          1.00     4.00    11.00     0.50     0.25     0.00     1.50     3.00
 
 bucket: ready (its last gradient is made), launched, waited (its wait begins) and finished (its wait ends) are
   moments from the step's beginning, as means over the devices that take part; means over all devices (0 for
   one that does not wait) are hidden (in flight while the device does something else; - where nothing moves
   before the wait) and exposed (in the wait) = skew + transfer; behind is what it waited for longest: a call
   of a device that launched late, or an earlier wait
-device: each row adds up to the step. start: until the device's function begins; forward: in regions of
-  forward; backward: in regions of backward; pack: filling buckets; launch: launching collectives; skew: in
-  waits, until the last device that is needed has launched; transfer: the rest of the waits: moving, adding up
-  and multiplying factors; update: in the optimizer; write: writing buffers; other: in other calls; end: done,
+device: each row adds up to the step; parts that are 0 are left out. start: until the device's function
+  begins; forward: in regions of forward; backward: in regions of backward; pack: filling buckets; launch:
+  launching collectives; commit: in the commit, until the last device has come to it; skew: in waits, until
+  the last device that is needed has launched; transfer: the rest of the waits: moving, adding up and
+  multiplying factors; update: in the optimizer; write: writing buffers; other: in other calls; end: done,
   while another device is not
 
 advice: even out the devices: cpu:1 computes for 15.000 ms, cpu:0 for 9.000 ms, 6.000 ms more in bwd_1: see

@@ -379,7 +379,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def calls_of(graph: fx.Graph) -> list[fx.Node]:
-    silent = (ops.read, ops.slot, ops.commit, operator.getitem)  # a commit's time belongs to the wait after it
+    silent = (ops.read, ops.slot, operator.getitem)
     return [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in silent]
 
 

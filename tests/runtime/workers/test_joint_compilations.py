@@ -97,7 +97,7 @@ def test_a_worker_that_ends_before_it_comes_to_compile_is_named_to_all_others(tm
 
 ENDS = """
 import mirrorc, torch
-if mirrorc.cluster.join(timeout_seconds=60).rank:
+if mirrorc.cluster.join(timeout=60).rank:
     raise ValueError("there is no data")
 model = torch.nn.Linear(2, 1)
 mirrorc.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=torch.nn.MSELoss())

@@ -135,14 +135,14 @@ def test_has_cpp_compiler_sees_that_there_is_none(monkeypatch: pytest.MonkeyPatc
         raise exc.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
-    assert internals.has_cpp_compiler() is False
+    assert internals.has_cpp_compiler() is False and internals.cpp_compiler() is None
 
 
 def test_has_cpp_compiler_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
-    assert internals.has_cpp_compiler() is True
+    assert internals.has_cpp_compiler() is True and internals.cpp_compiler() == "g++"
 
 
 @pytest.mark.slow

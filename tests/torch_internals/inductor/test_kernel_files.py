@@ -14,6 +14,7 @@ from mirrorc.torch_internals.inductor import cpp_compiler
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 def test_fresh_files_take_the_place_of_overwritten_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert internals.kernel_folder() == tmp_path
     cpp_compiler.forget_loaded_kernels()
     try:
         internals.compile_with_inductor(*sine_of(13), num_threads=1)

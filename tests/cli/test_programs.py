@@ -57,6 +57,21 @@ def test_opt_names_the_file_to_give_in_place_of_a_lowered_program(tmp_path: Path
     assert done.exit_code == 2 and "is LOWERED already" in done.stderr and "00-capture.json.gz" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_commands_that_read_programs_import_no_compiler(command: str, captured: Path) -> None:
+    script = f"""
+import sys
+sys.argv = ["mirrorc", "{command}", *[{str(captured)!r}] * {2 if command == "diff" else 1}]
+from mirrorc.cli import main
+try:
+    main()
+finally:
+    assert not {{"mirrorc.interface", "mirrorc.passes", "mirrorc.runtime", "mirrorc.capture"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_show_prints_a_saved_program(captured: Path) -> None:
     program = captured_two_layers()
@@ -291,6 +306,31 @@ def test_the_version_is_printed() -> None:
     assert done.exit_code == 0 and re.fullmatch(
         rf"mirrorc \d+\.\d+\.\d+, torch {re.escape(torch.__version__)}\n", done.stdout
     )
+
+
+def test_a_failed_opt_leaves_a_reproducer_only_where_it_is_told_to(
+    captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loses_keys.py").write_text(
+        "from mirrorc.ir.program import Stage\n"
+        "class Loses:\n"
+        "    name, input_stage, output_stage = 'loses', Stage.CAPTURED, Stage.CAPTURED\n"
+        "    def run(self, program):\n"
+        "        raise RuntimeError('lost my keys')\n"
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
+    command = ["opt", str(captured), "--passes", "plan-buckets,loses_keys:Loses"]
+    done = run(app, command)
+    assert done.exit_code == 2 and "pass 'loses' failed" in done.stderr and "Reproduce" not in done.stderr
+    assert done.stderr.endswith("\n--dump DIRECTORY keeps what the failing pass was given.\n")
+    done = run(app, [*command, "--dump", "kept"])
+    (folder,) = (tmp_path / "kept").glob("mirrorc-loses-*")
+    assert f"Reproduce it with: mirrorc opt kept/{folder.name}/program.json.gz --passes loses_keys:Loses" in done.stderr
+    assert "--dump DIRECTORY" not in done.stderr and not list(elsewhere.iterdir())
 
 
 @pytest.mark.slow

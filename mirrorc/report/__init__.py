@@ -1,0 +1,1 @@
+"""Reports of a training step as one HTML file."""

@@ -1,0 +1,114 @@
+"""Writes reports as HTML, reads their data back, and compares two."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mirrorc.comparison.diff import diff_texts
+from mirrorc.printing.printed_values import size_text
+from mirrorc.printing.reader import read_program_text
+from mirrorc.report.picture import picture_of
+from mirrorc.report.step_report import StepReport
+from mirrorc.runtime.profiling.accounting import PARTS
+from mirrorc.serialization.plain_data import DataError
+from mirrorc.serialization.record_data import decode_record, encode_record
+from mirrorc.serialization.whole_file import write_whole
+
+_FORMAT = "mirrorc report 1"
+_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+_MEMORY = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "reserved", "total")
+_STYLES = {
+    "forward": "forward",
+    "backward": "backward",
+    "pack": "pack",
+    "launch": "launch",
+    "late": "wait: a peer is not there",
+    "idle": "in flight, nothing moves",
+    "moving": "wait or flight: bytes move",
+    "filling": "a bucket is filled",
+    "commit": "commit",
+    "update": "update",
+    "write": "write",
+    "start": "start",
+    "other": "other",
+}
+
+
+def write_report(path: str | os.PathLike[str], report: StepReport, earlier: StepReport | None = None) -> Path:
+    """Writes a whole file or none; ``earlier`` is compared with the report."""
+    return write_whole(path, render(report, earlier).encode())
+
+
+def read_report(path: str | os.PathLike[str]) -> StepReport:
+    """Raises ValueError if the file is not a report."""
+    match = _DATA.search(Path(path).read_text(encoding="utf-8", errors="replace"))
+    try:
+        data = json.loads(match[1]) if match else {}
+        if data.get("format") != _FORMAT:
+            raise DataError("it has no data of one")
+        report: StepReport = decode_record(data["report"], StepReport, "the report")
+    except (DataError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a report of step.report() in this version of mirrorc: {error}") from error
+    return report
+
+
+def render(report: StepReport, earlier: StepReport | None = None) -> str:
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"ms": lambda ms: f"{ms:.3f}", "size": _size}
+    template = environment.from_string(
+        importlib.resources.files("mirrorc.report").joinpath("report.html.j2").read_text(encoding="utf-8")
+    )
+    data = {"format": _FORMAT, "report": encode_record(report, StepReport, "the report")}
+    picture = picture_of(report)
+    return template.render(
+        report=report,
+        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        picture=picture,
+        program=read_program_text(report.program),
+        lines=report.program.rstrip("\n").split("\n"),
+        bar_of_line=picture.first_bar,
+        parts=PARTS,
+        styles=_STYLES,
+        memory_kinds=_MEMORY,
+        earlier=earlier,
+        changes=list(changes(earlier.metrics, report.metrics)) if earlier is not None else [],
+        difference=diff_texts(earlier.program, report.program) if earlier is not None else "",
+    )
+
+
+@dataclass(frozen=True)
+class Change:
+    name: str
+    before: str
+    now: str
+    difference: str
+
+
+def changes(before: Mapping[str, float], now: Mapping[str, float]) -> Iterator[Change]:
+    for name in [*now, *(name for name in before if name not in now)]:
+        old, new = before.get(name), now.get(name)
+        text = ""
+        if old is not None and new is not None and old != new:
+            relative = f" ({(new - old) / old:+.1%})" if old else ""
+            text = f"{'+' if new > old else '-'}{_figure(name, abs(new - old))}{relative}"
+        yield Change(name, _figure(name, old), _figure(name, new), text)
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_bytes"):
+        return size_text(round(value))
+    return f"{value:.3f}" if name.endswith("_ms") else f"{value:g}"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "not known" if num_bytes is None else size_text(num_bytes) if num_bytes else "-"

@@ -1,0 +1,246 @@
+"""The data of a report: one step's calls and messages, and the accounts that `explain` and `memory` give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.links import link_named
+from mirrorc.ir.nodes import call_name, calls_to, is_region_call
+from mirrorc.ir.program import Program
+from mirrorc.printing.graph_text import graph_lines
+from mirrorc.printing.reader import read_program_text
+from mirrorc.runtime.memory.report import MemoryReport
+from mirrorc.runtime.profiling.accounting import part_of
+from mirrorc.runtime.profiling.collectives import Collective, collectives_of, skew_ns
+from mirrorc.runtime.profiling.explanation import Explanation
+from mirrorc.runtime.profiling.recorder import RecordedStep
+
+
+@dataclass(frozen=True)
+class ReportedCall:
+    """A device's call. Times are milliseconds from the beginning of the step.
+
+    Attributes:
+        part: see `mirrorc.runtime.profiling.accounting.PARTS`.
+        late_ms: the beginning of a wait or commit, until the last device that it needs is there.
+        line: the number of its line in the printed program.
+        flight: its place in `StepReport.flights`, for a launch or a wait.
+        num_bytes: the most bytes of activations during the call; None if unknown.
+    """
+
+    name: str
+    part: str
+    start_ms: float
+    end_ms: float
+    late_ms: float
+    line: int
+    flight: int | None
+    num_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Lane:
+    device: str
+    num_examples: int | None
+    started_ms: float
+    calls: tuple[ReportedCall, ...]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A wait, and the launch that it needs last."""
+
+    source: int
+    launched_ms: float
+    replica: int
+    waited_ms: float
+    finished_ms: float
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A collective or message in flight.
+
+    Attributes:
+        filled_ms: the start of the first call that makes its value, such as a region whose gradients fill the bucket.
+        first_ms, last_ms: the first and the last launch.
+        moves_by_itself: False for a link that moves nothing before the wait.
+    """
+
+    label: str
+    bucket: int
+    kind: str
+    link: str
+    num_bytes: int
+    filled_ms: float
+    first_ms: float
+    last_ms: float
+    moves_by_itself: bool
+    arrivals: tuple[Arrival, ...]
+
+    @property
+    def waited_ms(self) -> float:
+        """The beginning of the first wait after the last launch."""
+        return max(self.last_ms, min((arrival.waited_ms for arrival in self.arrivals), default=self.last_ms))
+
+    @property
+    def finished_ms(self) -> float:
+        return max([self.last_ms, *(arrival.finished_ms for arrival in self.arrivals)])
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The moment at which the last device comes to the commit."""
+
+    ms: float
+    device: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A report's data. A saved program has no ``explanation`` if its step cannot be predicted, and no ``memory``.
+
+    Attributes:
+        program: its printed form.
+        prediction: the basis of times that were not recorded; empty for recorded times.
+        step_ms: of the shown step.
+        metrics: as of `mirrorc.Step.metrics`.
+    """
+
+    facts: Mapping[str, str]
+    program: str
+    prediction: str
+    step_ms: float
+    lanes: tuple[Lane, ...]
+    flights: tuple[Flight, ...]
+    commit: Commit | None
+    explanation: Explanation | None
+    memory: MemoryReport | None
+    metrics: Mapping[str, float]
+
+
+def step_report(
+    program: Program,
+    step: RecordedStep,
+    explanation: Explanation,
+    memory: MemoryReport | None,
+    facts: Mapping[str, str],
+    metrics: Mapping[str, float],
+    prediction: str = "",
+) -> StepReport:
+    text = program.to_text()
+    commit = _commit(program, step)
+    collectives = collectives_of(step)
+    return StepReport(
+        facts=facts,
+        program=text,
+        prediction=prediction,
+        step_ms=(step.ended_ns - step.begun_ns) / 1e6,
+        lanes=tuple(_lanes(program, step, collectives, commit, _numbers_of_lines(program, text), memory)),
+        flights=tuple(
+            _flight(step, collective, times.label, times.num_bytes)
+            for collective, times in zip(collectives, explanation.buckets, strict=False)
+        ),
+        commit=commit,
+        explanation=explanation,
+        memory=memory,
+        metrics=metrics,
+    )
+
+
+def _numbers_of_lines(program: Program, text: str) -> list[Mapping[fx.Node, int]]:
+    """For each device, the number of each call's line. A folded line stands for several calls."""
+    printed = read_program_text(text)
+    numbers: list[Mapping[fx.Node, int]] = []
+    for device, module in zip(program.devices, program.device_graphs.values(), strict=True):
+        nodes = [line.node for line in graph_lines(program, module.graph)][:-1]  # without the return
+        lines = [line.number for line in printed.lines_of(device.name)]
+        of_node = dict(zip(nodes, lines, strict=True))
+        for node in calls_to(module.graph, ops.write):  # all on one line
+            of_node.setdefault(node, next(n for other, n in of_node.items() if other.target is ops.write))
+        numbers.append(of_node)
+    return numbers
+
+
+def _lanes(
+    program: Program,
+    step: RecordedStep,
+    collectives: Sequence[Collective],
+    commit: Commit | None,
+    numbers: Sequence[Mapping[fx.Node, int]],
+    memory: MemoryReport | None,
+) -> list[Lane]:
+    flights, late = {}, {}
+    for place, collective in enumerate(collectives):
+        for launch in collective.launches:
+            flights[launch.node] = place
+            if launch.wait is not None:
+                flights[launch.wait], late[launch.wait] = place, skew_ns(step, launch) / 1e6
+    lanes = []
+    for replica, device_calls in enumerate(step.calls):
+        most = memory.devices[replica].activations_during if memory is not None else {}
+        calls = []
+        for call in device_calls:
+            start, end = _ms(step, call.start_ns), _ms(step, call.end_ns)
+            late_ms = late.get(call.node, 0.0)
+            if commit is not None and call.node.target is ops.commit:
+                late_ms = min(end, commit.ms) - start
+            calls.append(
+                ReportedCall(
+                    name=call_name(call.node),
+                    part=part_of(program, call.node),
+                    start_ms=start,
+                    end_ms=end,
+                    late_ms=late_ms,
+                    line=numbers[replica].get(call.node, 0),
+                    flight=flights.get(call.node),
+                    num_bytes=most.get(call.node.name),
+                )
+            )
+        examples = program.num_examples[replica] if len(program.num_examples) == program.num_replicas else None
+        lanes.append(Lane(program.devices[replica].name, examples, _ms(step, step.started_ns[replica]), tuple(calls)))
+    return lanes
+
+
+def _ms(step: RecordedStep, ns: int) -> float:
+    return (ns - step.begun_ns) / 1e6
+
+
+def _commit(program: Program, step: RecordedStep) -> Commit | None:
+    begun = [
+        (call.start_ns, program.devices[replica].name)
+        for replica, device_calls in enumerate(step.calls)
+        for call in device_calls
+        if call.node.target is ops.commit
+    ]
+    return Commit(_ms(step, max(begun)[0]), max(begun)[1]) if begun else None
+
+
+def _flight(step: RecordedStep, collective: Collective, label: str, num_bytes: int) -> Flight:
+    launches = [step.call_of[launch.node] for launch in collective.launches]
+    arrivals = []
+    for launch in collective.launches:
+        if launch.wait is not None:
+            wait = step.call_of[launch.wait]
+            source, last = max(launch.awaited, key=lambda awaited: step.call_of[awaited[1]].end_ns)
+            times = [_ms(step, ns) for ns in (step.call_of[last].end_ns, wait.start_ns, wait.end_ns)]
+            arrivals.append(Arrival(source, times[0], launch.replica, times[1], times[2]))
+    sources = [source for launch in collective.launches for source in launch.sources]
+    begun = [step.call_of[source].start_ns for source in sources if is_region_call(source) and not collective.round]
+    ends = [call.end_ns for call in launches]
+    return Flight(
+        label=label,
+        bucket=collective.bucket,
+        kind=collective.kind,
+        link=collective.link,
+        num_bytes=num_bytes,
+        filled_ms=_ms(step, min([*begun, min(ends)])),
+        first_ms=_ms(step, min(ends)),
+        last_ms=_ms(step, max(ends)),
+        moves_by_itself=link_named(collective.link).moves_by_itself,
+        arrivals=tuple(arrivals),
+    )
