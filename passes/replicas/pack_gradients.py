@@ -87,7 +87,8 @@ def _check_rows(bucket: Bucket, gradients: Any) -> None:
         if any(gradient is not None and gradient.target is not ops.index_add for gradient in gradients[slot.variable]):
             raise PassError(
                 f"MC4003: the optimizer takes rows of the gradient of {slot.variable}, which is not left as rows: run "
-                "'factor-gradients' before 'pack-gradients' (mirrorc.Compiler(exact_order=True) leaves it out), or look it up with sparse=False"
+                "'factor-gradients' before 'pack-gradients' (mirrorc.Compiler(exact_order=True) leaves it out), or look it up "
+                "with sparse=False"
             )
 
 

@@ -181,8 +181,8 @@ def _gather(
     for packed_bucket in packed:
         if packed_bucket.target is not ops.pack or not all(map(stays_factored, packed_bucket.args)):
             raise PassError(
-                f"MC4003: {packed_bucket.name} of bucket {bucket.index} is computed of gradients that are to be sent to other workers "
-                "as factors, which would not make it: compile with communication=mirrorc.Communication(exchange='dense')"
+                f"MC4003: {packed_bucket.name} of bucket {bucket.index} is computed of gradients that are to be sent to other "
+                "workers as factors, which would not make it: compile with communication=mirrorc.Communication(exchange='dense')"
             )
     launched = first.all_input_nodes[0] if first.target is ops.wait else first
     place = max(launched, last) if last is not None else launched
