@@ -29,7 +29,7 @@ from mirrorc.checkpoints.folders import read
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
 CLOSED_SECONDS = 5.0  # within which all end when a connection is closed; after the time to wait, if one hangs
 _MOST_SECONDS = 300.0  # that workers may take at all
-_NAMED = re.compile(r"^mirrorc\.errors\.CommunicationError: .*?worker (\d+) \(", re.MULTILINE)
+_NAMED = re.compile(r"^mirrorc\.errors\.CommunicationError: .*?worker (\d+) \(", re.MULTILINE | re.DOTALL)
 
 
 class ForkedError(Exception):

@@ -15,7 +15,8 @@ from mirrorc.torch_internals import no_torch_function
 class TrainedLoss(torch.Tensor):
     """A loss whose backward the step has done already, so that ``loss.backward()`` of a loop or a library only warns.
 
-    What is computed from it, copied or saved is a plain tensor.
+    Scaled by a number, as libraries do for accumulation, it stays such a loss. What is computed from it otherwise, copied
+    or saved is a plain tensor.
     """
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
@@ -33,6 +34,12 @@ class TrainedLoss(torch.Tensor):
             stacklevel=users_stack_level(),
         )
 
+    def __mul__(self, factor: Any) -> torch.Tensor:  # type: ignore[override]
+        return _kept(self.as_subclass(torch.Tensor) * factor, factor)
+
+    def __truediv__(self, divisor: Any) -> torch.Tensor:  # type: ignore[override]
+        return _kept(self.as_subclass(torch.Tensor) / divisor, divisor)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.as_subclass(torch.Tensor))
 
@@ -44,3 +51,7 @@ class TrainedLoss(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
+
+
+def _kept(scaled: torch.Tensor, factor: Any) -> torch.Tensor:
+    return scaled.as_subclass(TrainedLoss) if isinstance(factor, int | float) else scaled

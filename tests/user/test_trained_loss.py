@@ -41,12 +41,19 @@ def test_results_and_copies_are_plain_tensors() -> None:
         copy.deepcopy(loss),
         pickle.loads(pickle.dumps(loss)),
         torch.load(saved, weights_only=True)["loss"],
-        loss / 1,
+        loss / torch.tensor(1.0),
         loss.clone(),
         torch.stack([loss])[0],
         loss.detach(),
     ]
     assert all(type(value) is torch.Tensor and value.item() == 2.5 for value in copies)
+
+
+def test_scaled_by_a_number_its_backward_still_only_warns() -> None:
+    for scaled, expected in ((loss_of() / 2, 1.25), (loss_of() * 2.0, 5.0), (loss_of() / True, 2.5)):
+        assert type(scaled) is TrainedLoss and scaled.item() == expected
+        with pytest.warns(UserWarning, match="did nothing"):
+            scaled.backward()
 
 
 def test_it_prints_and_counts_as_a_tensor() -> None:
