@@ -82,8 +82,8 @@ class Step(StepReports):
         runs = ProgramRuns(options, num_threads, self._coordinator.step_seconds, interrupts)
         specializer = Specializer(options, model, state, num_threads, interrupts, self._coordinator.team)
         super().__init__(options, model, state, runs, specializer)
-        choices = SavedChoices(specializer.choices.exchange, specializer.sizes, options)
-        self._training_state = TrainingState(options, model, state, choices)
+        choices = SavedChoices(specializer.choices.exchange, options)
+        self._training_state = TrainingState(options, model, state, choices, specializer.sizes)
         self._training = TrainingCalls(
             self._signature,
             state,
