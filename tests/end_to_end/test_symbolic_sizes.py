@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import copy
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
