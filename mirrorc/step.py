@@ -83,8 +83,8 @@ class Step(StepReports):
         runs = ProgramRuns(options, num_threads, self._coordinator.step_seconds, interrupts)
         specializer = Specializer(options, model, state, num_threads, interrupts, self._coordinator.team)
         super().__init__(options, model, state, runs, specializer)
-        choices = SavedChoices(specializer.choices.exchange, specializer.sizes, options)
-        self._training_state = TrainingState(options, model, state, choices)
+        choices = SavedChoices(specializer.choices.exchange, options)
+        self._training_state = TrainingState(options, model, state, choices, specializer.sizes)
         self._training = TrainingCalls(
             self._signature,
             state,
@@ -223,8 +223,9 @@ class Step(StepReports):
         """Loads the training state of an earlier run, on any number of devices; call it on all workers.
 
         Model, optimizers and scaler are loaded in place. Accumulated gradients are dropped. With as many devices and workers as
-        before, the run goes on with the same bits. Otherwise replicas begin with the model's buffers, and a warning says so if
-        theirs differed. The random streams are those of the worker of the same rank; a worker more keeps its own.
+        before, the run goes on with the same bits, unless several sizes of its batches change. Otherwise replicas begin with the
+        model's buffers, and a warning says so if theirs differed. The random streams are those of the worker of the same rank; a
+        worker more keeps its own.
 
         Args:
             state: the result of `state_dict` on this worker; or those of all workers of the earlier run, in any order. Another

@@ -299,7 +299,7 @@ class StepReports(ABC):
         - ``communication/sent_bytes``: bytes of buckets, messages or factors in flight. ``communication/launches``: their number.
         - ``memory/peak_bytes``: the total of `memory`, estimated once for each program. ``memory/activations_bytes``: of it,
           activations.
-        - ``programs/compiled``: compilations so far. ``programs/recompiled``: those of training calls after the first.
+        - ``programs/compiled``: compilations so far. ``programs/recompiled``: those of plain steps after the first.
         - ``steps/run``: training steps so far. ``steps/skipped``: those without an update.
         """
         executor = self._runs.last_update

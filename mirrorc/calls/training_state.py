@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mirrorc.calls.random_streams import load_random_state, random_state
+from mirrorc.capture.call.dynamic_sizes import ChangingSizes
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.choices.saved_choices import SavedChoices
 from mirrorc.coordination.residual_checkpoint import unsent_of_worker
@@ -30,8 +31,10 @@ KEYS = ("model", "loss_fn", "other_buffers", "optimizers", "scaler", "choices", 
 class TrainingState:
     """Collects and loads the training state of one step; its caller holds the step's lock."""
 
-    def __init__(self, options: StepOptions, model: ModelState, state: StepState, choices: SavedChoices) -> None:
-        self._options, self._model, self._state, self._choices = options, model, state, choices
+    def __init__(
+        self, options: StepOptions, model: ModelState, state: StepState, choices: SavedChoices, sizes: ChangingSizes
+    ) -> None:
+        self._options, self._model, self._state, self._choices, self._sizes = options, model, state, choices, sizes
         loss_fn = options.loss_fn
         self._modules = {"model": options.model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
         workers = options.program_workers
@@ -60,6 +63,7 @@ class TrainingState:
                 "rank": self._rank,
                 "num_workers": self._num_workers,
                 "random": random_state(self._options.devices),
+                "sizes": self._sizes.state_dict(),
                 "unsent": self._state.unsent.values(),
                 "state": self._state.unsent.state_values(),
             },
@@ -87,6 +91,7 @@ class TrainingState:
         load_unsent()
         if own is not None:
             load_random_state(own["worker"]["random"], self._options.devices)
+            self._sizes.load_state_dict(own["worker"]["sizes"])
 
     def _other_buffers(self) -> dict[str, torch.Tensor]:
         saved = {id(t) for module in self._modules.values() for t in module.state_dict(keep_vars=True).values()}

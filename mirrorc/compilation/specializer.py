@@ -28,7 +28,7 @@ from mirrorc.compilation.program_cache import Key, Specialization, Specializatio
 from mirrorc.compilation.step_compiler import StepCompiler
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import problem
-from mirrorc.options.dynamic_shapes import sends_whole, why_sizes_are_numbers
+from mirrorc.options.dynamic_shapes import why_sizes_are_numbers
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.state.step_state import StepState
@@ -169,7 +169,7 @@ class Specializer:
             remark = f"numbers of examples are numbers: {_CUT_BY_EXAMPLES}" if symbolic != wished else ""
             try:
                 new = self._compiler.compile(call, shards, changes, purpose, symbolic, remark)
-                if new.sizes is None or new.fits(shards):
+                if new.fits(shards) if new.sizes is not None else self._are_alike(shards):
                     self._symbolic.add(purpose)
                     self.sizes.note_program(call, about)
                     return new
@@ -186,16 +186,19 @@ class Specializer:
         why = self.sizes.why_not(call, about, has_one_example=is_lone)
         return self._compiler.compile(call, shards, changes, purpose, on_sizes=_remark_on_numbers(why))
 
+    def _are_alike(self, shards: Shards) -> bool:
+        """True if one graph without symbols fits all replicas that have examples."""
+        each = zip(shards.tensors, self._options.devices, shards.num_examples, strict=True)
+        return len({shard_types(tensors, device.torch_device) for tensors, device, count in each if count}) <= 1
+
     def _why_numbers(self, shards: Shards, purpose: Purpose) -> str:
         """Empty if models could have symbolic sizes in this call."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
         if self._numbers.inputs:
             return "numbers that Python computes are arguments, and one graph does not take both"
-        several, names = self._options.program_workers.are_several, self.choices.exchange.names
-        may_send = several and purpose.trains and self._options.exchange != "dense" and not sends_whole(self._options)
-        sends_factors = may_send and names != ()
-        return why_sizes_are_numbers(self._options, sends_factors=sends_factors, front_end=self._compiler.front_end)
+        may_send = self.choices.exchange.may_send(purpose is Purpose.STEP)
+        return why_sizes_are_numbers(self._options, sends_factors=may_send, front_end=self._compiler.front_end)
 
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose

@@ -263,6 +263,8 @@ class StepCompiler:
         refuse_over_workers(program)
         remarks = [*options.remarks, *_fewer_parts(program, options.microbatches)]
         program = with_gathered(self._choices.put_into(program.with_remarks(*remarks)), options)
+        if captured.sizes is not None and program.workers.sent_as_factors:
+            raise SizesGivenUp("workers send each other factors, of which they know how many there are")
         return program, purpose.passes_of(options.pipeline)
 
     def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress, *more: Instrument) -> Program:

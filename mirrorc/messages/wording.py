@@ -25,10 +25,10 @@ def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
     return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {listed(numbers, most)}"
 
 
-def guess(name: str, known: Iterable[str], otherwise: str) -> str:
+def guess(name: object, known: Iterable[str], otherwise: str) -> str:
     """``did you mean 'ring'?``, or ``otherwise`` if no known name begins with it or is like it."""
-    names = list(known)
-    close = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, n=1)
+    names, text = list(known), str(name)
+    close = [each for each in names if each.startswith(text)] or difflib.get_close_matches(text, names, n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 

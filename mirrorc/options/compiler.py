@@ -46,7 +46,7 @@ class Compiler(OptionGroup):
         capture: the front end that traces the model. "dynamo" traces graphs for compiled regions. "autograd" runs forward
             and backward as plain PyTorch, for untraceable Python and control flow that depends on data. "auto" tries them in
             this order; a warning and a remark give the reason if "dynamo" fails.
-        dynamic: None uses symbols for sizes that change: the first sizes of a training call have a program of their own, and
+        dynamic: None uses symbols for sizes that change: the shapes of the first training call have a program of their own, and
             the second size of a dimension compiles one more for all others. True uses symbols in the first program already,
             and False compiles each new size. Some sizes stay numbers, such as numbers of examples beside microbatches: see
             docs/concepts/recompilation.md.

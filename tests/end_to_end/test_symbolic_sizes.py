@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import warnings
@@ -189,6 +190,26 @@ def test_sizes_are_symbols_of_few_programs(case: str, quiet: None) -> None:
     step, program = trained_beside_plain_pytorch(make_model, sizes, num_devices, **options)
     assert num_programs(step) <= num_compiled if "views" in case else num_programs(step) == num_compiled
     assert words in program.to_text() and ("s0" in words or not words or "s0" not in program.to_text())
+
+
+class Gathering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Embedding(WORDS, 4), nn.Embedding(WORDS, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        left, right = F.normalize(self.left(x).mean(1), dim=1), F.normalize(self.right(y).mean(1), dim=1)
+        return ((left @ mirrorc.all_gather(right).T).logsumexp(1) - (left * right).sum(1)).mean()
+
+
+def test_shards_of_other_sizes_that_gather_have_graphs_of_their_own(quiet: None) -> None:
+    torch.manual_seed(0)
+    model = Gathering().double()
+    other = copy.deepcopy(model)
+    with compiled_step(model, devices=2) as step, compiled_step(other, devices=2, dynamic=False) as numbers:
+        for size in [(8, 3), (5, 3), (8, 3), (7, 3)]:
+            assert float(step(*text(*size))) == float(numbers(*text(*size)))
+    assert_same_parameters(model, other, 0.0)
 
 
 class Sized(nn.Module):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,30 +21,29 @@ _MOST_PROGRAMS = 8  # with symbols, for calls of one kind: torch may add guards 
 logger = logging.getLogger(__name__)
 
 
+Shapes = tuple[tuple[tuple[int, ...], ...], ...]
+"""Of a call: for each argument, the shape of its tensor, or of each replica's."""
+
+
 @dataclass
-class _Sizes:
-    """The sizes of one dimension of an argument. Those of 0 and 1 do not count.
+class _Seen:
+    """What the calls of one kind have had.
 
     Attributes:
-        first: in the first call; empty for a dimension that is a symbol from its first call on.
+        first: the shapes of the first call, which have a program of their own; empty if a dimension was a symbol in it.
+        sizes: for each dimension of each argument, its first sizes; those of 0 and 1 do not count.
+        symbolic: for each argument, its dimensions that are symbols.
     """
 
-    first: frozenset[int] = frozenset()
-    are_symbolic: bool = False
-
-    def add(self, sizes: frozenset[int]) -> None:
-        if not self.first and not self.are_symbolic:
-            self.first = sizes
-        self.are_symbolic = self.are_symbolic or not sizes <= self.first
-
-    def make_symbolic(self) -> None:
-        self.first, self.are_symbolic = frozenset(), True
+    first: Shapes
+    sizes: list[list[frozenset[int]]]
+    symbolic: list[set[int]]
 
 
 class ChangingSizes:
     """The dimensions of arguments whose sizes change between calls, for each kind of call.
 
-    A dimension becomes a symbol at its second size. The sizes of the first call keep a program of their own. Numbers of
+    A dimension becomes a symbol at its second size. The shapes of the first call keep a program of their own. Numbers of
     examples of an evaluation are symbols from the first call on.
 
     Args:
@@ -53,54 +53,61 @@ class ChangingSizes:
 
     def __init__(self, *, dynamic: bool | None) -> None:
         self._dynamic = dynamic
-        self._seen: dict[str, list[list[_Sizes]]] = {}
+        self._seen: dict[str, _Seen] = {}
         self._refusals: dict[Hashable, str] = {}  # reasons, by the kind of a call and whether a shard has one example
         self._num_programs: dict[str, int] = {}
 
     def symbolic_dims(
         self, call: Call, purpose: str, *, has_one_example: bool = False, is_evaluation: bool = False
     ) -> SymbolicDims:
-        """Empty for the sizes of the first call, unless they are symbols from the first call on."""
+        """Empty for the shapes of the first call, unless a dimension was a symbol in it."""
         key = _kind(call, purpose)
         if (key, has_one_example) in self._refusals:
             return ()
-        seen = self._seen.setdefault(key, [[_Sizes() for _ in range(_rank(leaf))] for leaf in call.leaves])
-        for leaf, dims in zip(call.leaves, seen, strict=True):
-            for dim, sizes in enumerate(dims):
-                self._add(leaf, dim, sizes, is_evaluation)
-        if self.are_first(call, purpose):
-            return ()
-        return _unless_empty(frozenset(dim for dim, sizes in enumerate(dims) if sizes.are_symbolic) for dims in seen)
+        seen = self._seen.get(key)
+        if seen is None:
+            none: list[list[frozenset[int]]] = [[frozenset()] * _rank(leaf) for leaf in call.leaves]
+            seen = self._seen[key] = _Seen(_shapes(call), none, [set() for _ in call.leaves])
+        for leaf, sizes, symbolic in zip(call.leaves, seen.sizes, seen.symbolic, strict=True):
+            for dim, known in enumerate(sizes):
+                marked = [tensor.shape[dim] for tensor in _tensors(leaf) if dim in dims_marked_by_user(tensor)]
+                if marked and min(marked) < FEWEST_SYMBOLIC:
+                    _warn_of_marked(leaf.path, dim, min(marked))
+                is_first_symbol = is_evaluation and _counts_examples(leaf, dim)
+                if marked or self._dynamic or (self._dynamic is None and is_first_symbol):
+                    symbolic.add(dim)
+                    seen.first = ()
+                elif self._dynamic is None:
+                    now = _sizes(leaf, dim)
+                    sizes[dim] = known or now
+                    if not now <= sizes[dim]:
+                        symbolic.add(dim)
+        return () if _shapes(call) == seen.first else _unless_empty(map(frozenset, seen.symbolic))
 
     def are_first(self, call: Call, purpose: str) -> bool:
-        """True if a call has the sizes of the first call of its kind, which have a program of their own."""
-        seen = self._seen.get(_kind(call, purpose), [])
-        return any(map(bool, seen)) and all(
-            _sizes(leaf, dim) <= sizes.first
-            for leaf, dims in zip(call.leaves, seen, strict=True)
-            for dim, sizes in enumerate(dims)
-        )
+        """True if a call has the shapes of the first call of its kind, which have a program of their own."""
+        seen = self._seen.get(_kind(call, purpose))
+        return seen is not None and _shapes(call) == seen.first
 
-    def _add(self, leaf: Leaf, dim: int, sizes: _Sizes, is_evaluation: bool) -> None:
-        marked = [tensor.shape[dim] for tensor in _tensors(leaf) if dim in dims_marked_by_user(tensor)]
-        if marked or self._dynamic or (self._dynamic is None and is_evaluation and _counts_examples(leaf, dim)):
-            sizes.make_symbolic()
-        elif self._dynamic is None:
-            sizes.add(_sizes(leaf, dim))
-        if marked and min(marked) < FEWEST_SYMBOLIC:
-            _warn_of_marked(leaf.path, dim, min(marked))
-
-    def state_dict(self) -> dict[str, list[list[tuple[list[int], bool]]]]:
-        """By the kind of a call: for each dimension of each argument, its first sizes, and whether it is a symbol."""
+    def state_dict(self) -> dict[str, Any]:
+        """By the kind of a call, as lists."""
         return {
-            kind: [[(sorted(sizes.first), sizes.are_symbolic) for sizes in dims] for dims in seen]
+            kind: {
+                "first": [[[*shape] for shape in shapes] for shapes in seen.first],
+                "sizes": [[sorted(known) for known in sizes] for sizes in seen.sizes],
+                "symbolic": [sorted(dims) for dims in seen.symbolic],
+            }
             for kind, seen in self._seen.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Sequence[Sequence[tuple[Iterable[int], bool]]]]) -> None:
-        """Kinds of calls that this step has had already keep their sizes."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Kinds of calls that this step has had already keep their sizes: it has programs for them."""
         loaded = {
-            kind: [[_Sizes(frozenset(first), is_symbolic) for first, is_symbolic in dims] for dims in seen]
+            kind: _Seen(
+                tuple(tuple(map(tuple, shapes)) for shapes in seen["first"]),
+                [list(map(frozenset, sizes)) for sizes in seen["sizes"]],
+                [set(dims) for dims in seen["symbolic"]],
+            )
             for kind, seen in state.items()
         }
         self._seen = {**loaded, **self._seen}
@@ -157,6 +164,10 @@ def _kind(call: Call, purpose: str) -> str:
 
 def _tensors(leaf: Leaf) -> Iterable[torch.Tensor]:
     return leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
+
+
+def _shapes(call: Call) -> Shapes:
+    return tuple(tuple(tuple(tensor.shape) for tensor in _tensors(leaf)) for leaf in call.leaves)
 
 
 def _sizes(leaf: Leaf, dim: int) -> frozenset[int]:

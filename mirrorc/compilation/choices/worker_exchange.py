@@ -26,7 +26,7 @@ from mirrorc.torch_internals import size_now
 
 _WHOLE_FOR_SYMBOLS = (
     "workers send gradients whole, none as factors, because sizes of arguments may become symbols: how many factors there are is "
-    "part of a program; dynamic=False, or exchange='factors', makes a program for each size and sends factors"
+    "part of a program; without dynamic=True factors are sent where they are cheaper, and each size is compiled then"
 )
 _AS_IF_ALIKE = "; taken as if all workers had as many examples as this one"
 
@@ -128,6 +128,10 @@ class ExchangeChoice(JointChoice):
                 "nothing gathers rows between workers with such devices",
                 "look it up with sparse=False",
             )
+
+    def may_send(self, purpose_sends: bool) -> bool:
+        """False if all gradients are sent whole, as accumulated ones are, or nothing is sent."""
+        return purpose_sends and self._may_send_factors and (not self._is_final or bool(self._names))
 
     @property
     def _may_send_factors(self) -> bool:

@@ -62,8 +62,10 @@ def test_a_resumed_training_goes_on_with_its_sizes() -> None:
     later.load_state_dict(json.loads(json.dumps(earlier.state_dict())))
     assert symbols_of(later, *last) == [{0}, {0}]
     assert symbols_of(later, *full) == NONE
-    later.load_state_dict({kind: [] for kind in earlier.state_dict()})  # what it has seen itself stays
-    assert symbols_of(later, *last) == [{0}, {0}]
+    third = ChangingSizes(dynamic=None)
+    symbols_of(third, torch.empty(5, 5), torch.empty(5))
+    later.load_state_dict(third.state_dict())  # what it has seen itself stays
+    assert symbols_of(later, *full) == NONE and symbols_of(later, *last) == [{0}, {0}]
 
 
 def test_sizes_of_zero_and_one_do_not_count() -> None:
@@ -85,8 +87,10 @@ def test_shards_that_are_split_already_may_be_uneven(split: tuple[int, int]) -> 
         return symbols_of(sizes, *one)
 
     assert shards(*split) == NONE
-    assert shards(4, 4) == NONE  # one of the first sizes
+    assert shards(4, 4) == NONE  # no new size
     assert shards(6, 6) == [{0}, {0}]
+    assert shards(*reversed(split)) == [{0}, {0}], "only the shapes of the first call keep a program of their own"
+    assert shards(*split) == NONE
 
 
 def test_a_marked_size_is_a_symbol_and_the_other_ones_count_as_ever() -> None:

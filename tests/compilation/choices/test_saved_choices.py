@@ -11,7 +11,7 @@ from torch import nn
 import mirrorc
 from mirrorc import World
 
-MIDDLE = {"devices_per_worker": [1, 1], "sent_as_factors": ["2.weight"], "sizes": {}}
+MIDDLE = {"devices_per_worker": [1, 1], "sent_as_factors": ["2.weight"]}
 
 
 def made(**options: Any) -> mirrorc.Step:
@@ -31,8 +31,7 @@ def load(step: mirrorc.Step, choices: Any) -> None:
 
 
 def choices_of(step: mirrorc.Step) -> Any:
-    """Those but the sizes, of which tests/end_to_end/test_resuming.py has a test."""
-    return {**step.state_dict()["choices"], "sizes": {}}
+    return step.state_dict()["choices"]
 
 
 @pytest.mark.slow
@@ -69,10 +68,9 @@ def test_what_others_have_chosen_is_left_aside() -> None:
         (
             [],
             ValueError,
-            r"the choices of a step's state are a dict of devices_per_worker, sent_as_factors and sizes, not \[\]",
+            r"the choices of a step's state are a dict of devices_per_worker and sent_as_factors, not \[\]",
         ),
         ({**MIDDLE, "sent_as_factors": 3}, TypeError, "sent_as_factors of a step's state is 3: it is a list of names"),
-        ({**MIDDLE, "sizes": [1]}, TypeError, r"sizes of a step's state are \[1\]: they are a dict"),
     ],
 )
 def test_what_is_no_choice_is_refused(choices: Any, error: type[Exception], text: str) -> None:

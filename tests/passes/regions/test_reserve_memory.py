@@ -117,7 +117,7 @@ def test_what_something_else_reads_stays_out_of_it() -> None:
 def test_steps_and_programs_use_the_same_memory() -> None:
     torch.manual_seed(0)
     model = Net()
-    with sgd_step(model, 2, loss_fn=F.cross_entropy, passes=pipeline()) as step:
+    with sgd_step(model, 2, loss_fn=F.cross_entropy, passes=pipeline(), dynamic=False) as step:
         memory = step._state.reserved
         seen = []
         for num_examples in (4, 4, 8, 4):

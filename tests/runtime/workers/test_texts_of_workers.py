@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
         "joins": True,
     },
     "whole": {"devices": [1, 1], "batches": BATCHES, "model": WIDE, "options": {"dynamic": True}},
-    "chosen": {"devices": [1, 1], "batches": BATCHES[:4], "model": WIDE},
+    "bits": {"devices": [1, 1], "batches": BATCHES[:4], "model": WIDE, "options": {"exact_order": True}},
     "factors": {"devices": [1, 1], "batches": BATCHES[:4], "model": WIDE, "options": {"exchange": "factors"}},
     "rows": {"devices": [1, 1], "batches": BATCHES[:4], "model": {"takes_rows": True}},
     "dealt out": {"devices": [1, 1], "batches": BATCHES, "options": {"shard_optimizer": True}},
@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "draws, each size": {**DRAWS, "batches": OF_ONE_LENGTH, "options": {"exchange": "dense", "dynamic": False}},
 }
 FAST = ("lengths", "2 x 2", "whole", "one text")
-AS_NUMBERS = ("chosen", "factors", "rows", "draws, each size")
+AS_NUMBERS = ("factors", "rows", "draws, each size")
 AT_RANDOM = ("draws", "draws, each size")
 
 
@@ -101,7 +101,6 @@ def test_workers_send_whole_gradients_and_say_why(found: Mapping[str, Any]) -> N
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("chosen", "workers may send each other factors of gradients, of which they know how many there are"),
         ("factors", "workers may send each other factors of gradients, of which they know how many there are"),
         (
             "rows",
