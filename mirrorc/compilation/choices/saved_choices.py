@@ -46,7 +46,9 @@ class SavedChoices:
 
 def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
     if not isinstance(state, Mapping) or set(state) != {_DEVICES, _FACTORS}:
-        raise ValueError(f"MC7002: the choices of a step's state are a dict of {_DEVICES} and {_FACTORS}, not {state!r:.80}")
+        raise ValueError(
+            f"MC7002: the choices of a step's state are a dict of {_DEVICES} and {_FACTORS}, not {state!r:.80}"
+        )
     names = state[_FACTORS]
     if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
         raise TypeError(f"MC7002: {_FACTORS} of a step's state is {names!r}: it is a list of names, or None")
