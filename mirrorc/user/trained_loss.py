@@ -34,10 +34,10 @@ class TrainedLoss(torch.Tensor):
             stacklevel=users_stack_level(),
         )
 
-    def __mul__(self, factor: Any) -> torch.Tensor:  # type: ignore[override]
+    def __mul__(self, factor: Any) -> torch.Tensor:
         return _kept(self.as_subclass(torch.Tensor) * factor, factor)
 
-    def __truediv__(self, divisor: Any) -> torch.Tensor:  # type: ignore[override]
+    def __truediv__(self, divisor: Any) -> torch.Tensor:
         return _kept(self.as_subclass(torch.Tensor) / divisor, divisor)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mirrorc.errors import VerifyError
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import source_line
 from mirrorc.messages.wording import printable
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
@@ -80,14 +81,16 @@ def _refuse_first(program: Program, violations: Iterator[Violation], rule: Rule,
         violation = Violation(f"it cannot be checked, as the program is malformed ({type(error).__name__}: {error})")
     if violation is None:
         return
-    by = f"pass {after!r} gave a program that breaks" if after else "the program breaks"
+    by = f"pass {after!r} breaks" if after else "the program breaks"
     line = source_line(violation.node) if violation.node is not None else ""
-    at = f" (at {line})" if line else ""
-    text = (
-        f"MC4101: {by} the rule {rule.name} {rule.when(program)}: {violation}{at}. The rule: {rule.statement} The program "
-        f"will not run; mend the pass (dump= shows the program after every pass).{surroundings(program, violation.node)}"
+    text = message(
+        f"MC4101: {by} the rule {rule.name} {rule.when(program)}",
+        f"{violation}. The rule: {rule.statement}",
+        "mend the pass; mirrorc.Debug(dump=...) shows the program after every pass",
+        at=line,
+        now="the program will not run",
     )
-    raise VerifyError(printable(text))
+    raise VerifyError(printable(text + surroundings(program, violation.node)))
 
 
 class Verify(Instrument):

@@ -169,7 +169,7 @@ def test_the_index_says_which_pass_failed() -> None:
         run_passes(handmade(2), [PlanBuckets(), Fails()], [DumpFiles([texts])])
     name, stage, *_, remarks, files = texts.rows()[-1]
     assert (name, stage, files) == ("02-fails, failed: PassError", "", "")
-    assert remarks == "pass 'fails' failed on a CAPTURED program: RuntimeError: not today"
+    assert remarks == "MC4001: pass 'fails' failed on a CAPTURED program: RuntimeError: not today"
 
 
 def test_of_passes_of_one_name_the_one_that_failed_is_noted() -> None:
@@ -387,7 +387,7 @@ def test_print_after_prints_on_standard_error(capfd: pytest.CaptureFixture[str])
 
 
 def test_print_after_an_unknown_pass_is_refused() -> None:
-    named = r"print_after names 'pack', which is no pass of the pipeline: did you mean 'pack-gradients'\?$"
+    named = r"print_after names 'pack', which is no pass of the pipeline\n  fix:  did you mean 'pack-gradients'"
     with pytest.raises(ValueError, match=named):
         step_with(print_after=("pack",))
     with pytest.raises(

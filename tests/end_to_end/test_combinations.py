@@ -59,19 +59,19 @@ OWNED = (*PLACEMENTS[2:], NAMED)
 REFUSED: tuple[tuple[Mapping[str, Sequence[Any]], str], ...] = (
     (
         {"placement": OWNED, "buckets": CUTTING},
-        "placement={placement!r} cannot be used with buckets={buckets!r}: packs end within gradients there",
+        "placement={placement!r} cannot be used with buckets={buckets!r}\n  why:  packs end within gradients there",
     ),
     (
         {"algorithm": REORDERING, "exact_order": (True,)},
-        "algorithm={algorithm!r} as it is given cannot be used with exact_order=True: replicas' gradients are added up",
+        "algorithm={algorithm!r} as it is given cannot be used with exact_order=True\n  why:  replicas' gradients are added up",
     ),
     (
         {"algorithm": SENDING, "placement": OWNED},
-        "algorithm={algorithm!r} cannot be used with placement={placement!r}: gradients are reduced to the device",
+        "algorithm={algorithm!r} cannot be used with placement={placement!r}\n  why:  gradients are reduced to the device",
     ),
     (
         {"exchange": ("factors",), "exact_order": (True,)},
-        "exchange='factors' cannot be used with this pipeline: the pass 'factor-gradients' is not in it",
+        "exchange='factors' cannot be used with this pipeline\n  why:  the pass 'factor-gradients' is not in it",
     ),
 )
 """Which values are refused together, and how the sentence begins; of several the first is said. All else trains."""
@@ -99,7 +99,7 @@ def check(combinations: Iterable[Combination]) -> None:
         model = layers_of_odd_sizes()
         optimizer = ADAM(model.parameters())
         if said := refusal(combination):
-            with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+            with pytest.raises(ValueError, match=f"^MC1003: {re.escape(said)}"):
                 combination.compile(model, optimizer)
             continue
         with combination.compile(model, optimizer) as step:
@@ -216,7 +216,7 @@ def one_step(seed: int) -> None:
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     if said := refusal(combination):
-        with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        with pytest.raises(ValueError, match=f"^MC1003: {re.escape(said)}"):
             combination.compile(model, optimizer)
         return
     alone = Varied().to(dtype)

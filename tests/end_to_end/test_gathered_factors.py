@@ -164,6 +164,7 @@ def test_what_is_asked_for_and_has_no_effect_is_said(options: dict[str, Any], de
 def test_factors_are_not_asked_for_where_the_pass_is_left_out() -> None:
     for left_out in ({"exact_order": True}, {"disable": ["factor-gradients"]}):
         with pytest.raises(
-            ValueError, match=r"exchange='factors' cannot be used with this pipeline: the pass 'factor-gradients'"
+            ValueError,
+            match=r"exchange='factors' cannot be used with this pipeline\n  why:  the pass 'factor-gradients'",
         ):
             prepared(exchange="factors", **left_out)

@@ -128,9 +128,9 @@ def test_a_statistic_that_another_buffer_shows_is_refused() -> None:
     compiled(model).close()
     model = make()
     model.held.data = model.norm.running_var.data
-    told = r"model.held.*model.norm.running_var.*share storage.*\.clone"
+    told = r"(?s)model.held.*model.norm.running_var.*share storage.*\.clone"
     if torch.__version__ < "2.12":  # it does not say which
-        told = r"view input mutations.*memory of its own.*\.clone"
+        told = r"(?s)view input mutations.*memory of its own.*\.clone"
     with compiled(model) as step, unchanged(model), pytest.raises(mirrorc.CaptureError, match=told):
         step(**batch())
 

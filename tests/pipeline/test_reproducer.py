@@ -149,9 +149,7 @@ def test_the_record_names_error_options_and_versions(tmp_path: Path) -> None:
     failure(handmade(2), pipeline(), tmp_path)
     (path,) = tmp_path.glob("mirrorc-breaks-*/reproducer.json")
     record = json.loads(path.read_text(encoding="utf-8"))
-    assert record["pass"] == "breaks" and record["error"].startswith(
-        "VerifyError: MC4101: pass 'breaks' gave a program that breaks"
-    )
+    assert record["pass"] == "breaks" and record["error"].startswith("VerifyError: MC4101: pass 'breaks' breaks")
     not_wanted = [
         f"{name}{{wanted=False}}" for name in ("decompose-gelu", "recompute-elementwise", "lay-channels-last")
     ]
@@ -223,7 +221,7 @@ def test_the_command_works_or_explains_when_the_pass_is_in_a_script(tmp_path: Pa
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 2 and "Traceback" not in done.stderr and "lost my keys" in done.stderr
     explanation = (
-        "importing train failed: PassError: pass 'fails' failed on a PACKED program: RuntimeError: lost my keys; put the pass "
+        "importing train failed: PassError: MC4001: pass 'fails' failed on a PACKED program: RuntimeError: lost my keys; put the pass "
         "in a module of its own, or guard what the script does with if __name__ == '__main__'"
     )
     assert (explanation in done.stderr) is not is_guarded

@@ -123,7 +123,7 @@ class Examiner:
         try:
             self._verify(mutant)
         except VerifyError as error:
-            found = re.search(r"breaks the rule (\w+) [\w ]+: (.*?)\. The rule: ", str(error), re.DOTALL)
+            found = re.search(r"breaks the rule (\w+) [\w ]+\n.*?  why:  (.*?)\. The rule: ", str(error), re.DOTALL)
             assert found is not None, error
             return found[1], found[2]
         except Exception as error:  # noqa: BLE001 - counted, and said

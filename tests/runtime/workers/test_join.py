@@ -75,10 +75,10 @@ def test_a_worker_that_has_never_called_the_step_is_named(found: Mapping[str, An
 @pytest.mark.parametrize(
     ("case", "what"),
     [
-        ("nested", "ExecutionError: step.join() was entered"),
+        ("nested", "ExecutionError: MC6302: step.join() was entered"),
         *selections.slow(
-            ("within", "ExecutionError: a step was called"),
-            ("gathers", "ExecutionError: step.gather_optimizer_state() was called"),
+            ("within", "ExecutionError: MC6302: a step was called"),
+            ("gathers", "ExecutionError: MC6302: step.gather_optimizer_state() was called"),
         ),
     ],
 )

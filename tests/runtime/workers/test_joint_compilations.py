@@ -167,13 +167,11 @@ def test_buckets_that_one_worker_fills_or_launches_in_another_order_are_refused_
 @pytest.mark.slow
 def test_launches_against_the_plan_are_refused_by_the_verifier_and_told_to_all(found: Mapping[str, Any]) -> None:
     refused, trained = of_each(found, "in another order by pass")
-    assert refused[1].startswith(
-        "VerifyError: pass 'move-first-launch' gave a program that breaks the rule buckets_are_"
-    )
+    assert refused[1].startswith("VerifyError: MC4101: pass 'move-first-launch' breaks the rule buckets_are_")
     assert refused[0] == refused[2] and refused[0].startswith(
         "CommunicationError: MC6201: training call 1 has failed\n  why:  worker 1 ("
     )
-    assert "VerifyError: pass 'move-first-launch' gave a program that breaks" in refused[0]
+    assert "VerifyError: MC4101: pass 'move-first-launch' breaks" in refused[0]
     assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
 
 

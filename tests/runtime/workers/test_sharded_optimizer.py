@@ -156,11 +156,11 @@ def test_state_is_whole_or_refused(found: Mapping[str, Any]) -> None:
     remedy = "but with shard_optimizer=True each worker has a part of it\n  fix:  step.gather_optimizer_state() on all"
     for own in found["2 x 1"][:2]:
         assert [text.partition(f", {remedy}")[0] for text in own["said"]] == [
-            "ExecutionError: AdamW.state_dict() was called",
-            "ExecutionError: AdamW.step() was called",
-            "ExecutionError: the optimizer is copied or saved",
-            "ExecutionError: the optimizer is copied or saved",
-            "ExecutionError: the optimizer's state is used (norm)",
+            "ExecutionError: MC6402: AdamW.state_dict() was called",
+            "ExecutionError: MC6402: AdamW.step() was called",
+            "ExecutionError: MC6402: the optimizer is copied or saved",
+            "ExecutionError: MC6402: the optimizer is copied or saved",
+            "ExecutionError: MC6402: the optimizer's state is used (norm)",
         ]
         assert all(remedy in text for text in own["said"])
         _, _, state = reference(CASES["2 x 1"], range(3))

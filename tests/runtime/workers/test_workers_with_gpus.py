@@ -62,9 +62,9 @@ def test_after_a_failure_on_one_worker_all_go_on(found: dict[str, Any]) -> None:
 def test_factors_are_refused_where_nothing_gathers_them(found: dict[str, Any]) -> None:
     for own in found["factors"]:
         assert own["error"].startswith(
-            "ValueError: exchange='factors' cannot be used on cpu:0: what joins workers there"
+            "ValueError: MC1003: exchange='factors' cannot be used on cpu:0\n  why:  what joins workers there"
         )
-        assert own["error"].endswith("gathers no factors; give exchange='auto'")
+        assert own["error"].endswith("gathers no factors\n  fix:  give exchange='auto'")
 
 
 @pytest.mark.slow
