@@ -140,7 +140,7 @@ def test_answers_of_comparisons_with_tensors_are_those_of_one_device() -> None:
 )
 def test_a_scalar_that_does_more_than_decide_is_no_number(asked: Callable[[], Any]) -> None:
     model = Does(lambda y: (y if torch.rand([]) < 0.5 else 2 * y) * asked())
-    refused = pytest.raises(CaptureError, match="MC2102.*Does")
+    refused = pytest.raises(CaptureError, match="MC2102")
     with compiled_step(model, F.mse_loss, capture="dynamo") as step, refused:
         step(torch.ones(4, 3), target=torch.zeros(4, 3))
 
