@@ -1,12 +1,14 @@
 """mirrorc: a data-parallel compiler for PyTorch models, whose schedule you can read, prove and replay."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mirrorc.interface import *  # noqa: F403
     from mirrorc.interface import __all__ as __all__
-    from mirrorc.interface import __version__ as __version__
+
+    __version__: str
 else:  # a checker that sees __getattr__ takes any name
     _FORMER = {
         "PowerSGD": "its place is examples/power_sgd.py, a payload of one's own for Communication(compression=); copy it",
@@ -15,9 +17,11 @@ else:  # a checker that sees __getattr__ takes any name
 
     def __getattr__(name: str) -> Any:
         """Imports the interface when one of its names is used first, so that `mirrorc --help` does without torch."""
+        if name == "__version__":
+            return importlib.metadata.version("mirrorc")
         if name in _FORMER:
             raise AttributeError(f"mirrorc.{name} is no part of mirrorc any more: {_FORMER[name]}")
-        if not name.startswith("__") or name in ("__all__", "__version__"):  # tools look for others in every module
+        if not name.startswith("__") or name == "__all__":  # tools look for others in every module
             interface = importlib.import_module("mirrorc.interface")
             names = getattr(interface, "__all__", ())  # none while it imports our modules
             globals().update({"__all__": names} if names else {}, **{each: getattr(interface, each) for each in names})

@@ -1,7 +1,5 @@
 """Every public name of mirrorc, for `mirrorc/__init__.py`, which imports them when the first is used."""
 
-from importlib.metadata import version
-
 from mirrorc import all_reduce_algorithms, cluster, compression, packing
 from mirrorc.api import compile, plan, train_step
 from mirrorc.calls.worker_batch import shard_batch
@@ -50,7 +48,6 @@ __all__ = [
     "TopK",
     "VerifyError",
     "World",
-    "__version__",
     "after",
     "all_gather",
     "all_reduce",
@@ -72,5 +69,3 @@ __all__ = [
     "summed",
     "train_step",
 ]
-
-__version__ = version("mirrorc")

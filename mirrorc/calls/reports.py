@@ -19,7 +19,6 @@ from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.worker_batch import part_of_worker
 from mirrorc.capture.call.batch_norm import fewest_examples
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.compilation.call_kind import Purpose
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
@@ -299,12 +298,12 @@ class StepReports(ABC):
         - ``communication/sent_bytes``: bytes of buckets, messages or factors in flight. ``communication/launches``: their number.
         - ``memory/peak_bytes``: the total of `memory`, estimated once for each program. ``memory/activations_bytes``: of it,
           activations.
-        - ``programs/compiled``: compilations so far. ``programs/recompiled``: those of plain steps after the first.
+        - ``programs/compiled``: compilations so far. ``programs/recompiled``: those of training after the first of each kind.
         - ``steps/run``: training steps so far. ``steps/skipped``: those without an update.
         """
         executor = self._runs.last_update
         recorder = executor.recorder if executor is not None else None
-        steps = recorder.steps(1) if recorder is not None and not self._options.cuda_graphs else ()
+        steps = recorder.steps(1) if recorder is not None else ()
         if executor is None or not steps:
             return self._counts()
         if executor not in self._memory:
@@ -314,9 +313,10 @@ class StepReports(ABC):
 
     def _counts(self) -> dict[str, float]:
         compiled = self._specializer.num_compilations
+        again = [count - 1 for purpose, count in compiled.items() if purpose.trains]
         return {
             "programs/compiled": float(compiled.total()),
-            "programs/recompiled": float(max(0, compiled[Purpose.STEP] - 1)),
+            "programs/recompiled": float(sum(again)),
             "steps/run": float(self._runs.num_updates),
             "steps/skipped": float(self._state.num_skipped),
         }

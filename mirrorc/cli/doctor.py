@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -31,8 +31,11 @@ def doctor(
         sys.stdout.write(printable(f"{name:22} {fact}") + "\n")
     if no_self_test:
         return
-    from mirrorc.cli.self_test import BACKENDS, Trial
-
+    try:
+        from mirrorc.cli.self_test import BACKENDS, Trial
+    except ImportError as error:
+        sys.stdout.write(printable(f"{'self-test':22} failed: {error}") + "\n")
+        raise typer.Exit(1) from None
     has_failed = False
     for backend in BACKENDS:
         trial = Trial.of(backend)
@@ -45,12 +48,22 @@ def doctor(
 def _facts() -> Iterator[tuple[str, str]]:
     """Begins with what needs no torch, which may be what fails."""
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
-    names = ("mirrorc", "torch", "networkx", "numpy")
-    yield "versions", ", ".join([*(f"{name} {version(name)}" for name in names), f"Python {platform.python_version()}"])
+    names = ("mirrorc", "torch", "networkx", "numpy", "rich", "typer", "jinja2")
+    yield "versions", ", ".join([*map(_version, names), f"Python {platform.python_version()}"])
     yield "system", platform.platform()
-    yield from _facts_of_torch()
+    try:
+        yield from _facts_of_torch()
+    except ImportError as error:
+        yield "torch", f"cannot be imported: {error}"
     for name, value in variables.items():
         yield "environment", f"{name}={value}"
+
+
+def _version(name: str) -> str:
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"{name} is not installed"
 
 
 def _facts_of_torch() -> Iterator[tuple[str, str]]:

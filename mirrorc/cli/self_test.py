@@ -55,17 +55,18 @@ def _largest_difference(backend: Backend) -> float:
     for parameter in model.parameters():
         nn.init.normal_(parameter, generator=generator)
     expected = copy.deepcopy(model)
-    step = mirrorc.compile(
+    with mirrorc.compile(
         model,
         _DEVICES,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=nn.functional.mse_loss,
         distributed=False,
         compiler=mirrorc.Compiler(backend=backend),
-    )
+    ) as step:
+        for _ in range(_NUM_STEPS):
+            step(x, target)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for _ in range(_NUM_STEPS):
-        step(x, target)
         optimizer.zero_grad()
         nn.functional.mse_loss(expected(x), target).backward()
         optimizer.step()

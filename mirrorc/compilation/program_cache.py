@@ -14,6 +14,7 @@ import torch
 
 from mirrorc.capture.call.call_arguments import Call, Structure
 from mirrorc.capture.call.recompile_reasons import FIRST_CALL, CallKind, changes_since, changing_arguments
+from mirrorc.capture.call.shard_types import SymbolicDims
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.step_outputs import Outputs
 from mirrorc.capture.call.training_call import TrainingCall
@@ -50,7 +51,7 @@ _REMEDIES = (
     "give all workers batches of few sizes",
 )
 _REMEDY = "pass numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes"
-_REMEDY_FOR_SHAPES = ", or compile with dynamic=None, with which one more program serves all sizes"
+_REMEDY_FOR_SHAPES = ", or leave Compiler(dynamic=) out, so that one more program serves all sizes"
 
 _MOST_SHOWN = 3  # attributes, and values of one
 _MOST_CHARACTERS = 40  # of one value
@@ -61,6 +62,11 @@ class _Compiled:
     key: Key
     kind: CallKind
     attributes: Mapping[str, tuple[type, Any]]
+
+
+def _are_alike(one: Key, other: Key) -> bool:
+    """True if two keys differ in types of shards at most."""
+    return one[0] == other[0] and one[2:] == other[2:]
 
 
 def _changing_attributes(each: Sequence[Mapping[str, tuple[type, Any]]]) -> str:
@@ -103,6 +109,7 @@ class Specialization:
     shard_of_replica: tuple[int | None, ...] = ()
     loss_dtype: torch.dtype | None = None
     sizes: SymbolicSizes | None = None
+    symbolic: SymbolicDims = ()
 
     def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
         sizes = self.sizes.of_shards(shards) if self.sizes is not None else []
@@ -186,11 +193,13 @@ class Specializations:
         """The specialization that is known to serve a key and plain values, or None; marks it as used."""
         return self._usable(self._homes.get(key, key), plain)
 
-    def fitting(self, key: Key, plain: Mapping[str, Any], shards: Shards) -> Specialization | None:
-        """One with symbolic sizes that fits the shards, or None; the cache remembers the keys that it serves."""
+    def fitting(
+        self, key: Key, plain: Mapping[str, Any], shards: Shards, symbolic: SymbolicDims
+    ) -> Specialization | None:
+        """One with these symbolic sizes that fits the shards, or None; the cache remembers the keys that it serves."""
         home = self._homes.get(key, key)
         for other, entries in reversed(list(self._by_key.items())):
-            is_alike = other[0] == key[0] and other[2:] == key[2:]
+            is_alike = _are_alike(other, key) and entries[-1].symbolic == symbolic
             if other != home and is_alike and entries[-1].fits(shards):
                 cached = self._usable(other, plain)
                 if cached is not None:
@@ -202,6 +211,15 @@ class Specializations:
         self._homes[key] = home
         if len(self._homes) > _MOST_HOMES:
             del self._homes[next(iter(self._homes))]
+
+    def _forget_homes(self, key: Key, symbolic: SymbolicDims) -> None:
+        """Programs with other symbols than the newest serve no more, as in a run that is resumed, which has none of them."""
+        older = {
+            other
+            for other, entries in self._by_key.items()
+            if entries[-1].symbolic not in ((), symbolic) and _are_alike(other, key)
+        }
+        self._homes = {called: home for called, home in self._homes.items() if home not in older}
 
     def _usable(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
         entries = self._by_key.get(key)
@@ -241,6 +259,7 @@ class Specializations:
         called = key
         if new.sizes is not None:  # the cached key may belong to other sizes
             key = (key[0], ("symbolic", next(self._numbers)), *key[2:])
+            self._forget_homes(key, new.symbolic)
             self._remember_home(called, key)
         else:
             self._homes.pop(called, None)
@@ -265,12 +284,15 @@ class Specializations:
             self._warn_of_many(self._first, reasons)
         return dropped
 
-    def changes(self, key: Key, call: Call) -> str:
+    def changes(self, key: Key, call: Call, shards: Shards) -> str:
         """Describes how a call differs from that of the nearest cached program, of which the last used is the first."""
         if not self._by_key:
             return FIRST_CALL
         places = range(2 + len(_OTHER_PARTS))
-        differing = {known: [i for i in places if known[i] != key[i]] for known in reversed(self._by_key)}
+        differing = {
+            known: [i for i in places if known[i] != key[i] and not (i == 1 and entries[-1].fits(shards))]
+            for known, entries in reversed(self._by_key.items())
+        }
         nearest, parts = min(differing.items(), key=lambda entry: len(entry[1]))
         entry = self._by_key[nearest][-1]
         of_arguments = [i for i in parts if i < 2]

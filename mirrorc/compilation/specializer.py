@@ -73,7 +73,6 @@ class Specializer:
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self.sizes = ChangingSizes(dynamic=options.dynamic)
         self.num_compilations: Counter[Purpose] = Counter()
-        self._symbolic: set[Purpose] = set()  # purposes with programs of symbolic sizes
         self.choices = WorkerChoices(options, num_threads, team)
         self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, self.choices, team)
 
@@ -111,8 +110,9 @@ class Specializer:
         try:
             self._interrupts.hold()
             cached = cache.get(key, call.plain)
-            if cached is None and purpose in self._symbolic and not self.sizes.are_first(call, about):
-                cached = cache.fitting(key, call.plain, shards)
+            if cached is None:
+                symbolic = self.sizes.compiled_dims(call, about, has_microbatches=bool(shards.microbatches))
+                cached = cache.fitting(key, call.plain, shards, symbolic) if symbolic else None
         finally:
             self._interrupts.let_go()
         program = cached.executor.program if cached is not None else None
@@ -123,7 +123,12 @@ class Specializer:
                 return cached, shards
         key = self._promote_changed_numbers(cache, key, call, shards, purpose) if cached is None else key
         try:
-            new = self._compiled(call, shards, cache.changes(key, call), purpose)
+            self._interrupts.hold()
+            changes = cache.changes(key, call, shards)
+        finally:
+            self._interrupts.let_go()
+        try:
+            new = self._compiled(call, shards, changes, purpose)
         except LoneExampleError:
             if not shards.have_one_example or by_twos().have_one_example:
                 raise
@@ -170,8 +175,7 @@ class Specializer:
             try:
                 new = self._compiler.compile(call, shards, changes, purpose, symbolic, remark)
                 if new.fits(shards) if new.sizes is not None else self._are_alike(shards):
-                    self._symbolic.add(purpose)
-                    self.sizes.note_program(call, about)
+                    self.sizes.note_program(call, about, symbolic, has_microbatches=bool(shards.microbatches))
                     return new
                 why = "shards of these sizes need other graphs"
             except (LoneExampleError, HooksMissingError):
@@ -198,7 +202,9 @@ class Specializer:
         if self._numbers.inputs:
             return "numbers that Python computes are arguments, and one graph does not take both"
         may_send = self.choices.exchange.may_send(purpose is Purpose.STEP)
-        return why_sizes_are_numbers(self._options, sends_factors=may_send, front_end=self._compiler.front_end)
+        return why_sizes_are_numbers(
+            self._options, sends_factors=may_send, front_end=self._compiler.front_ends.get(purpose, "")
+        )
 
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose

@@ -79,7 +79,7 @@ class StepCompiler:
     ) -> None:
         self._options, self._model, self._state, self._numbers = options, model, state, numbers
         self._choices, self._team = choices, team
-        self.front_end = ""  # of the last capture
+        self.front_ends: dict[Purpose, str] = {}  # of the last capture for each purpose
         names = ", ".join(device.name for device in options.devices)
         self._subject = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are those of replica 0
@@ -114,7 +114,9 @@ class StepCompiler:
         subject = purpose.of(self._subject)
         kind = CallKind.of(call, shard_types(shards.tensors[0], self._home))
         logger.info("compiling %s (%s), for a shard of %s", subject, changes, kind)
-        progress = Progress(subject, changes, is_shown=self._options.progress)
+        progress = Progress(
+            subject, changes, is_shown=self._options.progress and self._options.program_workers.rank == 0
+        )
         try:
             progress.begin()
             return self._compile_at_home(call, shards, subject, progress, purpose, symbolic, on_sizes)
@@ -175,6 +177,7 @@ class StepCompiler:
             graph_of,
             captured.loss_dtype,
             captured.sizes,
+            symbolic,
         )
 
     def _captured(
@@ -187,7 +190,7 @@ class StepCompiler:
         )  # without symbols, the whole ladder is tried
         climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
         training_call, captured = climbed.result
-        self.front_end = climbed.front_end.name
+        self.front_ends[purpose] = climbed.front_end.name
         model = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(model))
         remarks = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(model), on_sizes) if text]

@@ -1,5 +1,6 @@
 import platform
 import re
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -44,6 +45,14 @@ def test_a_missing_compiler_and_a_gpu_are_said(monkeypatch: pytest.MonkeyPatch) 
     assert re.search(r"^cuda:0 +A100, 40 GiB", text, re.MULTILINE) and "torch sees none" not in text
     monkeypatch.setattr("mirrorc.torch_internals.cpp_compiler", lambda: "/no/such/compiler")
     assert "/no/such/compiler, which does not run" in run(app, ["doctor", "--no-self-test"]).stdout
+
+
+def test_a_machine_without_torch_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "mirrorc.cli.self_test")
+    done = run(app, ["doctor"])
+    assert done.exit_code == 1 and re.search(r"^torch +cannot be imported: ", done.stdout, re.MULTILINE)
+    assert re.search(r"^self-test +failed: ", done.stdout, re.MULTILINE)
 
 
 def test_the_self_test_trains_as_plain_pytorch_does() -> None:

@@ -493,3 +493,27 @@ def test_an_error_of_the_model_is_the_models() -> None:
 @pytest.mark.parametrize("make_model", [*slow((Classifier,), (Wide,)), *exhaustive((Tagger,), (Convolutions,))])
 def test_compiled_regions_take_all_sizes(make_model: Callable[[], nn.Module], quiet: None) -> None:
     trained_beside_plain_pytorch(make_model, random_sizes(10, 4), 2, backend="inductor")
+
+
+def test_a_program_of_fewer_symbols_serves_no_more(quiet: None) -> None:
+    """A run that is resumed knows the last symbols only, and its steps are to have the same bits."""
+    served: list[Any] = []
+    with compiled_step(nn.Linear(3, 2), F.mse_loss) as step:
+        find = step._specializer.specialization_for
+        step._specializer.specialization_for = lambda *a, **k: served.append(find(*a, **k)[0]) or (served[-1], a[1])
+        for examples, length in ((8, 5), (8, 7), (8, 9), (6, 7), (8, 9), (8, 5), (8, 11)):
+            step(torch.randn(examples, length, 3), target=torch.randn(examples, length, 2))
+    first, by_length, of_length, by_both, again, of_first, other = served
+    assert [one.symbolic[0] for one in (first, by_length, by_both) if one.symbolic] == [{1}, {0, 1}]
+    assert of_length is by_length and of_first is first
+    assert again is by_both and other is by_both
+
+
+def test_what_changed_is_no_size_that_is_a_symbol(quiet: None, caplog: pytest.LogCaptureFixture) -> None:
+    with compiled_step(nn.Linear(3, 2), F.mse_loss) as step:
+        for examples in (8, 6, 4):
+            step(torch.randn(examples, 3), target=torch.randn(examples, 2))
+        with caplog.at_level("INFO", logger="mirrorc"), torch.autocast("cpu", torch.bfloat16):
+            step(torch.randn(4, 3), target=torch.randn(4, 2))
+    (line,) = (text for text in caplog.messages if text.startswith("compiling"))
+    assert "(torch's modes have changed)" in line

@@ -56,6 +56,7 @@ class ChangingSizes:
         self._seen: dict[str, _Seen] = {}
         self._refusals: dict[Hashable, str] = {}  # reasons, by the kind of a call and whether a shard has one example
         self._num_programs: dict[str, int] = {}
+        self._compiled: dict[Hashable, SymbolicDims] = {}  # of the last program, whole or in microbatches
 
     def symbolic_dims(
         self, call: Call, purpose: str, *, has_one_example: bool = False, is_evaluation: bool = False
@@ -84,10 +85,14 @@ class ChangingSizes:
                         symbolic.add(dim)
         return () if _shapes(call) == seen.first else _unless_empty(map(frozenset, seen.symbolic))
 
-    def are_first(self, call: Call, purpose: str) -> bool:
-        """True if a call has the shapes of the first call of its kind, which have a program of their own."""
-        seen = self._seen.get(_kind(call, purpose))
-        return seen is not None and _shapes(call) == seen.first
+    def compiled_dims(self, call: Call, purpose: str, *, has_microbatches: bool = False) -> SymbolicDims:
+        """The symbols of the programs that may serve a call: programs with fewer ones are older, and serve no more.
+
+        Empty for the shapes of the first call, which have a program of their own.
+        """
+        kind = _kind(call, purpose)
+        seen = self._seen.get(kind)
+        return () if seen is None or _shapes(call) == seen.first else self._compiled.get((kind, has_microbatches), ())
 
     def state_dict(self) -> dict[str, Any]:
         """By the kind of a call, as lists."""
@@ -112,9 +117,10 @@ class ChangingSizes:
         }
         self._seen = {**loaded, **self._seen}
 
-    def note_program(self, call: Call, purpose: str) -> None:
+    def note_program(self, call: Call, purpose: str, symbolic: SymbolicDims, *, has_microbatches: bool) -> None:
         """After `_MOST_PROGRAMS` programs with symbols, sizes in such calls are numbers."""
         key = _kind(call, purpose)
+        self._compiled[key, has_microbatches] = symbolic
         self._num_programs[key] = self._num_programs.get(key, 0) + 1
         if self._num_programs[key] >= _MOST_PROGRAMS:
             why = f"each of {_MOST_PROGRAMS} programs with symbols was right for few sizes alone"

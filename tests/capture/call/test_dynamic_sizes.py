@@ -44,7 +44,10 @@ def test_the_first_sizes_keep_their_program() -> None:
     first, second = ([torch.empty(n, 5), torch.empty(n)] for n in (8, 3))
     for args, expected in ((first, NONE), (second, [{0}, {0}]), (first, NONE)):
         assert symbols_of(sizes, *args) == expected
-        assert sizes.are_first(flatten_call(["x", "y"], args, {}), "step") is (args is first)
+        call = flatten_call(["x", "y"], args, {})
+        if args is second:
+            sizes.note_program(call, "step", expected, has_microbatches=False)
+        assert sizes.compiled_dims(call, "step") == (() if args is first else expected)
 
 
 def test_numbers_of_examples_of_an_evaluation_are_symbols_at_once() -> None:
@@ -52,7 +55,6 @@ def test_numbers_of_examples_of_an_evaluation_are_symbols_at_once() -> None:
     for dynamic, expected in ((None, [{0}]), (False, NONE), (True, [{0, 1}])):
         sizes = ChangingSizes(dynamic=dynamic)
         assert [set(dims) for dims in sizes.symbolic_dims(call, "evaluation", is_evaluation=True)] == expected
-        assert not (dynamic is None and sizes.are_first(call, "evaluation"))
 
 
 def test_a_resumed_training_goes_on_with_its_sizes() -> None:
