@@ -38,4 +38,4 @@ def with_line(text: str, label: str, line: str) -> str:
 
 
 def _line(label: str, text: str) -> str:
-    return f"\n  {label + ':':5} {text}"
+    return f"\n  {label + ':':5} {text if text.endswith('...') else text.removesuffix('.')}"

@@ -30,10 +30,10 @@ _IN_WORDS = {
     "deals_anew": "what they have of the optimizer's state, which is to be dealt out anew",
 }
 _REMEDIES = {
-    "parameters": "The optimizer does not give the same numbers everywhere, or something has written on one worker alone: load a "
+    "parameters": "the optimizer does not give the same numbers everywhere, or something has written on one worker alone: load a "
     "checkpoint of model and optimizer on all workers",
     "deals_anew": "Load it on all workers, or on none",
-    "schedule": "Let forward go the same way on all of them, and freeze the same: where numbers that Python draws decide, give "
+    "schedule": "let forward go the same way on all of them, and freeze the same: where numbers that Python draws decide, give "
     "all the same seeds (random.seed, numpy.random.seed, torch.manual_seed)",
 }
 _OF_LIVE_ONES = (

@@ -90,7 +90,7 @@ def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(fa
     assert (
         "MC6201: training call 3 has failed\n  why:  worker 1 (" in other["failed"] and "MemoryError" in other["failed"]
     )
-    assert "It had committed here: parameters are those after this step.\n  fix:  Load a checkpoint" in other["failed"]
+    assert "It had committed here: parameters are those after this step.\n  fix:  load a checkpoint" in other["failed"]
     assert "parameters are between" in culprit["refused"]["evaluate"]
     said = other["refused"].pop("step")
     assert "it raised ExecutionError: MC5010: parameters are between" in said or "the connection" in said
@@ -113,7 +113,7 @@ def test_a_connection_that_is_lost_between_updates_leaves_parameters_between_two
             in own["failed"]
         )
         assert own["failed"].endswith(
-            " was updated.\n  fix:  Load a checkpoint into model and optimizer on all workers, and call the step again"
+            " was updated\n  fix:  load a checkpoint into model and optimizer on all workers, and call the step again"
         )
         assert "the cable is cut" in own["failed"]
 
@@ -129,7 +129,7 @@ def test_a_connection_that_is_lost_between_gathers_leaves_parameters_between_two
         assert "the cable is cut" in own["failed"]
         assert re.search(
             r"It had committed: parameters are between those before and those after this step: bucket (\d) of (\d) was updated, "
-            r"buckets 0.* in part\.\n  fix:  Load a checkpoint into model and optimizer on all workers, and call the step again$",
+            r"buckets 0.* in part\n  fix:  load a checkpoint into model and optimizer on all workers, and call the step again$",
             own["failed"],
         )
 
@@ -165,7 +165,7 @@ def test_the_survivors_of_a_killed_worker_say_what_was_updated(tmp_path: Any) ->
             "CommunicationError: MC6201: training call 3 has failed\n  why:  worker 2 ("
         )
         assert "bucket 0 of " in survivor["failed"]
-        assert survivor["failed"].endswith("End all workers, and start them again from a checkpoint")
+        assert survivor["failed"].endswith("end all workers, and start them again from a checkpoint")
         assert "parameters are between those before and those after a step" in survivor["refused"]["model"]
         assert set(survivor["restored"].values()) == {"nothing"}
         assert "no further step can be made by these workers\n  why:  worker 2 (" in survivor["over"]

@@ -61,7 +61,7 @@ def test_an_error_in_the_loop_of_one_worker_ends_those_that_have_left(found: Map
     one, other = found["raises"][:2]
     assert one["error"] == "OSError: the data is gone" and len(one["losses"]) == 2
     assert other["error"].startswith("CommunicationError: MC6201: training call 3 has failed\n  why:  worker 0 (")
-    assert "it raised OSError: the data is gone\n  now:  No parameter was changed." in other["error"]
+    assert "it raised OSError: the data is gone\n  now:  No parameter was changed" in other["error"]
 
 
 def test_a_worker_that_has_never_called_the_step_is_named(found: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ def test_an_error_in_a_block_of_two_steps_ends_the_part_of_those_that_have_left(
     one, other = found["gone"][:2]
     assert other["refused"] == "MirrorcError: the data is gone"
     assert one["refused"].startswith("CommunicationError: MC6201: training call ") and "worker 1 (" in one["refused"]
-    assert "it raised MirrorcError: the data is gone\n  now:  No parameter was changed." in one["refused"]
+    assert "it raised MirrorcError: the data is gone\n  now:  No parameter was changed" in one["refused"]
     assert one["weights"] == other["weights"], "blocks in turn train both"
 
 
@@ -132,7 +132,7 @@ def test_a_worker_that_is_killed_ends_those_that_have_left(tmp_path: Any) -> Non
     given = training([1, 1], [[3, 5], [0, 5], [0, 5]], decay=0.7, fault=[1, 2, "kill"])
     one = outcome(tmp_path, workers("join", given, num_processes=2), num_ended=1)[0]
     assert "training call 3 has failed\n  why:  worker 1 (" in one["error"]
-    assert "No parameter was changed.\n  fix:  End all workers" in one["error"]
+    assert "No parameter was changed\n  fix:  end all workers" in one["error"]
 
 
 @pytest.mark.slow
@@ -142,4 +142,4 @@ def test_a_worker_that_is_killed_in_a_block_of_two_steps_ends_those_that_have_le
         one["refused"].startswith("CommunicationError: MC6201: training call ")
         and " has failed\n  why:  worker 1 (" in one["refused"]
     )
-    assert "No parameter was changed.\n  fix:  End all workers" in one["refused"]
+    assert "No parameter was changed\n  fix:  end all workers" in one["refused"]

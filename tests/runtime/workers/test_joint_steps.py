@@ -269,7 +269,7 @@ def test_after_a_failure_on_one_worker_all_go_on(found: Mapping[str, Any]) -> No
         assert f"training call {number + 1} has failed\n  why:  worker 1 (" in first["losses"][number]
         assert "it raised ValueError: MC1304: arguments disagree on dim 0" in first["losses"][number]
         assert (
-            "No parameter was changed.\n  fix:  The step may be called again, on all workers" in first["losses"][number]
+            "No parameter was changed\n  fix:  the step may be called again, on all workers" in first["losses"][number]
         )
     assert "OSError: the disk is full" in second["losses"][2] and "OSError: the disk is full" in first["losses"][2]
     assert "worker 0 (" in second["losses"][3] and "OSError: the disk is full" in second["losses"][3]
@@ -298,7 +298,7 @@ def test_buckets_of_other_gradients_are_refused_by_all(found: Mapping[str, Any])
     assert re.search(r"worker 0 \(.*\) has line \d+: .*two\..*, worker 1 \(.*\) has line \d+: .*one\.", errors[0]), (
         errors[0]
     )
-    assert "No parameter was changed\n  fix:  Let forward go the same way on all of them" in errors[0]
+    assert "No parameter was changed\n  fix:  let forward go the same way on all of them" in errors[0]
     assert errors[0].endswith("give all the same seeds (random.seed, numpy.random.seed, torch.manual_seed)")
 
 
@@ -307,7 +307,7 @@ def test_who_leaves_because_of_an_error_in_the_script_tells_it(found: Mapping[st
     assert second["error"] == "ValueError: the data is gone"
     assert re.search(
         r"training call 2 has failed\n  why:  worker 1 \(.*\): it has closed its step, or its process has ended, after "
-        r"ValueError: the data is gone\n  now:  No parameter was changed\.\n  fix:  End all workers",
+        r"ValueError: the data is gone\n  now:  No parameter was changed\n  fix:  end all workers",
         first["losses"][1],
     ), first["losses"]
 
@@ -339,7 +339,7 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
     for survivor in own[:2]:
         *made, error = survivor["losses"]
         assert len(made) == 2 and "training call 3 has failed\n  why:  worker 2 (" in error
-        assert "No parameter was changed.\n  fix:  End all workers, and start them again from a checkpoint" in error
+        assert "No parameter was changed\n  fix:  end all workers, and start them again from a checkpoint" in error
         assert (
             survivor["seconds"] < 30
         )  # on a busy machine; a worker that is gone is not waited for until the time is over
@@ -353,7 +353,7 @@ def test_a_worker_that_lives_and_does_not_come_is_named(tmp_path: Any) -> None:
         *made, error = own[rank]["losses"]
         assert len(made) == 2 and "training call 3 has failed\n  why:  worker 1 (" in error
         assert "it lives, but is behind the others: it is between training calls 2 and 3 (" in error
-        assert "The step may be called again, on all workers." in error
+        assert "the step may be called again, on all workers" in error
     assert (
         "training call 3 has failed\n  why:  the other workers have given up on this one, worker 1 ("
         in own[1]["losses"][-1]
