@@ -349,6 +349,11 @@ def usable_backend(name: str, devices: Sequence[Device]) -> Backend:
     if not objection:
         return backend
     warnings.warn(
-        message(f"MC1502: backend='eager' is used instead of {name!r}", objection), stacklevel=users_stack_level()
+        message(
+            f"MC1502: backend='eager' is used instead of {name!r}",
+            objection,
+            ("install what is missing", "compiler=mirrorc.Compiler(backend='eager'), which does not warn"),
+        ),
+        stacklevel=users_stack_level(),
     )
     return backend_named("eager")

@@ -91,7 +91,7 @@ class BoundedPrograms(Generic[_Compiled]):
                 break
             step = max(peak - limit, int(limit * _LEAST_STEP))
             target = max(0, min(predicted * limit // peak, predicted - step))
-        raise PassError(f"MC1508: {_unreachable(asked, least, report_of_least)}")
+        raise _unreachable(asked, least, report_of_least)
 
     def _refuse_opaque(self) -> None:
         if any(node.target in OPAQUE for graph in self._captured.shard_graphs for node in graph.nodes):
@@ -129,14 +129,15 @@ def _most(report: MemoryReport) -> int:
     return max(device.own.activations for device in report.devices)
 
 
-def _unreachable(asked: str, least: int, report: MemoryReport) -> str:
+def _unreachable(asked: str, least: int, report: MemoryReport) -> PassError:
     device = max(report.devices, key=lambda device: device.own.activations)
     peak = device.peak
     named = ", ".join(f"{value.name} ({size_text(value.num_bytes)})" for value in peak.largest[:_MOST_NAMED])
     where = f"{peak.call}, at {peak.operation}" if peak.operation else peak.call
-    from_source = f" from {peak.source}" if peak.source else ""
-    return (
-        f"{asked}, but {size_text(least)} ({least} bytes) are the least that was reached by computing values again. The peak is "
-        f"on {device.device} in {where}{from_source}; the largest values there are {named}. Remedy: allow {least} bytes, run "
-        "each batch in more parts (microbatches=), or give smaller batches"
+    return problem(
+        PassError,
+        f"MC1508: {asked}, and {size_text(least)} ({least} bytes) is the least reached",
+        f"with values computed again, the peak is on {device.device} in {where}; the largest values there are {named}",
+        (f"mirrorc.Memory(activations={least})", "more parts of each batch, microbatches=, or smaller batches"),
+        at=peak.source,
     )

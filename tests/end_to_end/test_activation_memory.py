@@ -176,8 +176,9 @@ def test_a_bound_that_cannot_be_kept_names_the_least(monkeypatch: pytest.MonkeyP
     assert counted.call_count == 2  # lower targets have the same choice, so they are not compiled
     text = str(raised.value)
     found = re.match(
-        r"activations=1000 allows 1\.0 KiB for each device, but .* \((\d+) bytes\) are the least that was reached by "
-        r"computing values again\. The peak is on cpu:0 in .*the largest values there are .* Remedy: allow \1 bytes",
+        r"MC1508: activations=1000 allows 1\.0 KiB for each device, and .* \((\d+) bytes\) is the least reached"
+        r"\n  at:   deep\.py:\d+ .*\n  why:  with values computed again, the peak is on cpu:0 in .*; the largest values there are .*\n"
+        r"  fix:  mirrorc\.Memory\(activations=\1\)\n  or:   .*microbatches=",
         text,
     )
     assert found is not None, text

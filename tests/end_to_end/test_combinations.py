@@ -67,7 +67,8 @@ REFUSED: tuple[tuple[Mapping[str, Sequence[Any]], str], ...] = (
     ),
     (
         {"algorithm": SENDING, "placement": OWNED},
-        "algorithm={algorithm!r} cannot be used with placement={placement!r}\n  why:  gradients are reduced to the device",
+        "algorithm={algorithm!r} cannot be used with placement={placement!r}\n  why:  with a placement, each gradient is "
+        "reduced to the owner of its parameter",
     ),
     (
         {"exchange": ("factors",), "exact_order": (True,)},

@@ -274,7 +274,10 @@ class Careless(torch.optim.Adadelta):
         super().step()
 
 
-TORN = r"test_commit.py.*half-way.*had committed\. .*in part, so load a checkpoint\. Check the optimizer's step\(\)"
+TORN = (
+    r"half-way\n  at:   test_commit\.py:.*\n  now:  It had committed\. .*in part, so load a checkpoint\n"
+    r"  fix:  mend the optimizer's step\(\)"
+)
 
 
 @pytest.mark.slow

@@ -320,7 +320,7 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(recorder: CallRecorder
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         recorder.error = RuntimeError("out of graphs")
         with refuses(
-            ExecutionError, "cannot be captured", "out of graphs", "cuda_graphs=False", "No parameter was changed"
+            ExecutionError, "cannot be captured", "out of graphs", "now:  No parameter was changed", "cuda_graphs=False"
         ):
             step(**batch(0))
         torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0.0, atol=0.0)
@@ -341,7 +341,7 @@ def test_an_operation_that_cannot_be_captured_is_named(recorder: CallRecorder, m
         monkeypatch.setattr(
             sys.modules["torch.optim.sgd"], "sgd", lambda parameters, *_, **__: parameters[0].sum().item()
         )
-        with refuses(ExecutionError, "not permitted when stream is capturing", "in update", "No parameter was changed"):
+        with refuses(ExecutionError, "in update", "not permitted when stream is capturing", "No parameter was changed"):
             step(**batch(0))
 
 
@@ -359,7 +359,7 @@ def test_hyperparameters_that_keep_changing_are_warned_of(recorder: CallRecorder
         optimizer.param_groups[0]["betas"] = (0.9 - i / 100, 0.99)
 
     with pytest.warns(
-        UserWarning, match=r"dropped 8 times, now because hyperparameters changed.*cuda_graphs=False"
+        UserWarning, match=r"(?s)dropped 8 times, now because of hyperparameters.*cuda_graphs=False"
     ) as caught:
         train(torch.optim.AdamW, 12, cuda_graphs=True, change=cycles)
     assert [w.filename for w in caught if "cuda_graphs" in str(w.message)] == [__file__], "once, at the user's line"
@@ -378,10 +378,10 @@ def with_hook(parameters: Iterator[nn.Parameter], lr: float) -> torch.optim.Opti
     [
         (
             torch.optim.RMSprop,
-            ("'first.weight' (torch.float32) by RMSprop, group 0", "not fused", "AdamW", "cuda_graphs=False"),
+            ("'first.weight' (torch.float32) by RMSprop", "group 0 is not fused", "AdamW", "cuda_graphs=False"),
         ),
-        (partial(torch.optim.AdamW, foreach=True), ("AdamW, group 0", "not fused")),
-        (partial(torch.optim.SGD, fused=False), ("SGD, group 0", "not fused")),
+        (partial(torch.optim.AdamW, foreach=True), ("by AdamW", "group 0 is not fused")),
+        (partial(torch.optim.SGD, fused=False), ("by SGD", "group 0 is not fused")),
         (partial(torch.optim.AdamW, capturable=True), ("AdamW, which runs by itself", "capturable")),
         (with_hook, ("SGD, which runs by itself", "hooks")),
         (partial(torch.optim.SGD, weight_decay=torch.tensor(0.5)), ("'weight_decay' as a tensor", "give a number")),
@@ -407,7 +407,7 @@ def test_an_optimizer_that_ceases_to_be_fused(recorder: CallRecorder) -> None:
             step(**batch(0))
         optimizer.param_groups[0]["fused"] = False
         for _ in range(2):
-            with refuses(ValueError, "SGD, group 0", "not fused"):
+            with refuses(ValueError, "by SGD", "group 0 is not fused"):
                 step(**batch(0))
         optimizer.param_groups[0]["fused"] = None
         step(**batch(0))
