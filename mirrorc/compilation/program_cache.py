@@ -342,6 +342,6 @@ class Specializations:
             changing.append(f"what Python reads in forward and loss (last: {self._read[-1]})")
         causes = " and ".join(changing) or "the optimizer's state"
         constants = f" ({'; '.join(reasons)})" if reasons else ""
-        why = f"{causes} keep changing{constants}, and each new value is compiled anew"
+        why = f"each new value of {causes} is compiled anew{constants}"
         text = message(f"MC3403: the {self._subject} was compiled {len(first)} times", why, remedies)
         warnings.warn(text, stacklevel=users_stack_level())

@@ -12,6 +12,7 @@ import torch
 from mirrorc.ir.variables import OUTSIDE
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import is_dense, num_users
 
 
@@ -60,8 +61,7 @@ def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torc
         warnings.warn(
             message(
                 f"MC3207: a state_dict() or view taken before the first step does not follow training "
-                f"({len(held)} parameters, such as "
-                f"{held[0]!r})",
+                f"({counted(len(held), 'parameter')}, {'such as ' if len(held) > 1 else ''}{held[0]!r})",
                 "the first step moves parameters into buckets; p.data, or an output whose backward is to come, is a view, too",
                 (
                     "take it after the first step",

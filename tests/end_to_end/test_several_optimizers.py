@@ -163,7 +163,7 @@ def test_groups_that_are_added_keep_the_numbers_of_others() -> None:
         pair.on_both(leave_out)
         step(torch.ones(2, 5).double(), target=torch.ones(2, 3).double())
         pair.on_both(add)
-        with pytest.raises(ValueError, match=r"clip_grad_norm has 2 bounds, .* but the optimizers have 3 groups now"):
+        with pytest.raises(ValueError, match=r"clip_grad_norm has 2 bounds, but the optimizers have 3 groups now"):
             step(torch.ones(2, 5).double(), target=torch.ones(2, 3).double())
 
 
@@ -262,29 +262,33 @@ def test_lists_that_are_no_several_optimizers_are_refused() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, both = SGD(net[0].parameters()), ADAM(net.parameters())
     for given, kind, message in (
-        ([], ValueError, r"optimizer is an empty list: give a torch.optim.Optimizer"),
+        ([], ValueError, r"optimizer is an empty list\n  fix:  give a torch.optim.Optimizer"),
         ((), ValueError, r"optimizer is an empty tuple"),
         (
             [first, "adam"],
             TypeError,
-            r"optimizer is a list whose item 1 is a str: give a torch.optim.Optimizer over model.par",
+            r"optimizer is a list whose item 1 is a str\n  fix:  give a torch.optim.Optimizer over model.par",
         ),
         (
             [first, first],
             ValueError,
-            r"optimizer\[0\] and optimizer\[1\] are the same SGD, which steps once: give it once",
+            r"optimizer\[0\] and optimizer\[1\] are the same SGD, which steps once\n  fix:  give it once",
         ),
         (
             [first, both],
             ValueError,
-            r"parameter '0.weight' is in optimizer\[0\] \(SGD\) and in optimizer\[1\] \(Adam\)",
+            r"parameter '0.weight' is in optimizer\[0\] and in optimizer\[1\]\n  why:  SGD and Adam of one step",
         ),
         (
             [first, SGD(nn.Linear(1, 1).parameters())],
             ValueError,
             r"optimizer\[1\]'s parameter 0 of group 0, \[1, 1\], is none",
         ),
-        ({"a": first}, TypeError, r"optimizer is a dict: give a torch.optim.Optimizer .*, or a list of several"),
+        (
+            {"a": first},
+            TypeError,
+            r"optimizer is a dict\n  fix:  give a torch.optim.Optimizer .*, or a list of several",
+        ),
     ):
         with pytest.raises(kind, match=message):
             mirrorc.compile(net, 2, optimizer=given, loss_fn=F.mse_loss)

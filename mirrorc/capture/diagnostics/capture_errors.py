@@ -82,8 +82,8 @@ def raised_by_user(
     if "more than 1 value per channel" in reason:
         return problem(
             LoneExampleError,
-            f"MC2104: {model_name} normalizes over the examples of a shard, and a shard has one: {reason}",
-            "torch refuses one example on one device, too",
+            f"MC2104: {model_name} normalizes over the examples of a shard, and a shard has one",
+            f"torch refuses one example on one device, too: {reason}",
             "give the batch, and each part of a PerReplica, two examples or more",
             at=at,
         )

@@ -15,6 +15,7 @@ from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import last_users_frame, line_of
+from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import guards_of, outside_tensors, reading_names, storage_key
 
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow"))}
@@ -41,7 +42,7 @@ def untrained_tensors(
                 at=line_of(frame) if frame is not None else "",
             )
     frame = _users_frame(untrained[0][0])
-    many = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    many = f" and {counted(len(names) - 3, 'other')}" if len(names) > 3 else ""
     return (Note.at(frame, untrained_text(model_name, f"{', '.join(names[:3])}{many}")),)
 
 
