@@ -177,7 +177,8 @@ def test_a_bound_that_cannot_be_kept_names_the_least(monkeypatch: pytest.MonkeyP
     text = str(raised.value)
     found = re.match(
         r"MC1508: activations=1000 allows 1\.0 KiB for each device, and .* \((\d+) bytes\) is the least reached"
-        r"\n  at:   deep\.py:\d+ .*\n  why:  with values computed again, the peak is on cpu:0 in .*; the largest values there are .*\n"
+        r"\n  at:   deep\.py:\d+ .*\n  why:  with values computed again, the peak is on cpu:0 in .*; "
+        r"the largest values there are .*\n"
         r"  fix:  mirrorc\.Memory\(activations=\1\)\n  or:   .*microbatches=",
         text,
     )
