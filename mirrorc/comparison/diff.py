@@ -22,6 +22,7 @@ from mirrorc.comparison.bucket_changes import bucket_changes, pair_buckets
 from mirrorc.comparison.schedule_changes import schedule_changes
 from mirrorc.comparison.text_changes import is_source, text_changes
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.printing.folding import is_mark
 from mirrorc.printing.printed_program import PrintedProgram
 from mirrorc.printing.reader import read_program_text
@@ -110,9 +111,11 @@ def printed(
     try:
         return program.to_text(regions=regions, slots=slots, sources=sources, fold=fold)
     except Exception as error:  # the printer may fail in any way on a program that breaks the rules
-        reason = f"it is malformed ({type(error).__name__}: {error})"
-        raise ValueError(
-            f"MC7104: cannot print {path}: {reason}; mirrorc verify {path} says what is wrong with it"
+        raise problem(
+            ValueError,
+            f"MC7104: cannot print {path}",
+            f"it is malformed ({type(error).__name__}: {error})",
+            f"mirrorc verify {path}, which says what is wrong with it",
         ) from error
 
 
@@ -134,7 +137,8 @@ def _read(text: str, name: str) -> PrintedProgram:
     try:
         return read_program_text(text)
     except ValueError as error:
-        raise ValueError(f"MC7104: the {name} text cannot be compared: {error}") from None
+        reason = str(error).removeprefix("MC7104: ")
+        raise problem(ValueError, f"MC7104: the {name} text cannot be compared: {reason}") from None
 
 
 def _sentences(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:

@@ -217,8 +217,8 @@ def malformed(tmp_path: Path) -> Path:
 def test_what_cannot_be_printed_is_named(malformed: Path, tmp_path: Path) -> None:
     done = run(app, ["show", str(malformed)])
     assert done.exit_code == 2 and done.stderr == (
-        f"mirrorc: cannot print {malformed}: it is malformed (KeyError: 'variable'); mirrorc verify {malformed} says what is "
-        "wrong with it\n"
+        f"mirrorc: MC7104: cannot print {malformed}\n  why:  it is malformed (KeyError: 'variable')\n"
+        f"  fix:  mirrorc verify {malformed}, which says what is wrong with it\n"
     )
     assert "breaks the rule" in run(app, ["verify", str(malformed)]).stdout
     for options in ([], ["--dump", str(tmp_path / "dump")], ["--print-after-all"]):
@@ -293,8 +293,8 @@ def test_operators_of_the_users_are_imported(tmp_path: Path) -> None:
     command = ["opt", "saved.json", "--passes", "plan-buckets"]
     done = in_folder(tmp_path, *command)
     assert done.returncode in (1, 2) and done.stderr.endswith(
-        "the operator 'of_the_command_line.halve.default' is unknown here; import the library that registers it first (on "
-        "the command line: --import MODULE)\n"
+        "the operator 'of_the_command_line.halve.default' is unknown here\n  fix:  import the library that registers it "
+        "first; on the command line, --import MODULE\n"
     )
     done = in_folder(tmp_path, *command, "--import", "my_operators")
     assert done.returncode == 0, done.stderr

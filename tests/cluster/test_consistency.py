@@ -92,8 +92,9 @@ def test_facts_are_sent_only_if_their_digests_differ() -> None:
 @pytest.mark.slow
 def test_who_does_not_come_to_compare_is_named() -> None:
     raised = compared([{}], [], [{}], seconds=0.2)
-    late = "worker 1 (host-1, process 101) did not come to compare the options with the other workers in time"
-    assert raised == [late, "", late]
+    late = "MC6203: worker 1 (host-1, process 101) did not come to compare the options with the other workers in time\n  fix:  "
+    assert [text[: len(late)] for text in raised] == [late, "", late]
+    assert all(text.count("MC6203") == bool(text) for text in raised)
 
 
 def test_process_on_its_own_has_nothing_to_compare() -> None:

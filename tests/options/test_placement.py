@@ -163,7 +163,7 @@ def test_owners_may_be_devices_of_torch() -> None:
     said = r"placement gives 'body.weight' to device\(type='cpu', index=7\).*\n  fix:  name one of cpu:0"
     with pytest.raises(ValueError, match=said):
         step_of({"body.weight": torch.device("cpu", 7)})
-    with pytest.raises(ValueError, match=r"to device\(type='cuda', index=1\): say 'central', 'least-loaded'"):
+    with pytest.raises(ValueError, match=r"to device\(type='cuda', index=1\)\n  fix:  say 'central', 'least-loaded'"):
         step_of({"*": torch.device("cuda", 1)})
 
 

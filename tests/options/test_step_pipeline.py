@@ -96,7 +96,9 @@ def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPat
             found = made(**{option: value})
         except (ValueError, TypeError) as error:
             if option not in WITHOUT_EFFECT:
-                assert re.match(f"{option}=.*(given with passes=|the pipeline given with passes= has not)", str(error))
+                assert re.match(
+                    rf"(?s)MC\d+: {option}=.*(given with passes=|the pipeline given with passes= has not)", str(error)
+                )
             continue
         if found == usual and option not in WITHOUT_EFFECT:
             silent.append(option)

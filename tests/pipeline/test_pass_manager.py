@@ -138,7 +138,8 @@ def test_passes_say_what_must_be_true_of_a_program_and_the_runner_notes_it() -> 
         ("reduce-over-workers", "clip-gradients", "clipped"),
     ):
         with pytest.raises(
-            PassError, match=f"{late!r} takes programs that are not {word} yet, .*; move it to an earlier place"
+            PassError,
+            match=f"{late!r} takes programs that are not {word} yet\n  why:  .*\n  fix:  move it to an earlier place",
         ):
             run_passes(handmade(), [pipeline[name] for name in (*names, early, late)])
 

@@ -44,7 +44,7 @@ SUMS: dict[str, Loss] = {
 @pytest.mark.parametrize("kind", list(SUMS))
 def test_a_sum_is_warned_of_where_the_loss_is_taken_for_a_mean(kind: str) -> None:
     (message,) = said(SUMS[kind], return_outputs=kind == "metrics")
-    assert "in the loss of Linear is a sum over the examples, and the step takes the loss for a mean" in message
+    assert "in the loss of Linear is a sum, but the step averages it over devices" in message
     assert "about 1/2 of the sum over the batch\n  fix:  mirrorc.compile(..., loss_reduction='sum')" in message
     assert not said(SUMS[kind], devices=1)
 
@@ -52,7 +52,7 @@ def test_a_sum_is_warned_of_where_the_loss_is_taken_for_a_mean(kind: str) -> Non
 @pytest.mark.slow
 def test_a_mean_is_warned_of_where_the_loss_is_taken_for_a_sum() -> None:
     (message,) = said(lambda o, y: F.mse_loss(o, y), devices=3, loss_reduction="sum")
-    assert "mse_loss in the loss of Linear is a mean over the examples, and with loss_reduction='sum'" in message
+    assert "mse_loss in the loss of Linear is a mean, but loss_reduction='sum' adds it up" in message
     assert "about 3 times the mean of the batch" in message
     (message,) = said(lambda o, y: F.kl_div(o, y, reduction="batchmean"), loss_reduction="sum")
     assert "kl_div" in message

@@ -82,7 +82,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     r"at test_replica_exchanges.py:\d+ .* Asking is given .*\n  why:  .*\[3, 3\].* and .*\[2, 3\].*\n  fix:  reduce it "
     "over the examples": mirrorc.all_reduce,
     r"all_gather at .* is given .* must be alike in all else": lambda y: mirrorc.all_gather(y.T).sum(),
-    "calls mirrorc.all_reduce at .* for a shard of one size, where it calls mirrorc.all_gather at": by_size,
+    "calls mirrorc.all_reduce at .* for one shard size, and mirrorc.all_gather at .* for another": by_size,
     "calls mirrorc.all_reduce at .* for a shard of one size, and not for another": for_large_ones,
     r"gathers f32\[2, 3\] twice on one replica.*\n  why:  it is 5 rows in one place and 4 in another": (
         lambda y: mirrorc.all_gather(y).sum() + mirrorc.all_gather(y[:2]).sum()
@@ -100,7 +100,8 @@ def test_values_that_do_not_go_together(text: str) -> None:
 @pytest.mark.slow
 def test_microbatches_are_refused() -> None:
     with pytest.raises(
-        mirrorc.CaptureError, match=r"Meeting calls mirrorc.all_reduce at .*microbatches.*leave microbatches out"
+        mirrorc.CaptureError,
+        match=r"Meeting calls mirrorc.all_reduce at .*microbatches\n  why:  .*\n  fix:  leave microbatches out",
     ):
         captured_model(Meeting(), 2, 8, microbatches=2)
 

@@ -129,7 +129,8 @@ def test_devices_that_read_no_others_memory_have_whole_sums_to_send() -> None:
     assert not prepared(2, link="copy").workers.sent_as_factors
     assert prepared(1, link="copy").workers.sent_as_factors == ("2.weight", "0.weight"), "a device alone has factors"
     with pytest.raises(
-        ValueError, match=r"exchange='factors' cannot be used on cpu:0, cpu:1: over link='copy', no device reads"
+        ValueError,
+        match=r"exchange='factors' cannot be used on cpu:0, cpu:1\n  why:  over link='copy', no device reads",
     ):
         prepared(2, link="copy", exchange="factors")
 

@@ -122,5 +122,5 @@ def test_it_refuses_what_it_cannot_leave_to_owners() -> None:
     with pytest.raises(PassError, match="here are several workers"):
         UpdateAtOwner().run(program.evolve(workers=World(2, 2).worker(0)))
     shared = run_up_to("schedule-overlap", handmade(2, WEIGHTS))
-    with pytest.raises(PassError, match="takes programs that are not placed yet, but the program is already placed"):
+    with pytest.raises(PassError, match="takes programs that are not placed yet\n  why:  this one is already"):
         run_passes(shared, [ShareParameters(), UpdateAtOwner()])
