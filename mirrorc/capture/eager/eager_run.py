@@ -94,7 +94,7 @@ class Recorded:
 def reached_text(model_name: str, name: str) -> str:
     return message(
         f"MC2306: forward or loss of {model_name} reaches the parameter {name!r} past the model's modules, by a "
-        "global, a closure or an object",
+        "global, closure or object",
         "each replica has modules of its own",
         ("reach it through self", "make the loss a module that holds the model as a submodule"),
     )
