@@ -153,9 +153,12 @@ def plan_of(buckets: Any) -> Plan:
         return buckets
     raise problem(
         TypeError,
-        f"MC1001: buckets is {buckets!r}",
-        fix="give a number of MiB, ByBytes(cap_mb), EqualPacks(number) or EqualSplits(number) of mirrorc.packing, or a function "
-        "that takes a list of mirrorc.packing.Gradient and gives groups of their names",
+        f"MC1001: buckets={buckets!r} is neither a size nor a way to pack",
+        fix=(
+            "buckets=25, in MiB",
+            "buckets=mirrorc.packing.ByBytes(cap_mb), EqualPacks(number) or EqualSplits(number)",
+            "give a function that takes a list of mirrorc.packing.Gradient and returns groups of their names",
+        ),
     )
 
 

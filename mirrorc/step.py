@@ -326,8 +326,8 @@ class Step(StepReports):
         if accumulated.num_calls and not self._lock.is_closed:
             warnings.warn(
                 message(
-                    f"MC3206: the step is closed with {accumulated}, and no update was made with them",
-                    fix=("end an accumulation with a call of the step", "step.zero_grad(), to drop what is kept"),
+                    f"MC3206: the step was closed in the middle of an accumulation: {accumulated} made no update",
+                    fix=("step(x, y) for the last part, before step.close()", "step.zero_grad(), to drop what is kept"),
                 ),
                 stacklevel=users_stack_level(),
             )

@@ -125,11 +125,11 @@ def test_gradients_are_put_in_the_order_that_is_asked_for() -> None:
         (lambda: EqualPacks(2.0), TypeError, "num_packs is 2.0: give a whole number"),  # type: ignore[arg-type]
         (lambda: EqualSplits(0), ValueError, "num_splits is 0: give 1 or more"),
         (lambda: PlanBuckets(buckets=-3), ValueError, "buckets is -3: give a positive number of MiB"),
-        (lambda: PlanBuckets(buckets=EqualPacks), TypeError, "buckets is <class"),
+        (lambda: PlanBuckets(buckets=EqualPacks), TypeError, "buckets=<class"),
         (
             lambda: PlanBuckets(buckets="all"),
             TypeError,
-            "buckets is 'all'\n  fix:  give a number of MiB, ByBytes(cap_mb)",
+            "buckets='all' is neither a size nor a way to pack\n  fix:  buckets=25, in MiB",
         ),  # type: ignore[arg-type]
         (lambda: PlanBuckets(order="last"), ValueError, "order is 'last': say 'ready'"),  # type: ignore[arg-type]
         (lambda: PlanBuckets(order=3), TypeError, "order is 3: say 'ready'"),  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exce
             "order='reversed' and passes= cannot be combined",
         ),
         ({"disable": ["plan-buckets"], "buckets": EqualPacks(2)}, ValueError, "which disable= leaves out"),
-        ({"buckets": "all"}, TypeError, "buckets is 'all'"),
+        ({"buckets": "all"}, TypeError, "buckets='all' is neither"),
         ({"order": "last"}, ValueError, "order is 'last'"),
         (
             {"shard_optimizer": True, "buckets": EqualPacks(2)},

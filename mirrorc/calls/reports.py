@@ -193,8 +193,8 @@ class StepReports(ABC):
         if norms is None:
             raise problem(
                 ExecutionError,
-                "MC5005: no norm was measured",
-                "it is after the first step that is compiled with clip_grad_norm=",
+                "MC5005: no norm was measured yet",
+                "a call of a step with clip_grad_norm= measures it",
                 "mirrorc.compile(..., clip_grad_norm=math.inf), which only measures",
             )
         return norms

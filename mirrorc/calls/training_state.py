@@ -45,9 +45,9 @@ class TrainingState:
         if self._state.accumulated.num_calls:
             raise problem(
                 ExecutionError,
-                f"MC7003: step.state_dict() was called with {self._state.accumulated}",
+                f"MC7003: step.state_dict() was called in the middle of an accumulation, with {self._state.accumulated}",
                 "a checkpoint has no place for them",
-                ("call it after the update", "step.zero_grad(), to drop them"),
+                ("call it after the step(x, y) that makes the update", "step.zero_grad(), to drop them"),
             )
         self._state.catch_up()  # values that the user has written are those of all replicas
         optimizers, scaler = self._state.optimizers.groups.optimizers, self._options.scaler
@@ -209,7 +209,8 @@ def _check_tensors(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) 
             raise problem(
                 ValueError,
                 f"MC7001: the state is of another model: {name!r} has the shape {shape} there, and {list(value.shape)} here",
-                f"it belongs to {what}",
+                f"{name!r} is one of {what}",
+                "build the model as it was when the state was saved",
                 now="nothing was changed",
             )
 

@@ -73,9 +73,9 @@ def _refuse_sequences_of_none(structure: Structure, sizes: Sequence[int], worker
     if not all(numbers) and _has_packed(structure):
         raise problem(
             ValueError,
-            f"MC6303: worker {numbers.index(0)} would have none of the packed sequences, {counted(sum(sizes), 'example')}",
-            "torch cannot pack no sequence",
-            ("pass them padded, with their lengths", "leave the batch out on all workers"),
+            f"MC6303: worker {numbers.index(0)} would get none of the packed sequences of {counted(sum(sizes), 'example')}",
+            "torch has no PackedSequence without sequences",
+            ("pass the padded tensor and the lengths", "leave the batch out on all workers"),
         )
 
 

@@ -173,7 +173,7 @@ def _roll_call(opened: Any, place: Place, deadline: float, number: int) -> tuple
         where = f" at {place.address}" if place.host else ""
         raise problem(
             CommunicationError,
-            f"MC6204: {place}: the workers' store{where} does not answer any more",
+            f"MC6204: {place}: the store through which workers meet{where} has stopped answering",
             str(error),
             SEE_STORE,
         ) from None

@@ -19,7 +19,9 @@ _LONGEST_ANSWER_SECONDS = 20.0  # of a store that listens
 _SECONDS_BETWEEN_TRIES = 0.1
 
 
-SEE_STORE = "see what the process that has opened it does: worker 0, or torchrun's agent"
+SEE_STORE = (
+    "read the log of the process that opened the store (worker 0, or torchrun's agent), then start all workers again"
+)
 
 
 def open_store(place: Place, deadline: float) -> Any:

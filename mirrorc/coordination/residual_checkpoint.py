@@ -47,10 +47,10 @@ def _checked(
     if len(numbers) != 1 or sorted(ranks) != list(range(*numbers)):
         raise problem(
             ValueError,
-            f"MC7006: the states are those of the ranks {', '.join(map(str, ranks)) or 'of nobody'} of runs with "
-            f"{', '.join(map(str, sorted(numbers))) or 'no'} workers",
-            "some gradients would be lost or added twice",
-            "give the list of what step.state_dict() gave on every worker of one run, once each",
+            "MC7006: the states are not those of all workers of one run, each once",
+            f"they are of the ranks {', '.join(map(str, ranks)) or 'of nobody'} of runs with "
+            f"{', '.join(map(str, sorted(numbers))) or 'no'} workers, so some gradients would be lost or added twice",
+            "give a list with what step.state_dict() gave on every worker of the run",
         )
     for state in states:
         for name, value in state["unsent"].items():

@@ -226,8 +226,8 @@ class TeamCoordinator:
             with self.team.control.raising_alike():
                 raise problem(
                     CommunicationError,
-                    "MC2503: how many rows the model gathers by mirrorc.all_gather has no end",
-                    "the number on one worker follows from how many it gathers on the others",
+                    "MC2503: the model gathers as many rows by mirrorc.all_gather as an earlier one decides",
+                    "with different numbers of examples on the workers this number has no upper limit",
                     "give all workers as many examples",
                     now="No parameter was changed",
                 )

@@ -116,7 +116,8 @@ def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[st
     raise problem(
         ValueError,
         f"MC1104: no link joins {', '.join(map(str, devices))}",
-        fix="register one with mirrorc.ir.links.register_link",
+        "a link is how devices exchange gradients, and none is registered for these",
+        ("name devices of one kind", "mirrorc.ir.links.register_link(...), for a link of your own"),
     )
 
 

@@ -25,9 +25,9 @@ from mirrorc.messages.problem import message, problem
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 _COARSE = 5e-2  # for 16-bit parameters, and under autocast
 _ASKS = message(
-    "MC3103: check_loss cannot compare a model or loss that asks other replicas for values",
-    "it computes one shard after the other, without mirrorc.all_reduce and the like, or a SyncBatchNorm",
-    "compare step.evaluate(batch) with the loss of the plain model on the whole batch",
+    "MC3103: check_loss cannot compare a model or loss that uses collectives",
+    "it computes one shard after the other, where mirrorc.all_reduce or SyncBatchNorm finds no other replica",
+    "compare step.evaluate(x, y) with loss_fn(model(x), y) on the whole batch",
 )
 _SHOWN = 5  # gradients in the printed form
 _SMALLEST_SCALE = 1e-2  # of the largest gradient of all: one that is zero but for rounding differs by nothing

@@ -56,10 +56,11 @@ class Evaluation:
             if loss.numel() != 1 or not loss.requires_grad:
                 raise problem(
                     ValueError,
-                    f"MC2202: there is no loss, but a tensor {list(loss.shape)}",
-                    f"it {'depends on' if loss.requires_grad else 'does not depend on'} the parameters, and a "
-                    "step needs a scalar that does",
-                    "loss.mean()",
+                    f"MC2202: the loss is a tensor {list(loss.shape)}"
+                    if loss.requires_grad
+                    else "MC2202: the loss does not depend on the parameters",
+                    "a step needs one number with a gradient",
+                    "loss.mean()" if loss.requires_grad else "compute it without detach(), item() and torch.no_grad()",
                 )
             computed = torch.autograd.grad(loss.reshape(()), list(self._trainable.values()), allow_unused=True)
         observed.unequal_draws = self._draws.unequal

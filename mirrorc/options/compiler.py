@@ -48,8 +48,7 @@ class Compiler(OptionGroup):
             this order; a warning and a remark give the reason if "dynamo" fails.
         dynamic: None uses symbols for sizes that change: the shapes of the first training call have a program of their own, and
             the second size of a dimension compiles one more for all others. True uses symbols in the first program already,
-            and False compiles each new size. Some sizes stay numbers, such as numbers of examples beside microbatches: see
-            docs/concepts/recompilation.md.
+            and False compiles each new size. Some sizes stay numbers, such as numbers of examples beside microbatches.
         exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``.
             Each replica computes its gradients as the model's backward does, and they are added in the order of replicas. A
             remark names the passes.

@@ -12,6 +12,7 @@ from mirrorc.capture.model.model_state import ModelState
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
 from mirrorc.messages.problem import problem
+from mirrorc.messages.wording import guess
 from mirrorc.passes import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.pipeline.protocol import Pass
 
@@ -79,4 +80,8 @@ def check_owned_names(pipeline: Sequence[Pass], known: Collection[str]) -> None:
     """Raises PassError if 'place-variables' gives an owner to a variable that is not among ``known``."""
     for name in (name for entry in pipeline if isinstance(entry, PlaceVariables) for name, _ in entry.owners):
         if name not in known:
-            raise PassError(f"MC1505: pass 'place-variables' names {name!r}, which is no variable of the step")
+            raise problem(
+                PassError,
+                f"MC1505: the placement names {name!r}, which is no parameter or buffer of the model",
+                fix=guess(name, known, "take names of model.named_parameters()"),
+            )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import guess
 from mirrorc.packing import PLANS
 from mirrorc.pipeline.protocol import Pass
@@ -168,8 +169,11 @@ def _options(name: str, text: str) -> dict[str, Any]:
         return {str(keyword.arg): _parse_value(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, TypeError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
-        raise ValueError(
-            f"MC4004: the options of {name!r}, {text!r}, are not option=value with plain values: {reason}"
+        raise problem(
+            ValueError,
+            f"MC4004: the options of pass {name!r} cannot be read: {text!r}",
+            str(reason),
+            "write option=value, separated by commas, with Python literals as values",
         ) from error
 
 

@@ -62,7 +62,7 @@ def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torc
             message(
                 f"MC3207: a state_dict() or view taken before the first step does not follow training "
                 f"({counted(len(held), 'parameter')}, {'such as ' if len(held) > 1 else ''}{held[0]!r})",
-                "the first step moves parameters into buckets; p.data, or an output whose backward is to come, is a view, too",
+                "the first step moves parameters into buckets; an earlier p.data or output keeps the old memory, too",
                 (
                     "take it after the first step",
                     "copy it, copy.deepcopy(model.state_dict()), to keep the initial values",

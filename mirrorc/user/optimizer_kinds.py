@@ -75,7 +75,8 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
             raise problem(
                 ValueError,
                 f"MC1215: {subject} is {shape}, but the parameter is {list(parameter.shape)}",
-                fix="give it a tensor of the parameter's shape",
+                "the state was made or loaded for a parameter of another shape",
+                "make a new optimizer over model.parameters(), or load its own state",
             )
         if value.dtype != parameter.dtype:
             raise problem(

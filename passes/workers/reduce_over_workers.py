@@ -180,9 +180,11 @@ def _gather(
     packed: Any = first.all_input_nodes[0].args if first.target is ops.wait else (first,)
     for packed_bucket in packed:
         if packed_bucket.target is not ops.pack or not all(map(stays_factored, packed_bucket.args)):
-            raise PassError(
-                f"MC4003: {packed_bucket.name} of bucket {bucket.index} is computed of gradients that are to be sent to other "
-                "workers as factors, which would not make it: compile with communication=mirrorc.Communication(exchange='dense')"
+            raise problem(
+                PassError,
+                f"MC4003: {packed_bucket.name} of bucket {bucket.index} needs whole gradients, but workers send them as factors",
+                "it cannot be computed from factors",
+                "communication=mirrorc.Communication(exchange='dense')",
             )
     launched = first.all_input_nodes[0] if first.target is ops.wait else first
     place = max(launched, last) if last is not None else launched

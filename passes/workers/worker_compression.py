@@ -15,6 +15,7 @@ from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_keywords, pack_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import numbered
 from mirrorc.printing.printed_values import size_text
 
@@ -53,10 +54,11 @@ class WorkerCompression:
         if not program.workers.are_several:
             return program.with_remarks("nothing is compressed: there is one worker, and nothing is sent to others")
         if Property.EXCHANGED not in program.properties:
-            raise PassError(
-                f"MC4003: pass {self.name!r} {self.does} what is sent to other workers, and nothing is: "
-                "'reduce-over-workers' must come "
-                "before it"
+            raise problem(
+                PassError,
+                f"MC4003: pass {self.name!r} must come after 'reduce-over-workers', and does not",
+                f"it {self.does} what that pass sends to other workers",
+                "mirrorc.after('reduce-over-workers', ...)",
             )
         program = program.evolve(
             graph=copied(program.mirrored_graph), properties=(*program.properties, Property.COMPRESSED)

@@ -92,7 +92,7 @@ def test_what_cannot_be_split_is_named(batch: Any, error: str) -> None:
 def test_packed_sequences_of_which_a_worker_gets_none_are_refused_by_all() -> None:
     batch = {"sequences": pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])}
     for rank in range(3):
-        with pytest.raises(ValueError, match="MC6303: worker 2 would have none of the packed sequences, 2 examples"):
+        with pytest.raises(ValueError, match="MC6303: worker 2 would get none of the packed sequences of 2 examples"):
             part_of_worker(batch, World(3).worker(rank))
 
 

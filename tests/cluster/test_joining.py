@@ -173,7 +173,8 @@ def test_a_store_that_stops_to_answer_is_not_waited_for_without_a_bound(monkeypa
     for name, value in told(1, 2, 5).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        mirrorc.CommunicationError, match=r"worker 1 of 2.*store at 127\.0\.0\.1:5 does not answer any more"
+        mirrorc.CommunicationError,
+        match=r"worker 1 of 2.*store through which workers meet at 127\.0\.0\.1:5 has stopped",
     ):
         join(timeout=timedelta(seconds=0.1))
     answers.set()

@@ -375,7 +375,9 @@ def test_habits_beside_accumulated_gradients_are_told_of() -> None:
         both.step.accumulate(x, target=y)
         with pytest.warns(UserWarning, match=r"the next call of the step updates with them"):
             both.optimizer.step()
-        with pytest.warns(UserWarning, match=r"closed with gradients of 1 call kept, 4 examples"):
+        with pytest.warns(
+            UserWarning, match=r"closed in the middle of an accumulation: gradients of 1 call kept, 4 examples"
+        ):
             both.step.close()
     with Both() as both, warnings.catch_warnings(action="error"):
         both.train(*batches(4, 4))

@@ -91,7 +91,7 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"passes": [print]}, TypeError, ("is no pass",)),
         ({"link": "pigeon"}, ValueError, ("link is 'pigeon'", "shared-memory")),
         ({"buckets": -1}, ValueError, ("buckets is -1", "positive number of MiB")),
-        ({"buckets": "big"}, TypeError, ("buckets is 'big'", "number of MiB", "EqualPacks(number)")),
+        ({"buckets": "big"}, TypeError, ("buckets='big' is neither", "in MiB", "EqualPacks(number)")),
         ({"timeout": 0}, ValueError, ("timeout is 0", "positive number of seconds")),
         ({"optimizer": None}, ValueError, ("optimizer is missing", "model.parameters()")),
         ({"optimizer": torch.optim.SGD}, TypeError, ("optimizer is a type", "model.parameters()")),

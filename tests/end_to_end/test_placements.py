@@ -350,7 +350,7 @@ def test_a_call_may_leave_out_what_a_placement_names() -> None:
 
 def test_a_pipeline_that_names_an_owner_of_nothing_is_refused() -> None:
     pipeline = mirrorc.passes.default_pipeline(placement="central", owners=(("lost.weight", "cpu:1"),))
-    with pytest.raises(PassError, match=r"names 'lost\.weight', which is no variable of the step"):
+    with pytest.raises(PassError, match=r"names 'lost\.weight', which is no parameter or buffer of the model"):
         train_mirrored(
             make_mlp(torch.float64), ADAMW, [mlp_batch(6, torch.float64, 0)], 2, F.cross_entropy, passes=pipeline
         )

@@ -607,7 +607,7 @@ LATER = [
     (draws, r"forward of Does drew random numbers of torch, and drew none when it was captured"),
     (counts, r"MC2601: .* wrote the buffer 'seen', and did not when it was captured"),
     (keeps_a_graph, r"MC2601: .* wrote the buffer 'seen', and did not when it was captured"),
-    (uses_what_an_object_holds, r"MC2306: .* reaches the parameter 'last.weight' past .* or an object.*No parameter"),
+    (uses_what_an_object_holds, r"MC2306: .* reaches the parameter 'last.weight' past .* or object.*No parameter"),
 ]
 
 

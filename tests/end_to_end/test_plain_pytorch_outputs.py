@@ -163,3 +163,13 @@ def test_an_output_of_which_nobody_knows_whether_it_lies_along_the_batch() -> No
     with compiled(Takes()) as step, pytest.warns(UserWarning, match="may lie along the batch"):
         _, outputs = step(**batch)
     assert isinstance(outputs, mirrorc.PerReplica)
+
+
+def test_an_output_whose_shape_depends_on_values_makes_it_run_as_plain_pytorch() -> None:
+    def loss_and_counts(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.cross_entropy(logits, target), torch.bincount(target, minlength=9)
+
+    (batch,) = batches(8)
+    with compiled(Net(), loss_fn=loss_and_counts, capture="auto") as step, pytest.warns(UserWarning, match="MC2701"):
+        _, (_, counts) = step(**batch)
+    assert torch.equal(sum(counts.values), torch.bincount(batch["target"], minlength=9))

@@ -186,7 +186,8 @@ def test_only_a_batch_of_one_has_no_statistics(norm: Callable[[], nn.Module]) ->
         with (
             unchanged(model, optimizer),
             pytest.raises(
-                CaptureError, match=r"a shard has one\n(?s:.*)one device, too: .*more than 1 value per channel"
+                CaptureError,
+                match=r"this shard has a single one\n(?s:.*)one device, too: .*more than 1 value per channel",
             ),
         ):
             step(**batches((1,))[0])

@@ -229,7 +229,7 @@ def test_wrong_arguments_are_refused() -> None:
         "target is missing": lambda: mirrorc.check_loss(model, given["input"], loss_fn=F.cross_entropy),
         "num_replicas is 0": lambda: check(model, num_replicas=0),
         "loss_reduction is 'max'": lambda: check(model, loss_reduction="max"),
-        "MC2202: there is no loss, but a tensor \\[12, 4\\]": lambda: mirrorc.check_loss(model, given["input"]),
+        "MC2202: the loss is a tensor \\[12, 4\\]": lambda: mirrorc.check_loss(model, given["input"]),
         "make no whole batch": lambda: mirrorc.check_loss(
             model,
             mirrorc.PerReplica([torch.ones(2, 6), torch.ones(2, 5)]),

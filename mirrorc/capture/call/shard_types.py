@@ -110,11 +110,11 @@ def leaves_of(
     if any(types not in first for types in distinct):
         raise problem(
             CaptureError,
-            "MC6302: this worker has no examples in this call, and its front end needs some",
-            f"it runs {model_name} once on those of each kind of call",
+            "MC6302: this worker has no examples in this call, and its front end needs at least one",
+            f"it runs {model_name} once for each new kind of batch",
             (
-                "give each worker examples in each call, without step.join()",
-                "write the model so that capture='dynamo' can read it",
+                "give each worker examples in each call, with drop_last=True and without step.join()",
+                "compiler=mirrorc.Compiler(capture='dynamo'), whose error names the line to change",
             ),
         )
     return [first[types] for types in distinct]

@@ -15,10 +15,12 @@ from torch import fx, nn
 
 from mirrorc.capture.call.call_arguments import Structure
 from mirrorc.capture.call.containers import Parts, flatten_container, flatten_object
+from mirrorc.capture.diagnostics.capture_errors import shape_depends_on_values
 from mirrorc.errors import CaptureError, MirrorcError
 from mirrorc.ir.nodes import ancestors
 from mirrorc.messages.problem import problem
-from mirrorc.torch_internals import StandIns, give_values, results_with_stand_ins, sizes_now, storage_key
+from mirrorc.messages.source_lines import source_line
+from mirrorc.torch_internals import StandIns, give_values, results_with_stand_ins, size_now, sizes_now, storage_key
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
@@ -109,13 +111,17 @@ def read_outputs(
     marked = _marked(traced, reader.gathered, model_name)
     memory = memory_of_inputs(traced.graph)
     detached = [_detached_copy(traced, node, memory) for node in reader.gathered.values()]
-    types = {
-        name: (sizes_now(value.meta["example_value"]), value.meta["example_value"].dtype)
-        for name, value in zip(reader.gathered, detached, strict=True)
-    }
+    types = {name: _type_of(node, model_name) for name, node in zip(reader.gathered, detached, strict=True)}
     loss = stand_ins.node_of(results[0])
     give_values(traced, [*([loss] if loss is not None else []), *detached])
     return TracedOutputs(structure, tuple(reader.leaves), types, marked)
+
+
+def _type_of(output: fx.Node, model_name: str) -> tuple[torch.Size, torch.dtype]:
+    value = output.meta["example_value"]
+    if any(size_now(size) is None for size in value.shape):
+        raise shape_depends_on_values(model_name, source_line(output.all_input_nodes[0]))
+    return sizes_now(value), value.dtype
 
 
 def memory_of_inputs(graph: fx.Graph) -> set[int]:

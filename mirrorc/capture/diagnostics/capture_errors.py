@@ -75,6 +75,12 @@ def cannot_trace(
     return HooksMissingError(refusal) if is_of_hooks else CaptureError(refusal)
 
 
+def shape_depends_on_values(model_name: str, at: str) -> CaptureError:
+    why = "the shape of a tensor depends on values, and shapes of a graph are fixed"
+    fix = "use tensors of one shape and torch.where, or choose elements before the step"
+    return cannot_trace(model_name, why, fix, at, runs_as_pytorch=True)
+
+
 def raised_by_user(
     model_name: str, reason: str, at: str = "", subject: str = "the model", shapes: str = "", fix: str = ""
 ) -> CaptureError:
@@ -82,9 +88,12 @@ def raised_by_user(
     if "more than 1 value per channel" in reason:
         return problem(
             LoneExampleError,
-            f"MC2104: {model_name} normalizes over the examples of a shard, and a shard has one",
-            f"torch refuses one example on one device, too: {reason}",
-            "give the batch, and each part of a PerReplica, two examples or more",
+            f"MC2104: {model_name} normalizes over the examples of a shard, and this shard has a single one",
+            f"torch refuses a single example on one device, too: {reason}",
+            (
+                "DataLoader(..., drop_last=True)",
+                "give batches of two examples or more, and as many in each part of a PerReplica",
+            ),
             at=at,
         )
     call = "loss_fn(model(...), target)" if subject == "the loss" else "model(...)"

@@ -127,10 +127,10 @@ def _common_outputs(
         if name:
             raise problem(
                 CaptureError,
-                f"MC2401: {model_name} or its loss returns something else as {name!r} for one shard than for another",
-                "they have the same shape, and it gives another structure, another shape, or a Python number made of data",
+                f"MC2401: {name!r}, which {model_name} or its loss returns, differs between shards of one shape",
+                "its structure, its shape, or a Python number in it depends on the data",
                 (
-                    "return tensors whose shapes follow those of the shard, and numbers as tensors",
+                    "return tensors whose shapes depend on those of the inputs alone, and tensors instead of .item()",
                     "leave return_outputs out",
                 ),
             )

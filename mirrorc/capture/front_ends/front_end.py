@@ -125,9 +125,9 @@ def _exclusive() -> Iterator[None]:
     if not _CAPTURING.acquire(timeout=_LONGEST_CAPTURE_SECONDS):
         raise problem(
             CaptureError,
-            f"MC5008: another thread has been capturing a model for {_LONGEST_CAPTURE_SECONDS} s",
-            "only one can at a time",
-            "see what its model waits for in forward",
+            f"MC5008: gave up after {_LONGEST_CAPTURE_SECONDS} s: another thread captures a model",
+            "only one model of a process can be captured at a time",
+            ("make the first calls of the steps one after the other", "py-spy dump, to see where that thread waits"),
         )
     try:
         yield

@@ -72,8 +72,8 @@ class GatheredRows:
                 return captured
         raise problem(
             CaptureError,
-            f"MC2503: how many rows {model_name} gathers by mirrorc.all_gather has no end",
-            "it follows from how many all replicas have gathered before",
+            f"MC2503: {model_name} gathers as many rows by mirrorc.all_gather as an earlier one decides",
+            "with shards of different sizes this number has no upper limit",
             EVEN_BATCHES,
         )
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from mirrorc.capture.diagnostics.capture_errors import cannot_trace
+from mirrorc.capture.diagnostics.capture_errors import shape_depends_on_values
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute
@@ -46,9 +46,7 @@ def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, model_name: str) -> N
 
 def _refuse(target: Any, node: fx.Node, model_name: str) -> NoReturn:
     if target is _aten._assert_scalar.default:
-        why = "the shape of a tensor depends on values, and shapes of a graph are fixed"
-        fix = "use tensors of one shape and torch.where, or choose elements before the step"
-        raise cannot_trace(model_name, why, fix, source_line(node), runs_as_pytorch=True)
+        raise shape_depends_on_values(model_name, source_line(node))
     raise problem(
         CaptureError,
         f"MC2506: {model_name} calls {target}, which gives nothing",

@@ -46,10 +46,18 @@ class SavedChoices:
 
 def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
     if not isinstance(state, Mapping) or set(state) != {_DEVICES, _FACTORS}:
-        raise ValueError(
-            f"MC7002: the choices of a step's state are a dict of {_DEVICES} and {_FACTORS}, not {state!r:.80}"
+        raise problem(
+            ValueError,
+            f"MC7002: the state's entry 'choices' is not a dict of {_DEVICES} and {_FACTORS}",
+            f"it is {state!r:.80}",
+            "give what step.state_dict() gave",
         )
     names = state[_FACTORS]
     if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
-        raise TypeError(f"MC7002: {_FACTORS} of a step's state is {names!r}: it is a list of names, or None")
+        raise problem(
+            TypeError,
+            f"MC7002: the state's entry {_FACTORS!r} is not a list of names, or None",
+            f"it is {names!r:.80}",
+            "give what step.state_dict() gave",
+        )
     return None if names is None else tuple(names)

@@ -82,10 +82,10 @@ class TornState:
         missing += [f"the state of {listed(optimizers)}"] if optimizers else []
         raise problem(
             ExecutionError,
-            "MC5010: parameters are between those before and those after a step, which has failed while it updated",
+            "MC5010: a step has failed while it updated: some parameters are those before it, others those after it",
             self.clause,
             "load a checkpoint with load_state_dict of model and optimizer",
-            now=f"nothing uses, shows or saves them until then; still to be restored: {listed(missing)}",
+            now=f"nothing uses, shows or saves them until all are restored; missing: {listed(missing)}",
         )
 
     def end(self) -> None:

@@ -98,8 +98,11 @@ def _check(name: str, buffer: Any, store: StepVariables) -> None:
             fix="give what state_dict() gave",
         )
     if len(buffer[_REPLICAS]) != len(store.devices):
-        raise ValueError(
-            f"MC7001: {name!r} in replica_buffers has {len(buffer[_REPLICAS])} values for {len(store.devices)} replicas"
+        raise problem(
+            ValueError,
+            f"MC7001: the state has {name!r} for {len(buffer[_REPLICAS])} replicas, and this step {len(store.devices)}",
+            "a buffer that forward writes is saved once for each replica",
+            f"compile with {len(buffer[_REPLICAS])} devices",
         )
     tensor = store.tensors.get(name)
     if tensor is None and not name.startswith("outside."):  # which the first call finds

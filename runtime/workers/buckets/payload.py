@@ -66,7 +66,10 @@ class SentPayload(SeveralRounds):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise problem(
-                PayloadError, f"MC1507: compression={self._payload!r} failed in exchange()", reason
+                PayloadError,
+                f"MC1507: exchange() of compression={self._payload!r} failed",
+                reason,
+                "mend that method, or leave compression= out",
             ) from error
 
     def _exchange(self, collectives: Collectives) -> None:

@@ -173,8 +173,8 @@ def test_a_cap_that_is_not_positive_is_refused(cap: Any) -> None:
     is_number = isinstance(cap, int | float) and cap is not True
     with pytest.raises(
         ValueError if is_number else TypeError,
-        match="buckets is .*"
-        + (": give a positive number of MiB, or math.inf for one bucket" if is_number else "\n  fix:  give a number"),
+        match="buckets(=| is ).*"
+        + (": give a positive number of MiB, or math.inf for one bucket" if is_number else "\n  fix:  buckets=25"),
     ):
         planned(FOUR, buckets=cap)
 

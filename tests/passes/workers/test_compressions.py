@@ -33,5 +33,5 @@ def test_one_worker_compresses_nothing(compression: Any, operation: Any) -> None
 def test_they_need_exchanges(compiler_pass: Pass) -> None:
     captured = handmade_of_worker(World(2), weights=WEIGHTS)
     before = every_stage(captured, over_workers=True, **SMALL_BUCKETS)["share-parameters"]
-    with pytest.raises(PassError, match="'reduce-over-workers' must come before it"):
+    with pytest.raises(PassError, match="must come after 'reduce-over-workers'"):
         compiler_pass.run(before)

@@ -184,7 +184,7 @@ def test_a_payload_that_fails_on_a_worker_fails_the_step_of_all(outcomes: Mappin
     """And the worker that waits for its next round goes on with the next step."""
     for outcome in outcomes["fails"][:2]:
         assert [isinstance(loss, float) for loss in outcome["losses"]] == [True, False, True, True]
-        assert "compression=FirstElements(part=10) failed in exchange()" in outcome["losses"][1]
+        assert "exchange() of compression=FirstElements(part=10) failed" in outcome["losses"][1]
         assert "why: ValueError: the code" in " ".join(outcome["losses"][1].split())
         assert outcome["values"] == outcomes["fails"][0]["values"]
 

@@ -204,7 +204,7 @@ def test_a_failing_interleaved_step_says_whose_it_is_and_the_next_one_runs(
         wrong = rows.clone()
         wrong[2 * replica] = 30
         with pytest.raises(
-            mirrorc.ExecutionError, match=rf"replica {replica} on cpu:{replica} failed .*index out of range"
+            mirrorc.ExecutionError, match=rf"replica {replica} on cpu:{replica} in .*index out of range"
         ):
             step(wrong, target=target)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
