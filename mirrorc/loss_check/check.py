@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,8 +64,8 @@ class LossCheck:
                 f"{shards})"
             )
         lines = [
-            f"not the same on {num_replicas} replicas: the loss of {sum(self.num_examples)} examples is {self.loss:.6g}, that "
-            f"of the shards of {shards} is {self.sharded_loss:.6g}",
+            f"not the same on {num_replicas} replicas: the loss is {self.loss:.6g}, and that of shards of {shards} examples is "
+            f"{self.sharded_loss:.6g}",
             "largest differences of gradients, in parts of their largest entry:",
             *(f"  {name}: {difference:.2g}" for name, difference in list(self.differences.items())[:_SHOWN]),
         ]
@@ -144,7 +144,8 @@ def check_loss(
         reasons = reasons_for(whole, parts, other if fits_other else None, is_normalization, is_repeatable)
     result = LossCheck(is_same, whole.loss, by_shards.loss, shards.num_examples, differences, allowed, reasons)
     if raises and not is_same:
-        raise MirrorcError(f"MC3103: {result}")
+        what, _, figures = str(replace(result, reasons=())).partition("\n")
+        raise MirrorcError(f"{message(f'MC3103: {what}', '; '.join(reasons))}\n\n{figures}")
     return result
 
 

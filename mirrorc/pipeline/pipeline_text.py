@@ -241,10 +241,11 @@ def _imported_class(name: str) -> Callable[..., Pass]:
             f"MC4004: the pass {name!r} cannot be imported: {error}; run from where its module is found"
         ) from error
     except ImportError as error:
-        raise ValueError(
-            f"MC4004: the pass {name!r} cannot be imported: {error}; put the pass in a module of its own, or "
-            "guard what the script "
-            "does with if __name__ == '__main__'"
+        raise problem(
+            ValueError,
+            f"MC4004: the pass {name!r} cannot be imported",
+            str(error),
+            ("put the pass in a module of its own", "guard what the script does with if __name__ == '__main__'"),
         ) from error
     try:
         maker: Callable[..., Pass] = operator.attrgetter(qualified)(module)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from mirrorc.ir.variables import Placement
+from mirrorc.messages.problem import problem
 from mirrorc.printing.bucket_table import PLANNED, SENT_AS_FACTORS
 from mirrorc.printing.folding import unfolded
 from mirrorc.printing.function_text import EACH, operation_of
@@ -154,19 +155,21 @@ class TextCursor:
     def take(self) -> str:
         """Raises ``ValueError`` at the end."""
         if self.is_at_end:
-            raise ValueError(
-                f"MC7104: the printed program is cut off: line {self.number}, {self._lines[-1][1][:_SHOWN]!r}, "
-                "is its last, where a "
-                f"function or region must end with 'return ...'; {_ANEW}"
+            raise problem(
+                ValueError,
+                f"MC7104: the printed program is cut off after line {self.number}, {self._lines[-1][1][:_SHOWN]!r}",
+                "a function or region ends with 'return ...'",
+                _ANEW,
             )
         self._taken += 1
         return self._lines[self._taken - 1][1]
 
     def fail(self, expected: str) -> NoReturn:
-        raise ValueError(
-            f"MC7104: this is no printed program: line {self.number} is "
-            f"{self._lines[self._taken - 1][1][:_SHOWN]!r}, where this was "
-            f"expected: {expected}; the whole form is in the docstring of mirrorc.printing.program_text, {_ANEW}"
+        raise problem(
+            ValueError,
+            f"MC7104: this is no printed program: line {self.number} is {self._lines[self._taken - 1][1][:_SHOWN]!r}",
+            f"expected was {expected}; the docstring of mirrorc.printing.program_text has the whole form",
+            _ANEW,
         )
 
     def expect(self, holds: bool, expected: str) -> None:

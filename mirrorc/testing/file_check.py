@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch.testing import FileCheck
 
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.step import Step
 
 _LINE = re.compile(r"(?:#\s*)?(?P<directive>CHECK\b.*)")
@@ -92,9 +93,10 @@ def _parse(directives: str) -> list[_Directive]:
         if match:
             parsed += _parse_directive(match["directive"], number)
         elif line.strip() and not line.strip().startswith("#"):
-            raise ValueError(
-                f"MC7201: line {number} of the check, {line.strip()!r}, is no directive: begin it with one of {_KNOWN} or, for a "
-                "comment, with #"
+            raise problem(
+                ValueError,
+                f"MC7201: line {number} of the check, {line.strip()!r}, is no directive",
+                fix=(f"begin it with one of {_KNOWN}", "begin it with #, for a comment"),
             )
     if not parsed:
         raise ValueError(

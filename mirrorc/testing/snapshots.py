@@ -11,6 +11,7 @@ from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 from mirrorc.step import Step
 
 _SHOWN = 60  # the most lines that are shown of a program without a snapshot
@@ -39,10 +40,11 @@ class ProgramSnapshot:
 
     def __init__(self, snapshot: SnapshotAssertion, name: str | None = None, regions: bool = False) -> None:
         if not isinstance(snapshot, SnapshotAssertion):
-            raise TypeError(
-                f"MC7201: the fixture 'snapshot' gives a {type(snapshot).__name__}: another plugin or a "
-                "conftest.py has taken its name "
-                "from syrupy, which mirror_snapshot needs; switch that plugin off with -p no:NAME, or rename the fixture"
+            raise problem(
+                TypeError,
+                f"MC7201: the fixture 'snapshot' gives a {type(snapshot).__name__}, not syrupy's",
+                "another plugin or a conftest.py has taken the name, and mirror_snapshot needs syrupy's fixture",
+                ("pytest -p no:NAME, for that plugin", "rename the fixture of the conftest.py"),
             )
         if name is not None and (not isinstance(name, str) or not name):
             raise TypeError(f"MC7201: name is {name!r}: give the snapshot's name, a string")

@@ -107,10 +107,11 @@ class FactorGradients:
                 if name in rows
                 else "compile with communication=mirrorc.Communication(exchange='dense')"
             )
-            raise PassError(
-                f"MC4003: the gradient of {name} is to be sent, or given to the optimizer, as factors, but no "
-                "region gives it so: it is "
-                f"one of those {whole.get(name, 'that are used otherwise, too')}; {remedy}"
+            raise problem(
+                PassError,
+                f"MC4003: no region gives the gradient of {name} as factors, which workers or the optimizer take",
+                f"it is one of those {whole.get(name, 'that are used otherwise, too')}",
+                remedy,
             )
         if regions == program.regions:
             return program.with_remarks(_remark(program, whole), is_kept=False)

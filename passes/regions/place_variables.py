@@ -9,6 +9,7 @@ from typing import ClassVar
 from mirrorc.errors import PassError
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted, listed
 from mirrorc.printing.printed_values import size_text
 
@@ -81,9 +82,11 @@ class PlaceVariables:
         for name, (bucket, _) in sizes.items():
             owner = replicas[named[name]] if name in named else 0
             if not bucket.rule.elementwise and owner != 0:
-                raise PassError(
-                    f"MC4003: {name!r} cannot be owned by {named[name]}: {bucket.rule.why_by_itself}, so it runs by itself, "
-                    f"on {program.devices[0]}, and all that it updates is owned there; leave {name!r} out"
+                raise problem(
+                    PassError,
+                    f"MC4003: {name!r} cannot be owned by {named[name]}",
+                    f"{bucket.rule.why_by_itself}, so the optimizer runs on {program.devices[0]} and owns all that it updates",
+                    f"leave {name!r} out",
                 )
             if name in named or not bucket.rule.elementwise:
                 owner_of[name] = owner

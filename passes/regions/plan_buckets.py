@@ -14,6 +14,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir.buckets import Bucket, Pack, SentFactors, Slot
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import SHARE_ELEMENTS, UpdateRule, Variable
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted, listed, numbered
 from mirrorc.packing import (
     LEAST_ELEMENTS,
@@ -102,7 +103,7 @@ class PlanBuckets:
             gradients = in_order(ready, self.order, list(program.variables))
             planned = self._planned(program, gradients, factored)
         except (TypeError, ValueError) as error:
-            raise PassError(f"MC4003: pass 'plan-buckets': {error}") from error
+            raise PassError(str(error)) from error
         # `order` decides which gradients share a bucket, but buckets are launched in the order in which they are ready
         in_launch_order = sorted(planned.closed, key=lambda members: max(position[member.name] for member in members))
         unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
@@ -246,9 +247,11 @@ def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tu
     if len(ranges) == len(buckets):
         return buckets
     if program.workers.shards_optimizer:
-        raise PassError(
-            "MC4003: pass 'plan-buckets': a bucket that is cut into packs cannot be dealt out to workers, who get parts of whole "
-            "buckets: leave shard_optimizer out, or give other buckets"
+        raise problem(
+            PassError,
+            "MC4003: pass 'plan-buckets': a bucket that is cut into packs cannot be sharded over workers",
+            "workers get parts of whole buckets",
+            ("leave shard_optimizer out", "buckets=25, or another plan that does not cut"),
         )
     packs: dict[int, list[Pack]] = {}
     for number, (index, elements) in enumerate(ranges):

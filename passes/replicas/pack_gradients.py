@@ -16,6 +16,7 @@ from mirrorc.ir.graph_edits import call, copy_into, insert
 from mirrorc.ir.nodes import pack_keywords
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.type_rules import any_value
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 
 
@@ -85,10 +86,11 @@ class PackGradients:
 def _check_rows(bucket: Bucket, gradients: Any) -> None:
     for slot in bucket.slots if bucket.rule.takes_rows else ():
         if any(gradient is not None and gradient.target is not ops.index_add for gradient in gradients[slot.variable]):
-            raise PassError(
-                f"MC4003: the optimizer takes rows of the gradient of {slot.variable}, which is not left as rows: run "
-                "'factor-gradients' before 'pack-gradients' (mirrorc.Compiler(exact_order=True) leaves it out), or look it up "
-                "with sparse=False"
+            raise problem(
+                PassError,
+                f"MC4003: the optimizer takes the gradient of {slot.variable} as rows, and it is whole",
+                "'factor-gradients' must run before 'pack-gradients'; mirrorc.Compiler(exact_order=True) leaves it out",
+                ("keep 'factor-gradients' in the pipeline", "look it up with sparse=False"),
             )
 
 

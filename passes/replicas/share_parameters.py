@@ -18,6 +18,7 @@ from mirrorc.ir.nodes import calls_to, pack_of, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Placement
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import numbered
 
 
@@ -72,9 +73,11 @@ class ShareParameters:
             if not bucket.rule.elementwise or program.accumulates:
                 continue
             if bucket.is_gathered:
-                raise PassError(
-                    f"MC4003: the factors of bucket {bucket.index} are gathered by each device, which would update its own copy, "
-                    "and not a share of one: compile with communication=mirrorc.Communication(exchange='dense')"
+                raise problem(
+                    PassError,
+                    f"MC4003: bucket {bucket.index} cannot be shared: each device gathers its factors",
+                    "each device would update a copy of its own, not a share",
+                    "communication=mirrorc.Communication(exchange='dense')",
                 )
             (first, *others) = (reductions[pack.number] for pack in bucket.launch_units)
             if others:

@@ -15,6 +15,7 @@ from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import SHARE_ELEMENTS
 from mirrorc.ir.workers import Workers
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted, numbered
 from mirrorc.printing.printed_values import size_text
 
@@ -94,11 +95,11 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
         return bucket
     length, rest = divmod(bucket.num_elements, workers.num_workers)
     if rest or length % SHARE_ELEMENTS:
-        raise PassError(
-            f"MC4003: bucket {bucket.index} has {bucket.num_elements} elements, which are not "
-            f"{workers.num_workers} equal parts of whole "
-            f"cache lines: 'plan-buckets' pads it where the program's workers are said to shard the optimizer "
-            "(Workers.shards_optimizer), as mirrorc.Memory(shard_optimizer=True) does"
+        raise problem(
+            PassError,
+            f"MC4003: the {bucket.num_elements} elements of bucket {bucket.index} have no {workers.num_workers} equal parts",
+            "'plan-buckets' pads buckets to whole cache lines for each worker, if the optimizer is sharded",
+            "memory=mirrorc.Memory(shard_optimizer=True), which sets Workers.shards_optimizer",
         )
     return replace(bucket, part=Elements(workers.rank * length, (workers.rank + 1) * length))
 

@@ -78,8 +78,8 @@ def _by_position(node: fx.Node) -> Callable[..., Any]:
     def by_position(value: torch.Tensor, *args: Any) -> Any:
         if inferred is not None and value.stride() != inferred:
             raise RuntimeError(
-                f"MC2508: {target} addresses elements by their position in memory, and what it is given has the strides "
-                f"{value.stride()} where tracing found {inferred}: give it tensor.clone(memory_format=torch.contiguous_format)"
+                f"{target} addresses elements by their position in memory, and its argument has the strides {value.stride()} "
+                f"where tracing found {inferred}: give it tensor.clone(memory_format=torch.contiguous_format)"
             )
         arguments = [value, *args]
         if len(arguments) > place and arguments[place] is not None:

@@ -176,7 +176,8 @@ def test_what_steps_by_itself_cannot_be_given_away() -> None:
     model = Tied()
     step = step_of({"body.weight": "cpu:1"}, model, optimizer=torch.optim.Muon([model.body.weight]))
     with pytest.raises(
-        PassError, match=r"'body.weight' cannot be owned by cpu:1: Muon group 0 does not work element by element"
+        PassError,
+        match=r"'body.weight' cannot be owned by cpu:1\n  why:  Muon group 0 does not work element by element",
     ):
         step.prepare(torch.tensor([0, 1]), target=torch.tensor([0, 1]))
 

@@ -238,7 +238,7 @@ def test_malformed_text_is_refused_with_its_line_and_what_was_expected(name: str
 
 @pytest.mark.parametrize("kept", [place("def") + 2, len(LINES) - 1])
 def test_a_text_that_is_cut_off_says_so(kept: int) -> None:
-    with pytest.raises(ValueError, match=rf"is cut off: line {kept}, .*return"):
+    with pytest.raises(ValueError, match=rf"is cut off after line {kept}, .*\n.*return"):
         read_program_text("\n".join(LINES[:kept]))
 
 

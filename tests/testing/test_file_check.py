@@ -98,7 +98,7 @@ def test_a_long_text_is_shown_in_part() -> None:
         ("\n# a comment\n", "has no directive"),
         (
             "CHECK: a\nbwd_0(",
-            r"line 2 of the check, 'bwd_0\(', is no directive: begin it with one of CHECK:, CHECK-SAME:",
+            r"line 2 of the check, 'bwd_0\(', is no directive\n  fix:  begin it with one of CHECK:, CHECK-SAME:",
         ),
         ("CHEKC: a", "is no directive"),
         ("CHECK-NXT: a", "'CHECK-NXT: a', is no directive that is known: there are CHECK:"),

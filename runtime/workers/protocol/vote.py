@@ -8,6 +8,7 @@ import torch
 
 from mirrorc.errors import CommunicationError
 from mirrorc.ir.program import Program
+from mirrorc.messages.problem import problem
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,12 @@ def outcome(message: torch.Tensor, columns: Columns, num_workers: int, num_param
     """
     num_yes, num_sound = message[:2].tolist()
     if num_sound not in (0.0, num_workers):
-        raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")
+        raise problem(
+            CommunicationError,
+            "MC6301: some workers skip the step, and others make it",
+            "the sums that they have received differ",
+            "look for memory or network faults, and start all workers again from a checkpoint",
+        )
     numbers, used = message[2 : len(message) - num_parameters], message[len(message) - num_parameters :]
     return Outcome(
         num_yes == num_workers,

@@ -79,7 +79,9 @@ def test_what_is_named_counts_as_owned() -> None:
 def test_what_an_optimizer_steps_by_itself_is_the_first_devices() -> None:
     weights = [Weight("a", (10,)), Weight("b", (400,), rule=MUON), Weight("c", (10,))]
     assert owners(placed(handmade(2, weights))) == {"a": 1, "b": 0, "c": 1}
-    with pytest.raises(PassError, match=r"'b' cannot be owned by cpu:1: Muon group 0 does not work element by element"):
+    with pytest.raises(
+        PassError, match=r"'b' cannot be owned by cpu:1\n  why:  Muon group 0 does not work element by element"
+    ):
         placed(handmade(2, weights), "least-loaded", (("b", "cpu:1"),))
 
 

@@ -253,7 +253,7 @@ def test_groups_of_ones_own_are_buckets() -> None:
 
 def test_packs_are_not_dealt_out() -> None:
     several = dataclasses.replace(World(2).worker(0), shards_optimizer=True)
-    with pytest.raises(PassError, match="cut into packs cannot be dealt out to workers"):
+    with pytest.raises(PassError, match="cut into packs cannot be sharded over workers"):
         PlanBuckets(buckets=EqualPacks(2)).run(planned_only(FOUR).evolve(workers=several))
 
 
