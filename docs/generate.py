@@ -94,7 +94,7 @@ def api() -> str:
     topics = {**_TOPICS, "Errors": tuple(errors_of)}
     named = {name for names in topics.values() for name in names}
     modules = {module.rpartition(".")[2] for module in _MODULES}
-    if others := [name for name in mirrorc.__all__ if name not in named | modules | {"__version__"}]:
+    if others := [name for name in mirrorc.__all__ if name not in named | modules]:
         topics["Others"] = tuple(others)
     lines = []
     for topic, names in topics.items():

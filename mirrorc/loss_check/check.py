@@ -29,6 +29,7 @@ _ASKS = message(
     "it computes one shard after the other, where mirrorc.all_reduce or SyncBatchNorm finds no other replica",
     "compare step.evaluate(x, y) with loss_fn(model(x), y) on the whole batch",
 )
+_REMEDY = "make the loss a mean over examples, or name the other sum by loss_reduction="
 _SHOWN = 5  # gradients in the printed form
 _SMALLEST_SCALE = 1e-2  # of the largest gradient of all: one that is zero but for rounding differs by nothing
 
@@ -145,7 +146,7 @@ def check_loss(
     result = LossCheck(is_same, whole.loss, by_shards.loss, shards.num_examples, differences, allowed, reasons)
     if raises and not is_same:
         what, _, figures = str(replace(result, reasons=())).partition("\n")
-        raise MirrorcError(f"{message(f'MC3103: {what}', '; '.join(reasons))}\n\n{figures}")
+        raise MirrorcError(f"{message(f'MC3103: {what}', '; '.join(reasons), _REMEDY)}\n\n{figures}")
     return result
 
 

@@ -208,7 +208,11 @@ def test_a_state_goes_on_with_other_numbers_of_devices(num_before: int, number: 
         ([1], TypeError, r"MC7002: replica_buffers of a step's state is \[1\]"),
         ({"mean": torch.zeros(6)}, TypeError, "'mean' in replica_buffers of a step's state is no such buffer"),
         ({"mean": {"model": 1, "replicas": []}}, TypeError, "is no such buffer\n  fix:  give what state_dict"),
-        ({"mean": {"model": torch.ones(6), "replicas": [torch.ones(6)]}}, ValueError, "1 values for 2 replicas"),
+        (
+            {"mean": {"model": torch.ones(6), "replicas": [torch.ones(6)]}},
+            ValueError,
+            "for 1 replica, and this step has 2",
+        ),
         (
             {"x": {"model": torch.ones(6), "replicas": [torch.ones(6)] * 2}},
             ValueError,
@@ -379,7 +383,7 @@ def test_accumulated_gradients_have_no_place_in_a_checkpoint() -> None:
     with run.step:
         run.step.accumulate(torch.randn(4, 6), target=torch.zeros(4, dtype=torch.int64))
         with pytest.raises(
-            mirrorc.ExecutionError, match="a checkpoint has no place for them\n  fix:  call it after the update"
+            mirrorc.ExecutionError, match="a checkpoint has no place for them\n  fix:  call it after the step"
         ):
             run.step.state_dict()
         run.step.zero_grad()

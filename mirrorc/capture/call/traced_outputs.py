@@ -15,7 +15,6 @@ from torch import fx, nn
 
 from mirrorc.capture.call.call_arguments import Structure
 from mirrorc.capture.call.containers import Parts, flatten_container, flatten_object
-from mirrorc.capture.diagnostics.capture_errors import shape_depends_on_values
 from mirrorc.errors import CaptureError, MirrorcError
 from mirrorc.ir.nodes import ancestors
 from mirrorc.messages.problem import problem
@@ -88,10 +87,18 @@ class TracedOutputs:
     summed: frozenset[str]
 
 
+class ShapeOfValuesError(Exception):
+    """The shape of an output depends on values. The text is the user's line."""
+
+
 def read_outputs(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], model_name: str
 ) -> TracedOutputs:
-    """Also makes the traced graph return the loss and the detached tensors."""
+    """Also makes the traced graph return the loss and the detached tensors.
+
+    Raises:
+        ShapeOfValuesError: the shape of an output depends on values.
+    """
     try:
         results, stand_ins = results_with_stand_ins(traced, leaves)
         again, others = results_with_stand_ins(traced, leaves)
@@ -111,16 +118,16 @@ def read_outputs(
     marked = _marked(traced, reader.gathered, model_name)
     memory = memory_of_inputs(traced.graph)
     detached = [_detached_copy(traced, node, memory) for node in reader.gathered.values()]
-    types = {name: _type_of(node, model_name) for name, node in zip(reader.gathered, detached, strict=True)}
+    types = {name: _type_of(node) for name, node in zip(reader.gathered, detached, strict=True)}
     loss = stand_ins.node_of(results[0])
     give_values(traced, [*([loss] if loss is not None else []), *detached])
     return TracedOutputs(structure, tuple(reader.leaves), types, marked)
 
 
-def _type_of(output: fx.Node, model_name: str) -> tuple[torch.Size, torch.dtype]:
+def _type_of(output: fx.Node) -> tuple[torch.Size, torch.dtype]:
     value = output.meta["example_value"]
     if any(size_now(size) is None for size in value.shape):
-        raise shape_depends_on_values(model_name, source_line(output.all_input_nodes[0]))
+        raise ShapeOfValuesError(source_line(output.all_input_nodes[0]))
     return sizes_now(value), value.dtype
 
 

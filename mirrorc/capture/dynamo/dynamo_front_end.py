@@ -17,6 +17,7 @@ from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.packed_sequences import PaddedSequences
 from mirrorc.capture.call.traced_outputs import (
     LeafKind,
+    ShapeOfValuesError,
     TracedOutputs,
     memory_of_inputs,
     read_outputs,
@@ -24,7 +25,12 @@ from mirrorc.capture.call.traced_outputs import (
     summed,
 )
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.capture_errors import check_evaluated_loss, check_loss, explain
+from mirrorc.capture.diagnostics.capture_errors import (
+    check_evaluated_loss,
+    check_loss,
+    explain,
+    shape_depends_on_values,
+)
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
 from mirrorc.capture.diagnostics.loss_reduction import reductions_of
 from mirrorc.capture.diagnostics.python_effects import Note, changed_arguments, dropped_effects
@@ -84,7 +90,7 @@ class DynamoFrontEnd(FrontEnd):
         with _Explained(model_name, leaves):
             traced = trace()
         text = str(traced.graph)
-        outputs = read_outputs(traced, call, leaves, model_name) if call.keeps_outputs else None
+        outputs = _read_outputs(traced, call, leaves, model_name) if call.keeps_outputs else None
         _refuse_returned_numbers(traced, outputs)
         remove_marks(traced)
         notes = changed_arguments(traced, call, model_name)
@@ -160,7 +166,7 @@ class DynamoFrontEnd(FrontEnd):
         except Exception as error:
             logger.debug("no trace for another number of examples", exc_info=error)
             return None
-        return read_outputs(traced, call, leaves, type(call.model).__name__)
+        return _read_outputs(traced, call, leaves, type(call.model).__name__)
 
 
 def _trace(
@@ -199,6 +205,15 @@ def _trace(
             if is_given_up or DrawnScalar.__name__ in str(other):  # the number is used like a tensor
                 raise error from None
             raise
+
+
+def _read_outputs(
+    traced: fx.GraphModule, call: TrainingCall, leaves: Sequence[torch.Tensor], model_name: str
+) -> TracedOutputs:
+    try:
+        return read_outputs(traced, call, leaves, model_name)
+    except ShapeOfValuesError as error:
+        raise shape_depends_on_values(model_name, str(error)) from None
 
 
 def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
-from mirrorc.messages.wording import numbered
+from mirrorc.messages.wording import counted, numbered
 from mirrorc.runtime.state.variables.step_variables import StepVariables
 
 _MODEL, _REPLICAS = "model", "replicas"
@@ -100,9 +100,9 @@ def _check(name: str, buffer: Any, store: StepVariables) -> None:
     if len(buffer[_REPLICAS]) != len(store.devices):
         raise problem(
             ValueError,
-            f"MC7001: the state has {name!r} for {len(buffer[_REPLICAS])} replicas, and this step {len(store.devices)}",
+            f"MC7001: {name!r} is saved for {counted(len(buffer[_REPLICAS]), 'replica')}, and this step has {len(store.devices)}",
             "a buffer that forward writes is saved once for each replica",
-            f"compile with {len(buffer[_REPLICAS])} devices",
+            f"compile for {counted(len(buffer[_REPLICAS]), 'device')}",
         )
     tensor = store.tensors.get(name)
     if tensor is None and not name.startswith("outside."):  # which the first call finds

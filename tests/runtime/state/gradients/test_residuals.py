@@ -182,8 +182,8 @@ def test_what_all_have_together_is_dealt_out(number: int) -> None:
         ),
         (
             [state_of(0, 2)],
-            "those of the ranks 0 of runs with 2 workers\n  why:  some gradients would be lost or added twice\n "
-            " fix:  give the list of what step.state_dict",
+            "of the ranks 0 of runs with 2 workers, so some gradients would be lost or added twice\n"
+            "  fix:  give a list with what step.state_dict",
         ),
         ([state_of(0, 2), state_of(0, 2)], "would be lost or added twice"),
         ([state_of(0, 2), state_of(1, 3)], "of runs with 2, 3 workers"),

@@ -135,7 +135,8 @@ def outcome(
     assert text.startswith("MC6201: training call 4 has failed\n  why:  worker ") and text.endswith(
         f"\n  fix:  {following.value}"
     )
-    return f"{cell}, {next(state for state, said in TEXTS.items() if said in text)}"
+    (state,) = (state for state, said in TEXTS.items() if f"  now:  {said.removesuffix('.')}\n" in text)
+    return f"{cell}, {state}"
 
 
 def test_rows_cover_all_pairs() -> None:
