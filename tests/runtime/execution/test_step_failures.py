@@ -73,16 +73,16 @@ def evaluating(*more: nn.Module) -> Program:
     return captured_model(nn.Sequential(nn.Linear(4, 3), *more), evaluates=True)
 
 
-BUFFERS = "buffers that forward writes may have been written in part."
+BUFFERS = "buffers that forward writes may have been written in part"
 KEPT = "the gradients that step.accumulate() has kept may be incomplete: drop them with step.zero_grad()"
 
 
 def test_what_a_call_may_have_written_behind_its_commit_is_said_of_its_kind() -> None:
     for program, said in (
         (handmade(2), "Parameters and the optimizer's state may have been updated in part, so load a checkpoint"),
-        (accumulating(False), f"No parameter was changed, but {KEPT}."),
+        (accumulating(False), f"No parameter was changed, but {KEPT}"),
         (accumulating(True), f"No parameter was changed, but {KEPT}; {BUFFERS}"),
-        (evaluating(), "It writes nothing: nothing was changed."),
+        (evaluating(), "It writes nothing: nothing was changed"),
         (evaluating(nn.BatchNorm1d(3)), f"No parameter was changed, but {BUFFERS}"),
     ):
         failures = {0: MemoryError("no memory")}
