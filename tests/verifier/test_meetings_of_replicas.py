@@ -45,7 +45,7 @@ def test_a_pass_must_not_have_a_worker_stay_away() -> None:
     before, after = (stages_of_worker(0)["lower-devices"] for _ in range(2))
     stay_away(after)
     with pytest.raises(
-        VerifyError, match=r"meetings_of_workers_are_preserved.*met the others in sum_over_replicas 0, rows"
+        VerifyError, match=r"(?s)meetings_of_workers_are_preserved.*met the others in sum_over_replicas 0, rows"
     ):
         verify(after, before=before)
 
@@ -77,7 +77,7 @@ def test_a_pass_must_not_change_what_they_meet_with(pass_name: str) -> None:
     verify(after, before=before)
     with_another_value(after)
     with pytest.raises(
-        VerifyError, match=r"dataflow_is_preserved.*value for sum_over_replicas 0 on cpu:1 is computed in another"
+        VerifyError, match=r"(?s)dataflow_is_preserved.*value for sum_over_replicas 0 on cpu:1 is computed in another"
     ):
         verify(after, before=before)
 
