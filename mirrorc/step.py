@@ -69,7 +69,7 @@ class Step(StepReports):
             state.loss_scale = LossScale(options.scaler, options.devices)
         interrupts = InterruptGuard()
         self._lock = ExclusiveCalls(interrupts, state.callers)
-        self._modes = CallersModes()
+        self._modes = CallersModes(captures=options.ladder.names[0] != "autograd")
         pending = ZeroableGradients(state.accumulated, model.tensors, self._lock)
         self._habits = GradientHabits(model.parameters.values(), options.optimizers, pending)
         state.optimizers.user_steps.tell_when_idle(self._habits.warn_of_idle_step)

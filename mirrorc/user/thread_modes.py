@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import warnings
 
+import torch
+
 from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import dispatch_modes, has_hooks_on_saved_tensors
 
 
 class CallersModes:
-    def __init__(self) -> None:
+    """``captures`` says whether the step runs a captured backward, not that of plain PyTorch."""
+
+    def __init__(self, *, captures: bool) -> None:
+        self._captures = captures
         self._warned: set[str] = set()
 
     def look(self, *, trains: bool) -> None:
@@ -33,6 +38,19 @@ class CallersModes:
                     (
                         "enter them in forward, which then runs as plain PyTorch",
                         "mirrorc.Memory(activations=...), for a step that keeps less",
+                    ),
+                ),
+            )
+
+        if trains and self._captures and torch.is_anomaly_enabled():
+            self._warn(
+                "anomalies",
+                message(
+                    "MC3208: the step was called within detect_anomaly, which sees nothing of a captured backward",
+                    "devices run a program, not autograd's functions",
+                    (
+                        "mirrorc.compile(..., check_finite=True), which names the gradient that is not finite",
+                        "compiler=mirrorc.Compiler(capture='autograd'), whose backward it sees",
                     ),
                 ),
             )

@@ -18,6 +18,14 @@ class Doubles(TorchDispatchMode):
         return 2 * found if func is torch.ops.aten.addmm.default else found
 
 
+class DetectsAnomalies(contextlib.AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        torch.autograd.set_detect_anomaly(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch.autograd.set_detect_anomaly(False)
+
+
 def trained(mode: contextlib.AbstractContextManager[Any]) -> tuple[list[float], str, list[str]]:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
@@ -39,8 +47,9 @@ def trained(mode: contextlib.AbstractContextManager[Any]) -> tuple[list[float], 
     [
         (Doubles(), "within Doubles, a TorchDispatchMode, which sees nothing of what devices run"),
         (torch.autograd.graph.save_on_cpu(), "within saved_tensors_hooks"),
+        (DetectsAnomalies(), "within detect_anomaly, which sees nothing of a captured backward"),
     ],
-    ids=["dispatch", "saved tensors"],
+    ids=["dispatch", "saved tensors", "anomalies"],
 )
 def test_a_mode_that_devices_do_not_have_is_warned_of_once(mode: Any, words: str) -> None:
     losses, program, told = trained(mode)
