@@ -511,7 +511,7 @@ def test_any_edit_is_refused_or_seen(kind: str, i: int, j: int) -> None:
     except ValueError as error:
         with pytest.raises(ValueError, match="the new text cannot be compared") as caught:
             diff_texts(BASE, text)
-        assert str(error) in str(caught.value)
+        assert str(error).removeprefix("MC7104: ") in str(caught.value)
         return
     found = diff_texts(BASE, text)
     assert bool(found) == (text != BASE) and bool(diff_texts(text, BASE)) == bool(found)
