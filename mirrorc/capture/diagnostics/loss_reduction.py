@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from mirrorc.capture.diagnostics.weighted_means import bound_arguments
 from mirrorc.ir.nodes import ancestors
 from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import last_users_frame
-from mirrorc.torch_internals import leaf_of_placeholder
+from mirrorc.torch_internals import leaf_of_placeholder, sizes_now
 
 _LOSSES = (
     F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cosine_embedding_loss, F.cross_entropy, F.ctc_loss,
@@ -28,6 +30,8 @@ _LOSSES = (
 _SIGNATURES = {function: inspect.signature(function) for function in _LOSSES}
 _SUMMANDS = {operator.add, operator.iadd, operator.sub, operator.isub, operator.neg, torch.add, torch.sub, torch.neg}
 _METHODS = {"add", "add_", "sub", "sub_", "neg"}  # with the same meaning
+_PRODUCTS = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
+_QUOTIENTS = {operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", "true_divide"}
 _SUM = "sum"
 
 
@@ -44,31 +48,52 @@ class Reduction:
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
     """The torch losses over the batch among the summands of the graph's first output.
 
-    Products and quotients are left out: a divided sum may be a mean.
+    A sum that is divided by a number of examples, or of their elements, is a mean. A quotient or product of two tensors is left
+    out.
     """
     reductions: dict[Reduction, None] = {}
     loss = traced.graph.output_node().args[0][0]  # type: ignore[index]
-    for node in _summands(loss):
+    for node, factors in _summands(loss):
         kind = _reduction(node.target, node.args, node.kwargs) if node.op == "call_function" else None
-        if kind is not None and _is_of_the_batch(node):
+        if kind is not None and (sources := _batch_of(node)):
+            counts = _counts([*node.all_input_nodes, *sources]) if factors else []
+            pairs = [(factor, count) for factor in (*factors, math.prod(factors)) for count in counts]
+            if any(math.isclose(factor * count, 1) for factor, count in pairs):
+                kind = "mean"
+            elif any(math.isclose(factor, count) for factor, count in pairs):
+                kind = _SUM
             frame = last_users_frame(node.meta.get("stack_trace") or "")
             place = (frame.filename, frame.lineno or 0) if frame else ("<unknown>", 0)
             reductions[Reduction(node.target.__name__, kind, *place)] = None  # type: ignore[union-attr]
     return tuple(reductions)
 
 
-def _summands(loss: Any) -> Iterator[fx.Node]:
+def _summands(loss: Any) -> Iterator[tuple[fx.Node, tuple[float, ...]]]:
+    """With the numbers by which each is multiplied."""
     seen: set[fx.Node] = set()
-    waiting = [loss]
+    waiting: list[tuple[Any, tuple[float, ...]]] = [(loss, ())]
     while waiting:
-        node = waiting.pop()
+        node, factors = waiting.pop()
         if not isinstance(node, fx.Node) or node in seen or node.kwargs.get("alpha", 1) != 1:
             continue
         seen.add(node)
+        numbers = [value for value in node.args if isinstance(value, int | float) and value]
         if node.target in (_METHODS if node.op == "call_method" else _SUMMANDS):
-            waiting += node.args
+            waiting += [(value, factors) for value in node.args]
+        elif node.target in _PRODUCTS and numbers:
+            waiting += [(value, (*factors, numbers[0])) for value in node.args]
+        elif node.target in _QUOTIENTS and node.args[1:] == tuple(numbers) and not node.kwargs:
+            waiting.append((node.args[0], (*factors, 1 / numbers[0])))
         else:
-            yield node
+            yield node, factors
+
+
+def _counts(nodes: Sequence[fx.Node]) -> list[int]:
+    """By what a sum over the examples of a shard is divided for a mean: the first size of a tensor, times any others."""
+    tensors = [node.meta.get("example_value") for node in nodes]
+    shapes = {tuple(sizes_now(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim()}
+    subsets = [(shape[0], rest) for shape in shapes for n in range(len(shape)) for rest in combinations(shape[1:], n)]
+    return [first * math.prod(rest) for first, rest in subsets]
 
 
 def _reduction(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -77,8 +102,10 @@ def _reduction(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return kind if kind in ("mean", "batchmean", _SUM) else None
 
 
-def _is_of_the_batch(node: fx.Node) -> bool:
-    return any(source.op == "placeholder" and leaf_of_placeholder(source) is not None for source in ancestors(node))
+def _batch_of(node: fx.Node) -> list[fx.Node]:
+    return [
+        source for source in ancestors(node) if source.op == "placeholder" and leaf_of_placeholder(source) is not None
+    ]
 
 
 def notes_on_reductions(

@@ -36,6 +36,9 @@ SUMS: dict[str, Loss] = {
     "by position": lambda o, y: F.smooth_l1_loss(o, y, None, None, "sum"),
     "a summand": lambda o, y: 0.1 * o.square().mean() + F.binary_cross_entropy_with_logits(o, y, reduction="sum"),
     "subtracted": lambda o, y: o.mean().sub(F.l1_loss(o, y, reduction="sum")),
+    "divided by a number": lambda o, y: F.mse_loss(o, y, reduction="sum") / 4,
+    "scaled": lambda o, y: 0.125 * F.mse_loss(o, y, reduction="sum"),
+    "divided by the whole batch": lambda o, y: F.mse_loss(o, y, reduction="sum").div(6),
     "metrics": lambda o, y: (F.mse_loss(o, y, reduction="sum"), {"mean": o.mean()}),
 }
 
@@ -62,6 +65,8 @@ RIGHT: dict[str, Loss] = {
     "divided": lambda o, y: F.mse_loss(o, y, reduction="sum") / len(o),
     "multiplied": lambda o, y: F.mse_loss(o, y, reduction="sum") * (1 / len(o)),
     "mean": lambda o, y: F.mse_loss(o, y),
+    "half": lambda o, y: 0.5 * F.mse_loss(o, y, reduction="sum") / len(o),
+    "elements": lambda o, y: F.mse_loss(o, y, reduction="sum") / o.numel(),
     "each example": lambda o, y: F.mse_loss(o, y, reduction="none").sum(1).mean(),
     "batchmean": lambda o, y: F.kl_div(o.log_softmax(1), y.softmax(1), reduction="batchmean"),
 }
@@ -71,6 +76,10 @@ RIGHT: dict[str, Loss] = {
 @pytest.mark.parametrize("kind", list(RIGHT))
 def test_what_is_a_mean_or_may_be_one_is_not_spoken_of(kind: str) -> None:
     assert not said(RIGHT[kind])
+
+
+def test_a_mean_times_the_number_of_examples_is_a_sum() -> None:
+    assert not said(lambda o, y: len(o) * F.mse_loss(o, y), loss_reduction="sum")
 
 
 def test_a_sum_that_is_told_is_not_spoken_of() -> None:
