@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 
+from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import users_stack_level
+
+_ITEM = re.compile(r"(?P<list>.*?)\[(?P<index>\d+)\][.\[]")  # in the path of a tensor within an item
 
 
 class CaptureWarnings:
@@ -15,6 +19,26 @@ class CaptureWarnings:
         self._num_devices, self._has_warned_of_differences = num_devices, False
         self._noted: set[Note] = set()
         self._has_warned_of_ladder = False
+        self._listed: set[str] = set()
+
+    def warn_of_listed_examples(self, call: Call, num_examples: int) -> None:
+        """A list of containers, such as the targets of a detector: its length may be the batch's by chance."""
+        items: dict[str, set[str]] = {}
+        for leaf in call.leaves:
+            if leaf.split and (match := _ITEM.match(leaf.path)):
+                items.setdefault(match["list"], set()).add(match["index"])
+        for name in sorted(name for name, indices in items.items() if len(indices) == num_examples > 1):
+            if self._num_devices > 1 and name not in self._listed:
+                self._listed.add(name)
+                text = message(
+                    f"MC1310: each tensor in {name!r}, a list of {num_examples} items, is split along its dim 0",
+                    f"the batch has {num_examples} examples, and items of a list are not taken for examples",
+                    (
+                        f"{{key: torch.stack([item[key] for item in {name}]) for key in {name}[0]}}, if they are examples",
+                        "nothing, if dim 0 of each tensor is the batch",
+                    ),
+                )
+                warnings.warn(text, stacklevel=users_stack_level())
 
     def warn_of_differences(self, differences: Sequence[str]) -> None:
         if differences and not self._has_warned_of_differences:

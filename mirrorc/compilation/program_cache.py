@@ -290,7 +290,11 @@ class Specializations:
             return FIRST_CALL
         places = range(2 + len(_OTHER_PARTS))
         differing = {
-            known: [i for i in places if known[i] != key[i] and not (i == 1 and entries[-1].fits(shards))]
+            known: [
+                i
+                for i in places
+                if known[i] != key[i] and not (i == 1 and known[0] == key[0] and entries[-1].fits(shards))
+            ]
             for known, entries in reversed(self._by_key.items())
         }
         nearest, parts = min(differing.items(), key=lambda entry: len(entry[1]))

@@ -114,6 +114,7 @@ class StepCompiler:
         subject = purpose.of(self._subject)
         kind = CallKind.of(call, shard_types(shards.tensors[0], self._home))
         logger.info("compiling %s (%s), for a shard of %s", subject, changes, kind)
+        self._warnings.warn_of_listed_examples(call, sum(shards.num_examples))
         progress = Progress(
             subject, changes, is_shown=self._options.progress and self._options.program_workers.rank == 0
         )

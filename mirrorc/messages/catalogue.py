@@ -69,8 +69,7 @@ MC1006 A name of an earlier version
 The message says what to write now.
 
 MC1101 An unknown name of a device
-Names are `"cpu:0"`, `"cuda:1"`, and `"cuda:0/1"` for the second logical device of GPU 0. CPU devices are logical:
-`mirrorc.compile(model, ["cpu:0", "cpu:1"], ...)` runs on any machine.
+Names are `"cpu:0"`, `"cuda:1"`, and `"cuda:0/1"` for the second logical device of GPU 0. Any machine has `"cpu:1"`: CPUs are logical.
 
 MC1102 A device that torch does not see
 `torch.cuda.device_count()` says how many GPUs there are; `CUDA_VISIBLE_DEVICES` may hide some.
@@ -101,8 +100,7 @@ MC1206 A parameter that was replaced or added after compile
 Write into the old tensors, as `model.load_state_dict(state)` does, or make the optimizer and the step anew.
 
 MC1207 A hook on a gradient
-`parameter.register_hook(...)` is not called by a captured step. Change gradients in the loss, or before the update by
-`optimizer.register_step_pre_hook(...)`.
+A captured step does not call it. Change gradients in the loss, or by `optimizer.register_step_pre_hook(...)`.
 
 MC1208 Memory that is shared
 Tie weights by the parameter, `head.weight = embedding.weight`, not by `.data`. Share copies with other processes.
@@ -151,6 +149,9 @@ A step gives gradients to parameters alone: `step(x.detach(), y)`, or one module
 
 MC1309 A container that cannot be made again
 Shards need containers of their own. Pass a plain `dict`, `list` or `tuple`, or a dataclass.
+
+MC1310 A list that may have an item for each example
+A step splits every tensor along dim 0, also those in a list, not the list. Stack what its items have, if they are examples.
 
 MC1401 A loss_fn that is a class
 `loss_fn=nn.CrossEntropyLoss()`, with parentheses; or a function, `torch.nn.functional.cross_entropy`.
