@@ -69,7 +69,7 @@ MC1006 A name of an earlier version
 The message says what to write now.
 
 MC1101 An unknown name of a device
-Names are `"cpu:0"`, `"cuda:1"`, and `"cuda:0/1"` for the second logical device of GPU 0. Any machine has `"cpu:1"`: CPUs are logical.
+Names are `"cpu:0"`, `"cuda:1"`, and `"cuda:0/1"` for a second logical device of GPU 0. Any machine has `"cpu:1"`.
 
 MC1102 A device that torch does not see
 `torch.cuda.device_count()` says how many GPUs there are; `CUDA_VISIBLE_DEVICES` may hide some.

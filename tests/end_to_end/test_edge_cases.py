@@ -75,7 +75,7 @@ def test_a_loss_that_is_a_view_of_a_parameter_is_that_before_the_update(backend:
 def test_the_verifier_refuses_to_return_a_view_of_what_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirrorc.capture.dynamo.dynamo_front_end._copy_aliased_loss", lambda graph: None)
     for devices in (1, 2):
-        said = "variables_are_written_after_reads .* weight is written on cpu:. before .* is returned"
+        said = "(?s)variables_are_written_after_reads .* weight is written on cpu:. before .* is returned"
         with (
             compile_eager(LossIsParameter(lambda weight: weight.unbind()[1]), devices) as step,
             pytest.raises(VerifyError, match=said),
