@@ -33,7 +33,7 @@ class JointGraph:
         buffer_writes: the new value, by buffer.
         written_inputs: other writes of forward, as ("parameter", name) or ("argument", index); also ("buffer", name)
             if the new value has a gradient.
-        looked_up: parameters that forward uses only in lookups with ``sparse=True``.
+        looked_up: parameters whose lookups all have ``sparse=True``.
         sizes: None if all sizes are numbers.
     """
 

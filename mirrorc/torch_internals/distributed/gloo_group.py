@@ -79,7 +79,7 @@ class GlooGroup:
         return is_any_closed(self._connected)
 
     def let_go(self) -> None:
-        """Drops a forked child's copies of the connections: they would hide from peers that the parent has ended."""
+        """Drops the connections in a forked child, where open copies would hide the parent's end from peers."""
         sockets = open_sockets()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number, inode in self._connected.items():

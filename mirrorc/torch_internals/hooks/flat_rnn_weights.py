@@ -24,7 +24,7 @@ def renew_recurrent_weights(layer: nn.RNNBase) -> None:
 def weights_for_cudnn(
     weights: Sequence[torch.Tensor], kind: str, num_layers: int, bidirectional: bool
 ) -> Sequence[torch.Tensor]:
-    """Copies weights on a GPU into one piece of memory, so cuDNN does not warn. Returns weights on the CPU unchanged."""
+    """Copies weights on a GPU into one piece of memory, to avoid cuDNN's warning. Weights on the CPU stay."""
     if not weights[0].is_cuda or not all(map(torch.backends.cudnn.is_acceptable, weights)):
         return weights
     from torch.backends.cudnn.rnn import get_cudnn_mode

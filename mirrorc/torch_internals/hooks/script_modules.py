@@ -84,7 +84,7 @@ class ScriptCopy:
             _native(copy).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
 
     def changed(self) -> str | None:
-        """The name of an attribute that changed since `load`, or None. Parameters and buffers do not count."""
+        """An attribute, neither parameter nor buffer, that has changed since `load`; or None."""
         return next((name for name, copy, _, shown in self._loaded if _shown(getattr(copy, name)) != shown), None)
 
     def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:

@@ -1,4 +1,4 @@
-"""Torch's structured trace, modes of a thread, and the steps of torch's optimizers: hooks, wrappers and fused kernels."""
+"""Torch's structured trace, modes of a thread, and hooks, wrappers and fused kernels of optimizer steps."""
 
 from __future__ import annotations
 

@@ -19,10 +19,9 @@ class _NoKernel:
 
 
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    """The syntax tree of ``call(self, args)`` in Inductor's code, and a namespace to run it on fake tensors.
+    """The syntax tree of ``call(self, args)`` in a `compile_with_inductor` result, and a namespace for its names.
 
-    ``compiled`` comes from `compile_with_inductor`. Kernels in the namespace compute nothing; allocations and views are
-    torch's.
+    The namespace is for fake tensors: its kernels compute nothing; allocations and views are torch's.
 
     Raises:
         ValueError: the code has no such function, as with Inductor's C++ wrapper.

@@ -62,7 +62,7 @@ def forget_instructions() -> None:
 
 @functools.cache
 def _let_waits_be_put_off() -> None:
-    """Patches the wait at the end of each module of Inductor's code, which replaces futures by kernels."""
+    """Patches the wait that ends each of Inductor's modules and replaces futures by kernels."""
     from torch._inductor.async_compile import AsyncCompile
 
     wait_now = AsyncCompile.wait
@@ -78,7 +78,7 @@ def _let_waits_be_put_off() -> None:
 
 
 def prepare_cpp_compiler() -> None:
-    """Starts threads for what Inductor does before a process's first kernel; meanwhile, capture goes on.
+    """Starts threads, beside the capture, for what Inductor does before a process's first kernel.
 
     The slow part is trying sets of vector instructions: each trial compiles a cached file, and loads it in a new process.
     Errors are ignored: compiling a kernel raises them again.
@@ -92,7 +92,7 @@ _MOST_SECONDS = 120.0  # a slower compiler hangs
 
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
-    """Makes Inductor wait for trials in threads: trials change flags, so no two may try the same instructions."""
+    """Makes Inductor wait for threads with trials: trials change flags, so no two may try the same instructions."""
     from torch._inductor import cpu_vec_isa
 
     try_serially = cpu_vec_isa.valid_vec_isa_list
@@ -106,7 +106,7 @@ def _let_instructions_be_tried_together() -> None:
 
 
 def _instructions_tried(process: int) -> threading.Event:
-    """The event after the trials. A forked child gets a new event, because it lacks its parent's threads."""
+    """A forked child gets a new event, because the parent's threads are missing there."""
     with _preparing:
         if process not in _prepared:
             _prepared.clear()

@@ -17,8 +17,8 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions that Inductor expects to find applied to a graph.
 
-    Dropout is left out, because it gets its own random stream. Operators in `_EXPANDED_LATE` are left out, because
-    passes look for them.
+    Dropout is left out, because it gets its own random stream. `_EXPANDED_LATE` is left out, because passes look for these
+    operators.
     """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -44,7 +44,7 @@ def pools_maxima(target: Any) -> bool:
 
 
 def tells_places_of_maxima(target: Any) -> bool:
-    """Tests for the operator that maps 8-bit places in pooling windows to 64-bit places in the input."""
+    """Tests for the operator that maps 8-bit places in windows to 64-bit places in the input."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
 
 
@@ -107,7 +107,7 @@ def _strides_of_outputs(graph: fx.Graph) -> list[Any]:
 
 
 def _keep_strides(graph_module: fx.GraphModule, example_inputs: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Restores strides of outputs, which torch changes on GPUs by padding the operands of products."""
+    """Restores strides of outputs. On GPUs, torch changes them by padding operands of products."""
     from torch._inductor.compile_fx import fake_tensor_prop
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 

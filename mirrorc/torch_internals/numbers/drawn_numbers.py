@@ -97,7 +97,6 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
     drawn, draw = DrawnNumbers(module), user_defined.call_random_fn
 
     def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """None if the call is not a single draw of a usual number."""
         if not trace.is_here or not _is_single_draw(function, args, kwargs):
             return None
         constants = tuple(arg.as_python_constant() for arg in args)

@@ -111,7 +111,7 @@ class HostNumbers:
         return [number.sources[0] for number in self.numbers if number.function is None]
 
     def read(self, scope: dict[str, Any]) -> bool:
-        """Reads the numbers again; False if a read or a guard fails, or a number has another type or is not ordinary."""
+        """Reads the numbers again; False if a number cannot be read, is of another kind, or breaks a guard."""
         values: list[Any] = []
         for kind, _, function, args in self.numbers:
             try:

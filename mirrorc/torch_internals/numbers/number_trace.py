@@ -1,7 +1,7 @@
 """Traces with chosen Python numbers as inputs, and records how Python computes other numbers from them.
 
-Dynamo computes symbols exactly, so it would round ``t * 0.1 * 3.0`` differently. Here each result is a new symbol with a
-value that Python computes.
+Dynamo's symbols are exact, so ``t * 0.1 * 3.0`` would be rounded differently. Here each result is a new symbol with a value
+from Python.
 """
 
 from __future__ import annotations
