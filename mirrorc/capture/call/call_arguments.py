@@ -57,7 +57,7 @@ def replicated(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor argument: either ``tensor``, to be split or replicated, or ``per_replica``, already split."""
+    """A tensor argument. Either ``tensor`` is set, or ``per_replica`` for an argument that the user has split."""
 
     path: str
     tensor: torch.Tensor | None
@@ -66,7 +66,7 @@ class Leaf:
 
 
 class Constant:
-    """An argument other than a tensor. Programs are specialized on its value, or on its identity if it is not hashable."""
+    """A non-tensor argument. Programs are specialized on its value, or on its identity if it has no hash."""
 
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
@@ -92,7 +92,7 @@ class Call:
     """The arguments of one step.
 
     Attributes:
-        plain: strings, numbers, None, and lists of these, by name. A graph depends only on those that its trace reads.
+        plain: strings, numbers, None, and lists or tuples of these, by name. A graph depends only on values that its trace reads.
     """
 
     leaves: tuple[Leaf, ...]
@@ -175,7 +175,7 @@ def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 
 def _with_shared_nan(value: Any) -> Any:
-    """Replaces positive nans by `math.nan`: guards compare tuples, in which identical objects are equal."""
+    """Replaces positive nans by `math.nan`: guards compare tuples, and identical items of tuples count as equal."""
     if type(value) is float and value != value and math.copysign(1.0, value) > 0:
         return math.nan
     if type(value) is not tuple:

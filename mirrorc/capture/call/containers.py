@@ -19,7 +19,7 @@ from mirrorc.user.slots import slots_of
 
 
 class Parts(NamedTuple):
-    """A container's kind, a hashable detail, and its children with their paths, attributes last."""
+    """A container taken apart. ``detail`` is hashable. ``children`` are pairs of path and value, attributes last."""
 
     kind: str
     detail: tuple[Any, ...]

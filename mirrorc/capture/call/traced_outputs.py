@@ -44,7 +44,7 @@ def summed(value: torch.Tensor) -> torch.Tensor:
     marked = getattr(_noted, "marked", None)
     if marked is None:
         return value.view_as(value)
-    copy = value.clone()  # in memory of its own, which identifies it
+    copy = value.clone()  # the memory of a copy identifies it
     marked.append(copy)
     return copy
 
@@ -54,7 +54,7 @@ _noted = threading.local()
 
 @contextlib.contextmanager
 def noted_marks() -> Iterator[list[torch.Tensor]]:
-    """Collects the results of `summed` in this thread while plain PyTorch runs. Each has its own memory."""
+    """Collects the results of `summed` in this thread while plain PyTorch runs. Each result has its own memory."""
     before, _noted.marked = getattr(_noted, "marked", None), []
     try:
         yield _noted.marked
@@ -91,7 +91,7 @@ class TracedOutputs:
 def read_outputs(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], model_name: str
 ) -> TracedOutputs:
-    """Also makes the traced graph return the loss and the detached tensors."""
+    """Reads a trace's outputs. The graph then returns the loss and the detached output tensors."""
     try:
         results, stand_ins = results_with_stand_ins(traced, leaves)
         again, others = results_with_stand_ins(traced, leaves)
@@ -193,7 +193,7 @@ _OF_PYTHON = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.Me
 
 
 class UnreadableOutputError(MirrorcError):
-    """Raised for an output that a step cannot rebuild. In messages, the model's name precedes its text."""
+    """Raised for an output that a step cannot rebuild."""
 
 
 class OutputReader:
@@ -224,7 +224,7 @@ class OutputReader:
         return self.leaf(path, kind, name)
 
     def source_of(self, tensor: torch.Tensor, path: str) -> tuple[LeafKind, Any]:
-        """The kind of a tensor's leaf: CONSTANT, with the tensor, or GATHERED, with its entry of ``gathered``."""
+        """A leaf's kind and value: CONSTANT and a tensor, or GATHERED and an entry for ``gathered``."""
         raise NotImplementedError
 
     def parts(self, value: Any, path: str) -> Parts:
@@ -249,7 +249,7 @@ _LONGEST_PATH = 1000
 
 
 class _TraceReader(OutputReader):
-    """Reads a trace's outputs from two builds of them. An object in both builds existed before the trace."""
+    """Reads outputs that a trace has built twice. An object in both builds existed before the trace."""
 
     gathered: dict[str, fx.Node]
 

@@ -1,4 +1,4 @@
-"""Finds tensors that get a gradient in plain PyTorch but not in a step, whose modules do not hold them."""
+"""Finds tensors outside of a step's modules that get a gradient in plain PyTorch but not in the step."""
 
 from __future__ import annotations
 

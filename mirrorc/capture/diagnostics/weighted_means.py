@@ -101,7 +101,7 @@ def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, 
 
 
 def _text(mean: WeightedMean, *, ignores: bool = False) -> str:
-    """What a replica divides by; empty if it is the number of its examples."""
+    """The divisor of a replica's mean, in words; empty if a replica divides by its number of examples."""
     divisors = [
         *(["the class weights"] if mean.is_weighted else []),
         *([f"the number of targets that are not {mean.ignore_index}"] if ignores or _ignores(mean) else []),

@@ -202,7 +202,7 @@ def _trace(
 
 
 def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:
-    """If forward seems to return an input's value, the output would keep the value of this trace."""
+    """An output equal to a number input may be that input, and would keep its value of this trace."""
     inputs = guards_of(traced).inputs
     if inputs is None or outputs is None:
         return
@@ -213,7 +213,7 @@ def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | No
 
 
 def _copy_aliased_loss(graph: fx.Graph) -> None:
-    """The step updates parameters before it returns the loss, which may alias one."""
+    """The loss may alias a parameter, and the step updates parameters before it returns the loss."""
     output = graph.output_node()
     loss = output.args[0][0]  # type: ignore[index]
     assert isinstance(loss, fx.Node)

@@ -23,7 +23,7 @@ class ModelState:
 
     Attributes:
         tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
-        names: the variable name for each name in `TrainingCall`; tied weights have several.
+        names: the key in ``tensors`` for each name in `TrainingCall`; tied weights have several names.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -47,7 +47,7 @@ class ModelState:
         self._first_members = {(id(members), key) for _, members, key, _ in self._members}
         self._freed: set[tuple[int, str]] = (
             set()
-        )  # the numbers that are left to the guards: attributes of which dict, and key
+        )  # numbers left to the guards: the id of the attribute dict, and the key
         self._last_numbers: dict[tuple[int, str], int | float] = {}
         self._added: list[tuple[dict[str, Any], str]] = []
         self._added_now: tuple[_Same, ...] = ()
@@ -115,7 +115,7 @@ class ModelState:
         """Moves numbers changed since `note_numbers` from the fingerprint to the guards.
 
         Returns:
-            For each number, the names that lead from the root to its module, and its attribute.
+            For each number, its module's path from the root, and the attribute's name.
         """
         places = []
         for root, path, attributes, key in self._users_attributes():
@@ -140,7 +140,7 @@ class ModelState:
                             yield root, path, attributes, key
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Changes if the captured graph may have become invalid.
+        """A value that changes if the captured graph may have become invalid.
 
         Raises:
             ValueError: a parameter, buffer or submodule was replaced, or a parameter has a hook.
@@ -204,7 +204,7 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """None for a value that is no longer plain: guards watch it then."""
+    """A key that is equal for equal values; None for a value no longer plain, which guards watch."""
     if not isinstance(value, _SCALARS):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself

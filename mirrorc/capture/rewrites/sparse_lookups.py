@@ -115,9 +115,9 @@ def _gradient_of_bags(
     per_sample_weights: torch.Tensor | None,
     padding_idx: int = -1,
 ) -> Any:
-    """Rows to add, because torch's gradient is as large as the table.
+    """Expresses the gradient as rows to add, because torch's gradient is as large as the table.
 
-    A row is its bag's gradient, times the index's weight if there is one, divided by the bag's size in mode "mean".
+    An index's row is the gradient of its bag, times the index's weight if any, divided by the bag's size in mode "mean".
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -136,9 +136,9 @@ BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_
 
 
 def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str) -> frozenset[str]:
-    """The ``looked_up`` parameters whose gradients sum only lookups. Torch makes these gradients sparse.
+    """The ``looked_up`` parameters with gradients from lookups alone. Torch makes these gradients sparse.
 
-    In the graph's output, several lookups in one table become one with all rows and indices.
+    Also joins the gradients of several lookups in one table to one gradient with all rows and indices.
     """
     output: Any = graph.output_node().args[0]
     gradients, sparse = dict(output["gradients"]), set()
