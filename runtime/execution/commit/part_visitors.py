@@ -83,7 +83,7 @@ class SumVisitor(Looker):
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:
-    """Sums a value's elements, those of float16 in float32."""
+    """Sums a value's elements; float16 is summed in float32."""
     return value.sum(dtype=_dtype_of_sum(value.dtype))
 
 

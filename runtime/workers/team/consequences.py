@@ -50,13 +50,13 @@ class Tells(enum.Enum):
     """The failure that this worker publishes for all others."""
 
     NOTHING = enum.auto()
-    FAILURE = enum.auto()  # its error, unless they know a failure of this call
-    END = enum.auto()  # that it cannot go on
+    FAILURE = enum.auto()  # its error, unless a failure of this call is published already
+    END = enum.auto()  # it cannot go on
 
 
 @dataclass(frozen=True)
 class Consequence:
-    """A row of the table.
+    """An entry of `CONSEQUENCES`.
 
     Attributes:
         reason: why the workers must restart; empty if the reason is the failure itself.
