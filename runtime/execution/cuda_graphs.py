@@ -195,7 +195,7 @@ class StepGraph:
             _copy(memory, value)
 
     def capture(self, function: Function) -> None:
-        """Captures the function on the loaded arguments. Nothing runs, so variables stay unchanged."""
+        """Runs nothing, so variables stay unchanged."""
         loss = self._loss
         assert loss is not None, "it has run before"
         raised: list[BaseException] = []  # leaving torch.cuda.graph raises another exception, which says less

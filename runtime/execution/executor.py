@@ -110,7 +110,6 @@ class Executor:
 
     @property
     def _torn(self) -> str:
-        """Buckets updated by the last step, if it failed after an early commit; else empty."""
         return self._progress.clause_if_begun() if self._progress is not None else ""
 
     @property
@@ -217,7 +216,7 @@ class Executor:
             guard.stop_by(None)
 
     def interrupt(self) -> None:
-        """Stops a step that runs in another thread, unless it is decided."""
+        """Stops a step that runs in another thread, unless its commit is binding."""
         with self._stopping:
             self._stop()
 

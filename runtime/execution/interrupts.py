@@ -34,7 +34,8 @@ class InterruptGuard:
     """The handler of Ctrl-C (SIGINT) while a step runs in the main thread; without effect in other threads.
 
     Until the commit, the user's handler is called at once and usually raises KeyboardInterrupt. After the commit, the call is
-    deferred to the step's end. An exception of the user's handler stops running device threads, and is raised after their end.
+    deferred to the step's end. While device threads run, an exception of the user's handler is raised after it has stopped
+    the threads.
 
     The guard also restores torch's settings: an exception at the exit of ``torch.no_grad()`` leaves gradients off.
 

@@ -35,7 +35,6 @@ def advise(
     buckets: Sequence[BucketTimes],
     devices: Sequence[DeviceTimes],
 ) -> str:
-    """The change with the largest estimated gain."""
     if program.workers.are_several:
         commits = calls_to(program.graphs()[0], ops.commit)
         when = (

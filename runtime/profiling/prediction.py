@@ -76,7 +76,6 @@ def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Predicti
 
 
 def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundations: Foundations) -> Prediction | None:
-    """A prediction; None if the cost of an operation is unknown."""
     costs = costs_of_steps(program, steps, foundations.machine, foundations.link)
     stands_on = (
         "times of regions, packs, launches, updates and the commit in these very steps; a link of "

@@ -87,7 +87,6 @@ class Recorder:
         self._failed.append(self._begun[-1])
 
     def steps(self, most: int = NUM_RECORDED_STEPS) -> tuple[RecordedStep, ...]:
-        """The last steps, at most ``most``."""
         noted = [clock.noted() for clock in self.clocks]  # read first, so that the beginning of each is known
         begun, failed = list(self._begun.copy()), set(self._failed.copy())
         marks: dict[float, dict[int, Sequence[Any]]] = {moment: {} for moment in begun}

@@ -50,8 +50,7 @@ from mirrorc.torch_internals import copy_each
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
 """For each operation, a handler that returns the function to run a node on a replica, or a `Constant`.
 
-The function is called with the node's operands and keywords. ``@binds(scale_bucket)`` registers a handler of the operation
-``scale_bucket``.
+The function is called with the node's operands and keywords.
 """
 
 binds_waits: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("wait for")
@@ -210,7 +209,7 @@ class Binder:
         return pack
 
     def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        """The function sums sparse rows only if the waits of shares do not."""
+        """The function sums sparse rows, unless all users of the pack read factors."""
         flat, is_left = self.state.store.buckets[bucket_of(node)], is_left_to_shares(node)
         whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
 

@@ -99,7 +99,7 @@ class CommitPoint:
         self._rendezvous = self._make_rendezvous()
 
     def stop(self) -> bool:
-        """Stops the step unless it is binding; returns True if stopped. Replicas then raise `Aborted` at the commit."""
+        """Stops the step unless `is_binding`; returns True if stopped. Replicas then raise `Aborted` at the commit."""
         return self._decision.setdefault("step", _STOPPED) is _STOPPED
 
     def revoke(self) -> None:
@@ -165,7 +165,7 @@ class CommitPoint:
         return self._numbers_for_all(met)
 
     def _numbers_for_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
-        """Calls ``settle``; returns the numbers to go on with, bitwise equal on all workers."""
+        """Calls ``settle``; returns numbers that are bitwise equal on all workers."""
         self._settle()
         return met if self._agreed_numbers is None or met is None else self._agreed_numbers.to(met)
 

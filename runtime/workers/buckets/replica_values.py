@@ -96,7 +96,6 @@ def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _as_integers(flat: torch.Tensor) -> torch.Tensor:
-    """A view as the widest integers that fit the number of bytes."""
     num_bytes = flat.numel() * flat.element_size()
     kinds = (torch.int64, torch.int32, torch.uint8)
     return flat.view(next(kind for kind in kinds if num_bytes % kind.itemsize == 0))

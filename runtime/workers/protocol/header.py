@@ -26,7 +26,7 @@ class Header:
         kind: see `kind_of`; a guess by a worker that has left. `BESIDES` for a call that does not train, `TURN` for a meeting
             before a call.
         num_accumulated: examples of the accumulated calls.
-        parameters: digest of the parameters whose optimizers are not element-wise; 0 for none.
+        parameters: digest of the values of parameters whose optimizers are not element-wise; 0 for none.
         num_steps: steps so far, which decide when replicas are compared.
         has_left: 1 if this worker only joins the calls of others.
         num_counts, counts: number and digest of the row counts of this worker's factors.

@@ -48,7 +48,6 @@ class Columns:
 
     @classmethod
     def of(cls, program: Program) -> Columns:
-        """The replicas of all workers if the optimizer is sharded, else the chief's."""
         workers = program.workers
         if program.has_sharded_optimizer:
             return cls(workers.num_all_replicas, workers.first_replica)
@@ -77,7 +76,7 @@ class Outcome:
 
 
 def outcome(message: torch.Tensor, columns: Columns, num_workers: int, num_parameters: int = 0) -> Outcome:
-    """The result of a vote; ``message`` is the sum of all workers' `Vote.to_message`.
+    """The result of a vote whose ``message`` is the sum of all workers' `Vote.to_message`.
 
     Raises:
         CommunicationError: workers disagree on whether the same sums are finite.

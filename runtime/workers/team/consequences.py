@@ -9,8 +9,6 @@ from mirrorc.runtime.workers.protocol.call_state import CallStage, Failure
 
 
 class Event(enum.Enum):
-    """Events that end a call of this worker."""
-
     RAISED = "an error of this worker, or an interrupt"
     CLOSED = "this worker's step was closed in another thread"
     LOST = "a connection broke, or a worker is late, and no failure is published"

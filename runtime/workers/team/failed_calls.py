@@ -58,7 +58,7 @@ class FailedCalls:
         """Returns the error to raise for a failed call, and notifies the other workers.
 
         Args:
-            is_whole: True if variables and optimizers are all of one step; called only after a vote.
+            is_whole: returns True if variables and optimizers are all of one step; called only after a vote.
             torn: names the updated buckets if the step failed after an early commit; else empty.
         """
         if isinstance(error, LostConnectionError | StepStoppedError):

@@ -91,7 +91,7 @@ def _answer(ask: Callable[[], _T], seconds: float) -> _T:
 
 
 def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
-    """Measures the speed of a lane. All workers must call this function together."""
+    """All workers must call this function together."""
     seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in _MEASURED_BYTES}
     measured = torch.zeros(max(_MEASURED_BYTES), dtype=torch.uint8, device=device)
     for _ in range(_NUM_MEASUREMENTS):  # the first opens connections
@@ -112,12 +112,12 @@ def open_lane(
     device: torch.device,
     is_over: Callable[[], bool],
 ) -> Lane:
-    """Opens a lane. All workers must call this function together, after the rendezvous."""
+    """All workers must call this function together, after the rendezvous."""
     lane_store = distributed.PrefixStore(name, store)
     places = cluster.rank, cluster.num_workers
     opened = functools.partial(Lane, lane_store, *places, timeout_seconds, f"mirrorc {name}", device)
     try:
-        return in_bounded_time(opened, min(_LONGEST_OPENING_SECONDS, timeout_seconds), is_over)  # a worker may end meanwhile
+        return in_bounded_time(opened, min(_LONGEST_OPENING_SECONDS, timeout_seconds), is_over)  # one may end meanwhile
     except (RuntimeError, TimeoutError) as error:
         variable = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME"
         raise LostConnectionError(

@@ -59,7 +59,6 @@ class Connections:
 
     @property
     def are_broken(self) -> bool:
-        """True if another worker has closed a lane."""
         return any(lane.is_broken for lane in list(self._lanes))
 
     @property
@@ -130,7 +129,6 @@ class Connections:
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
-        """Aborts the collectives on buckets, see `Lane.cut`."""
         for lane in list(self._lanes)[1:2]:
             lane.cut()
 
