@@ -279,7 +279,7 @@ def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> A
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
-    """The names of the containers among the arguments, in the order in which `rebuilding` builds them."""
+    """The names of containers among the arguments, in the order that `rebuilding` builds them."""
     positional, keyword = structure
     named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
     return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]
@@ -294,7 +294,7 @@ def _paths_within(structure: Structure, path: str) -> list[str]:
 
 
 def without_examples(call: Call) -> Call:
-    """A copy of a call whose split tensors have size 0 along dim 0; replicated tensors stay."""
+    """Gives split tensors the size 0 along dim 0; replicated tensors stay."""
     return dataclasses.replace(call, leaves=tuple(_emptied(leaf) if leaf.split else leaf for leaf in call.leaves))
 
 

@@ -95,7 +95,6 @@ class ChangingSizes:
         return () if seen is None or _shapes(call) == seen.first else self._compiled.get((kind, has_microbatches), ())
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes for each kind of call, as lists."""
         return {
             kind: {
                 "first": [[[*shape] for shape in shapes] for shapes in seen.first],
@@ -132,7 +131,7 @@ class ChangingSizes:
         self._refusals.setdefault((_kind(call, purpose), has_one_example), why)
 
     def why_not(self, call: Call, purpose: str, *, has_one_example: bool = False) -> str:
-        """The reason why sizes in calls of this kind are numbers; empty if sizes may be symbols."""
+        """Empty if sizes in calls of this kind may be symbols."""
         return self._refusals.get((_kind(call, purpose), has_one_example), "")
 
 

@@ -82,7 +82,7 @@ def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
 
 
 def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-    """The tensors of each shard or microbatch that has examples, copied to the first device."""
+    """The tensors of each shard or microbatch with examples, on the first device."""
     data = []
     for replica, types in enumerate(types_run(shards, call, devices)):
         sizes = shards.microbatches[replica] if shards.microbatches else ()

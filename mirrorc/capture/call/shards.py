@@ -82,7 +82,7 @@ def split_call(
 
 
 def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
-    """The sizes of the shards that `split_call` makes; raises its errors.
+    """The sizes of the shards of `split_call`, with the same errors.
 
     Consecutive shards keep their sizes when they are concatenated and split again among as many replicas.
     """

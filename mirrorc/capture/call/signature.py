@@ -54,7 +54,7 @@ class Signature:
     def _with_target(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Makes the last positional argument the target if forward can be called without this argument."""
+        """Makes the last positional argument the target if forward does not need this argument."""
         leaves_input = len(args) > 1 or (bool(args) and bool(kwargs))  # a model takes something
         is_target = leaves_input and not self._why_not_bound(args[:-1], kwargs)
         is_input = not self._why_not_bound(args, kwargs)

@@ -68,9 +68,7 @@ def outputs_of(
     sizes: Sequence[int],
     other: TracedOutputs | None,
 ) -> Outputs:
-    """Derives a program's outputs from the outputs of its graphs.
-
-    A tensor has a row for each example if its first dimension equals the number of examples in graphs of
+    """A tensor has a row for each example if its first dimension equals the number of examples in graphs of
     different numbers. With one number only, equality may be coincidence.
 
     Args:

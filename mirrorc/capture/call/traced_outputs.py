@@ -54,7 +54,7 @@ _noted = threading.local()
 
 @contextlib.contextmanager
 def noted_marks() -> Iterator[list[torch.Tensor]]:
-    """Collects the results of `summed` in this thread while plain PyTorch runs. Each result has its own memory."""
+    """Collects this thread's results of `summed` while plain PyTorch runs. Each result has its own memory."""
     before, _noted.marked = getattr(_noted, "marked", None), []
     try:
         yield _noted.marked

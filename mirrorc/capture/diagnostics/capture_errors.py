@@ -107,7 +107,7 @@ def raised_by_user(
 
 
 def _place(error: Exception) -> tuple[str, str]:
-    """The line that could not be traced, and words for the module or code at this line."""
+    """The line that could not be traced, and words for the code there."""
     frames, traced = user_frames(error), traced_frames(error)
     recorded = "" if frames else last_users_line(str(error))  # after tracing, the message contains the line
     line = line_of(frames[-1]) if frames else recorded
@@ -164,7 +164,6 @@ def check_loss(traced: fx.GraphModule, model_name: str) -> None:
 
 
 def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
-    """Refuses a loss that is not a real scalar tensor with a gradient."""
     loss = _checked_loss(loss, model_name)
     if not loss.requires_grad:
         raise problem(
@@ -241,7 +240,6 @@ def sparse_gradient(name: str, model_name: str, subject: str) -> str:
 def refuse_written_inputs(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], model_name: str
 ) -> None:
-    """Refuses writes to parameters or arguments, and buffer writes of values that require a gradient."""
     if joint.written_inputs:
         kind, name = joint.written_inputs[0]
         if kind == "buffer":

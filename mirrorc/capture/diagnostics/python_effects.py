@@ -100,7 +100,7 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
 
 
 def users_place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The user's innermost line; empty if no frame is the user's."""
+    """The user's innermost line, or empty."""
     frame = _users_frame(stack)
     return line_of(frame) if frame is not None else ""
 

@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 
 class DynamoFrontEnd(FrontEnd):
-    """Traces the whole call into one graph without breaks."""
+    """Traces a call without graph breaks."""
 
     name = "dynamo"
 

@@ -110,7 +110,7 @@ class OpaqueCall:
         return run
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """A parameter's gradient; zeros if this replica has not used the parameter."""
+        """Zeros if this replica has not used the parameter."""
         gradient = self.backward(token, tangent).take(place)
         original = self._originals[place]
         if gradient is not None:

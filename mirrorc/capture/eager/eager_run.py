@@ -20,8 +20,6 @@ from mirrorc.messages.problem import message
 
 @dataclass(frozen=True)
 class ThreadModes:
-    """torch's settings of the capturing thread."""
-
     autocast: tuple[tuple[str, torch.dtype], ...]
     caches_casts: bool
     device: torch.device
@@ -101,7 +99,7 @@ def reached_text(model_name: str, name: str) -> str:
 
 
 def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter with the given value and the attributes of the user's parameter."""
+    """Keeps the attributes of the user's parameter."""
     parameter = nn.Parameter(value.detach(), original.requires_grad)
     if original.__dict__:
         parameter.__dict__.update(original.__dict__)

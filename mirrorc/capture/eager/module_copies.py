@@ -82,7 +82,7 @@ class ModuleCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Makes reads of the originals' transient attributes fail: runs assign attributes of the copies only."""
+        """Makes reads of the originals' transient attributes fail: runs assign only the copies' attributes."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient:
             names.setdefault(self._originals[place], set()).add(name)

@@ -75,7 +75,7 @@ class RunGradients:
             self._on_gradient()
 
     def take(self, place: int) -> torch.Tensor | None:
-        """Removes and returns a gradient; None for an unused parameter. Runs backward if it has not begun."""
+        """Removes a gradient; None for an unused parameter. Runs backward if it has not begun."""
         if not self._has_begun:
             self.run()
         assert self.has(place), "a gradient is taken when it is there"

@@ -16,8 +16,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Climbed(Generic[T]):
-    """The first capture that succeeded, and why earlier front ends failed."""
-
     result: T
     front_end: FrontEnd
     failed: tuple[tuple[FrontEnd, str], ...]
@@ -86,5 +84,4 @@ def _with_first_attempt(error: CaptureError, first: CaptureError) -> CaptureErro
 
 
 def ladder_named(name: object) -> Ladder:
-    """The front ends of ``capture=``: all rungs for "auto"."""
     return Ladder(rungs() if isinstance(name, str) and name == AUTO else [front_end_named(name)])

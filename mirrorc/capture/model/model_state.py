@@ -19,7 +19,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class ModelState:
-    """The variables of a model and its loss, and a fingerprint of the plain Python state that their graph depends on.
+    """The variables of a model and its loss, with a fingerprint of the Python state that their graph depends on.
 
     Attributes:
         tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
@@ -85,14 +85,13 @@ class ModelState:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def modes(self) -> str:
-        """A letter for each module: "t" for train, "e" for eval."""
+        """For each module, "t" in train mode, "e" in eval mode."""
         return "".join("t" if module.training else "e" for module in self._modules)
 
     def check_memory(self) -> None:
         refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
 
     def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
-        """The path of the plain attribute that holds a tensor; ``otherwise`` if there is none."""
         paths = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
         return next(paths, otherwise).removeprefix(".")
 
@@ -197,7 +196,6 @@ def _named_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.
 
 
 def free_name(name: str, taken: Container[str]) -> str:
-    """Appends underscores to a name until it is not ``taken``."""
     while name in taken:
         name += "_"
     return name
@@ -212,7 +210,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _oddity(value: Any) -> str | None:
-    """The text of a negative zero, whose sign guards ignore; else None."""
+    """The text of a negative zero, whose sign guards ignore."""
     return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
 
 

@@ -38,8 +38,6 @@ class AssignedAttributeError(ExecutionError):
 
 
 class ReadBeforeAssignedError(ExecutionError):
-    """Raised if a run reads an attribute before assigning it."""
-
     def __init__(self, text: str, name: str = "") -> None:
         super().__init__(text)
         self.name = name
@@ -91,7 +89,7 @@ def _read_elsewhere(name: str) -> CaptureError:
 
 @contextlib.contextmanager
 def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
-    """Makes reads of the given attributes of the original modules raise a `CaptureError`."""
+    """Makes reads of these attributes of original modules raise a `CaptureError`."""
     kinds = {module: type(module) for module in modules}
     removed = [
         (vars(module), name, vars(module)[name])

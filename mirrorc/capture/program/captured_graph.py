@@ -114,7 +114,7 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """Returns the keys, symbols first; notes each node's key in ``values``."""
+    """Returns keys, symbols first; notes each node's key in ``values``."""
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:

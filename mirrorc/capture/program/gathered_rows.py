@@ -43,7 +43,7 @@ class GatheredRows:
         self._known: dict[_Key, int] = {}
 
     def of(self, shard: int, more: int = 0) -> RowsOfAll:
-        """Returns a function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` added examples."""
+        """The function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` added examples."""
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)
@@ -64,7 +64,6 @@ class GatheredRows:
     def capture_until_stable(
         self, capture_all: Callable[[], list[CapturedGraph]], model_name: str
     ) -> list[CapturedGraph]:
-        """Captures until the guessed rows are right, usually once."""
         for _ in range(_MOST_CAPTURES):
             captured = capture_all()
             if self._learn(captured, model_name):

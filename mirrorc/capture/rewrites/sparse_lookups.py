@@ -22,11 +22,7 @@ _MEAN, _MAX = 1, 2  # the modes of bags, as the operator numbers them
 
 
 def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], model_name: str) -> frozenset[str]:
-    """Turns lookups with ``sparse=True`` in a tracer's graph into dense ones.
-
-    Returns:
-        The paths of parameters with sparse lookups only. Other parameters have dense gradients in torch.
-    """
+    """Makes lookups dense; returns the paths of parameters with sparse lookups only. Torch gives others dense gradients."""
     sparse: set[str] = set()
     dense: set[str] = set()
     lookups = [(node, _arguments_of(node)) for node in _lookups(traced.graph)]
@@ -75,7 +71,7 @@ def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
 
 
 def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
-    """The indices of tensor arguments that are offsets of ``embedding_bag`` in a tracer's graph."""
+    """The indices of tensor arguments used as offsets of ``embedding_bag``."""
     leaves: set[int] = set()
     for node in _lookups(graph):
         offsets = _arguments_of(node).get("offsets")
@@ -86,7 +82,7 @@ def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], model_name: str) -> None:
-    """Refuses to split offsets: they count from the first index of the whole batch."""
+    """Offsets count from the first index of the whole batch."""
     for index in with_offsets:
         leaf = leaves[index]
         if leaf.split:
