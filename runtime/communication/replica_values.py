@@ -15,7 +15,7 @@ from mirrorc.runtime.communication.rendezvous import Rendezvous
 
 
 class ReplicaValues:
-    """Meetings at which each present replica leaves a value and takes the result over all values."""
+    """Collectives of the model. Each present replica leaves a value, and takes the result over all replicas' values."""
 
     def __init__(self, program: Program, timeout_seconds: float) -> None:
         self._devices, self._present = program.devices, tuple(program.present)

@@ -42,7 +42,7 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.announce_to(root, replica)
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """The sum, in replica 0's bucket."""
+        """The sum, in replica 0's bucket; an empty tensor on replicas other than ``root``."""
         rendezvous = self._rendezvous[("reduce", bucket)]
         if replica != root:
             return rendezvous.tensors[replica][:0]

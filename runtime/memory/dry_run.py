@@ -36,7 +36,7 @@ class DryStep:
     """A statement of a region's code.
 
     Attributes:
-        call: name of the called function, or of the function for which the statement prepares memory.
+        call: name of the function that the statement calls or prepares memory for.
         node: the called function's node, if known.
         taken: the allocated memory.
         dropped: memory that the region releases after the statement; the caller may still hold an argument.
@@ -108,7 +108,7 @@ def _run(
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """A device guard (``with``) has no effect on fake tensors."""
+    """Flattens ``with`` statements: a device guard has no effect on fake tensors."""
     for statement in statements:
         if isinstance(statement, ast.With):
             yield from _flat(statement.body)

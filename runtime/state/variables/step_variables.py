@@ -90,7 +90,6 @@ class StepVariables:
         return {name: self._store.loaded_buffers.pop(self._names[name]) for name in names}
 
     def per_replica(self) -> dict[str, list[torch.Tensor]]:
-        """Buffers with a value on each replica, by name."""
         names = [
             name for name, other in self._names.items() if name in self.tensors and self._store.has_per_replica(other)
         ]
