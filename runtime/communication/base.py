@@ -32,7 +32,6 @@ class Communicator:
         self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Makes a rendezvous for each collective and a mailbox for each send."""
         self._prepared_for = (tags, routes)
         self._rendezvous = {tag: self._make_rendezvous(tag) for tag in tags}
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}

@@ -23,7 +23,6 @@ class SharedMemoryCommunicator(Communicator):
     link = "shared-memory"
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Each all_reduce gets a second rendezvous, for the summed shares."""
         super().prepare(tags, routes)
         for kind, bucket in tags:
             if kind == "all_reduce":

@@ -193,7 +193,6 @@ class DevicePool:
                     raise
 
     def close(self) -> None:
-        """Ends the threads and waits for them; may be repeated."""
         _stop(self._inboxes, self._threads)
         self._finalizer.detach()
 

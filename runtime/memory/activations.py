@@ -430,7 +430,6 @@ class _Walk:
 
 
 def _is_apart(pack: fx.Node) -> bool:
-    """Test for a pack whose memory is not in its bucket."""
     if pack.target is not ops.wait:
         return pack.target not in (ops.pack, ops.add_accumulated, ops.decompress)
     (launch,) = pack.all_input_nodes

@@ -122,7 +122,6 @@ _PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
 
 
 def _named_by_next_call(steps: Sequence[DryStep]) -> list[DryStep]:
-    """Also drops steps without effect on memory."""
     named: list[DryStep] = []
     following = "return"
     for step in reversed(steps):

@@ -68,7 +68,6 @@ def begin_use(held: HeldState) -> None:
 
 
 def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], written: Collection[int]) -> None:
-    """Refuses tensors that another open step has on other devices, if that step or this one may write them."""
     if _first_elsewhere(held, tensors, written) is not None:
         gc.collect()  # an unreachable step holds nothing
     conflict = _first_elsewhere(held, tensors, written)

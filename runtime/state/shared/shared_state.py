@@ -33,7 +33,7 @@ class HeldState:
     Steps take turns in one memory without copies. Their optimizers update equal or disjoint sets of parameters.
 
     Attributes:
-        layout: number of the layout; functions are bound anew when it changes.
+        layout: number of the layout; a change makes steps bind their functions anew.
         was_behind: True if a user's write since the last training step was already mirrored.
         gradients_writer: the writer of the gradients in the buckets; None after a failure.
         remark: the reason for copies between steps; empty without copies.

@@ -23,7 +23,7 @@ OwnRows = tuple[torch.Tensor, torch.Tensor]
 class TablePiece(Rectangle):
     """A rectangle of a table's gradient, in memory that is zero except for the few rows of a step.
 
-    ``written`` has the last step's rows, counted from the rectangle's first; None for unknown content.
+    ``written``: the last step's row indices, from the rectangle's first row; None for unknown content.
     """
 
     padding_idx: int = -1

@@ -82,7 +82,6 @@ class StepVariables:
         return {name: loaded[other] for name, other in self._names.items() if other in loaded} if loaded else {}
 
     def load_buffers(self, buffers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces the buffers that wait for memory."""
         self.take_loaded_buffers(self.loaded_buffers)
         self._store.loaded_buffers |= {self._names[name]: buffer for name, buffer in buffers.items()}
 

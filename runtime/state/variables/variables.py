@@ -31,7 +31,7 @@ from mirrorc.user.aliased_tensors import refuse_shared_memory, warn_of_holders
 class VariableStore:
     """Memory of every variable on every replica.
 
-    The user's parameters are views of replica 0's flat buffers. Devices of one memory share variables that no step
+    The user's parameters are views of replica 0's flat buffers. Devices with common memory share variables that no step
     writes. A buffer that forward writes has a copy on each replica; after every step, the user's buffer shows their
     aggregate. The user's writes between steps are detected and mirrored.
 
