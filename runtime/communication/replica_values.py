@@ -46,7 +46,6 @@ class ReplicaValues:
             meeting.announce_to(other, replica)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor:
-        """The contiguous result over the values of all present replicas, in their order."""
         meeting = self._meetings[_number(node)]
         meeting.await_replicas(replica, self._present)
         left = [meeting.tensors[present] for present in self._present]

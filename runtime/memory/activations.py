@@ -265,7 +265,6 @@ class _Walk:
 
     @accounts(ops.exchange_payload)
     def _exchange_payload(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds the sum over all workers and the message until the step's end."""
         if self.replica:
             return (), 0
         bucket, pack = self.program.packs[pack_of(node)]
@@ -295,7 +294,6 @@ class _Walk:
 
     @accounts(ops.gather_parameters)
     def _gather_parameters(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds a copy of this worker's parameters, as send buffer."""
         part = self.program.buckets[bucket_of(node)].part
         if self.replica or part is None:
             return (), 0

@@ -37,7 +37,6 @@ class DryStep:
 
     Attributes:
         call: name of the function that the statement calls or prepares memory for.
-        node: the called function's node, if known.
         taken: the allocated memory.
         dropped: memory that the region releases after the statement; the caller may still hold an argument.
         workspace: bytes of the called operator's workspace.

@@ -110,7 +110,6 @@ class StepState:
 
     @property
     def are_variables_written(self) -> bool:
-        """Test for the user's writes since the last training step, mirrored or not."""
         return self.is_behind or self._held.was_behind
 
     def catch_up(self) -> None:

@@ -107,7 +107,6 @@ class AccumulatedGradients:
         return self._sums.flat[bucket]
 
     def check(self, program: Program) -> None:
-        """Refuses a program that cannot continue with the sums."""
         if self.is_torn:
             raise problem(
                 ExecutionError,

@@ -122,7 +122,6 @@ class BucketOptimizers:
         return parameter
 
     def is_stale(self) -> bool:
-        """Test for the user's load, write in place, or step."""
         return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:

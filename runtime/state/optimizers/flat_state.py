@@ -63,7 +63,6 @@ class FlatState:
                 self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
-        """Flat optimizers by replica, without replicas whose share is empty."""
         keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
         return {
             replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers

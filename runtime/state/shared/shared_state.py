@@ -84,7 +84,6 @@ class HeldState:
         return any(id(tensor) in self._read and self._read[id(tensor)]() is tensor for tensor in tensors)
 
     def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:
-        """Test for equal devices, optimizers of equal or disjoint parameters, and no CUDA graphs."""
         parameters = groups.parameters()
         each = [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
         are_apart = all(parameters == other or parameters.isdisjoint(other) for other in each)

@@ -49,7 +49,6 @@ class StepVariables:
         return other
 
     def drop_unless(self, names: Collection[str]) -> bool:
-        """Drops added variables except these names and their counters; returns True if any were dropped."""
         gone = self._added.difference(names, {c for name, c in self._counters.items() if name in names})
         self._added = self._added - gone
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in gone}
