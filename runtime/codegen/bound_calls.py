@@ -27,7 +27,7 @@ class TwoPartCall:
 
 
 class Asking:
-    """A call with requests. The generated function yields them before the call; its caller resumes it when they are met.
+    """A call with requests. The generated function yields the requests first. Its caller resumes the function once they are met.
 
     Args:
         asks: pairs of a function that makes a request, and the positions of the call's arguments for that function.

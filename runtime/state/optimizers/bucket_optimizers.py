@@ -264,7 +264,7 @@ class BucketOptimizers:
         return update_memory(optimizer, index, bucket.dtype, first.device, state)
 
     def user_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
-        """Bytes of these buckets' state in optimizers whose own `step()` runs; None before the first step, without state."""
+        """Bytes of these buckets' state in optimizers whose own `step()` runs; None without state before their first step."""
         states = [
             self.groups[bucket.rule.group][0].state.get(parameter, {})
             for bucket, parameters in buckets

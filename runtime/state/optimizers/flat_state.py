@@ -110,7 +110,7 @@ class FlatState:
             optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Gives a view of its range to each replica with the first updating replica's parameters, and a copy to others."""
+        """Replicas with the first updating replica's parameters get views of their ranges. Others get a copy of ``whole``."""
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
         home = flat.bucket.owner_of_parameters(next(iter(replicas)))
