@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Disables the collector in a block: it would search long-lived traces and graphs again and again."""
+    """The collector would search long-lived traces and graphs again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,8 +16,7 @@ class PassDescription:
 
     Attributes:
         stages: ``CAPTURED``, or ``REDUCED to UPDATED``.
-        left_out_of: the programs that do without it.
-        options: with their defaults.
+        left_out_of: the programs that are compiled without the pass.
     """
 
     stages: str

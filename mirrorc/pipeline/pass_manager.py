@@ -52,7 +52,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
 
 
 def _notify(listeners: Sequence[Callable[..., None]], *news: object) -> None:
-    """Logs the listeners' errors, which must not hide the first one."""
+    """Only logs errors of ``listeners``, which must not hide the first error."""
     for listener in listeners:
         try:
             listener(*news)

@@ -11,7 +11,7 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Property], passes: Sequence[Pass]) -> None:
-    """Raises `PassError` if the pass does not accept a program of this stage and properties."""
+    """Raises `PassError` if the pass does not accept a program with this stage and these properties."""
     if compiler_pass.input_stage <= stage <= traits_of(compiler_pass).latest_input_stage:
         _check_properties(compiler_pass, properties, passes)
         return

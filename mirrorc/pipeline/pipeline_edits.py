@@ -20,7 +20,7 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
 
 
 def in_exact_order(passes: Sequence[Pass]) -> tuple[list[Pass], str]:
-    """The passes that do not change bits, and a remark that names all other passes; empty if there are none."""
+    """The passes that do not change bits, and a remark that names the other passes, if any."""
     left_out = [compiler_pass.name for compiler_pass in passes if traits_of(compiler_pass).changes_bits]
     exact = [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).changes_bits]
     return exact, f"exact_order=True leaves out {', '.join(left_out)}" if left_out else ""

@@ -25,7 +25,7 @@ class Reproducer(Instrument):
     """Writes a reproducer when a pass fails or breaks a rule, and names it in the error's message.
 
     A reproducer is a folder with the pass's input program and ``reproducer.json``: the remaining passes with their options, the
-    error, and versions. This must be the last instrument: it counts the passes that no instrument has refused.
+    error, and versions. `Reproducer` must be the last instrument, because it counts passes that no instrument has refused.
 
     Args:
         directory: where the folder is created; None for the system's temporary directory.
@@ -43,7 +43,7 @@ class Reproducer(Instrument):
         self._num_done += 1
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Writes the reproducer for an error of mirrorc. If that fails, logs why, and leaves the error as it is."""
+        """Writes a reproducer for an error of mirrorc. If writing fails, only logs why."""
         if not isinstance(error, MirrorcError):
             return
         try:
@@ -66,7 +66,7 @@ class Reproducer(Instrument):
         error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.json.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
-        """The failing and later passes as text; else the failing one alone; else None and the reason."""
+        """The failing and later passes as text, or the failing pass alone, or None and the reason."""
         places = [i for i, candidate in enumerate(self.passes) if candidate is compiler_pass]
         place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
         try:

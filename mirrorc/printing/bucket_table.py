@@ -32,7 +32,7 @@ _MORE = "#       "  # the beginning of a line that continues the one before
 
 
 def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
-    """The bucket table, then one line of hyperparameters per optimizer group."""
+    """The bucket table, then a line of hyperparameters per optimizer group."""
     ready = _ready_after(program)
     lines: list[str] = []
     for bucket in program.buckets:

@@ -1,12 +1,12 @@
 """Folds stretches of lines that repeat from bucket to bucket, and unfolds them.
 
-One line replaces a repeated stretch and says how bucket and layer numbers increase. No information is lost::
+One line replaces the repeats of a stretch, and says how bucket and layer numbers increase. No information is lost::
 
     48 gradients = bwd_1(...)                     # h.30.mlp … h.30.ln_1
     b3: f32[50816] = pack(bucket=3, 48 gradients)
     … b4 … b30: as b3 (the 2 lines above), for h.29 … h.3
 
-Two or more microbatches with the same regions are folded likewise. A stretch is within one block, such as a bucket's lines
+Two or more microbatches with the same regions are folded likewise. A stretch lies within one block, such as a bucket's lines
 in the table, or consists of whole blocks.
 """
 
@@ -42,7 +42,7 @@ _LEAST_REPEATS = 3  # a stretch with fewer repeats is printed each time
 
 @dataclass(frozen=True)
 class _Shape:
-    """A line with ``#`` for each number, and the numbers. ``label`` precedes the first layer's number."""
+    """A line with ``#`` for each number, and these numbers. ``label`` precedes the first layer's number."""
 
     text: str
     buckets: tuple[int, ...]
@@ -52,7 +52,7 @@ class _Shape:
 
 
 def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool]) -> list[str]:
-    """The lines of a table or function body, with each repeated stretch once, followed by a mark.
+    """The lines of a table or function body, with each repeated stretch once and then a mark.
 
     Args:
         sign: the beginning of a mark: ``# … bucket `` in a table, four spaces and ``… b`` in a body.
@@ -162,7 +162,7 @@ def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
 
 
 def _steps(shapes: Sequence[_Shape], start: int, other: int, length: int) -> tuple[int, int | None, int] | None:
-    """Increases of bucket, layer and microbatch numbers between two stretches; None if they do not match."""
+    """Increases of bucket, layer and microbatch numbers between two stretches; None if the stretches do not match."""
     buckets: set[int] = set()
     layers: set[int] = set()
     parts: set[int] = set()

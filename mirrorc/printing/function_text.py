@@ -1,4 +1,4 @@
-"""Prints device functions. One that resembles an earlier one is printed as its differing lines."""
+"""Prints the functions of devices; for a function like an earlier one, only the lines that differ."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) 
 def function_lines(
     program: Program, lines_of: Callable[[fx.Graph], list[Line]], *, sources: bool, fold: bool
 ) -> list[str]:
-    """Each function follows an empty line. ``lines_of`` calls `graph_lines`."""
+    """Each function comes after an empty line. ``lines_of`` calls `graph_lines`."""
     lines: list[str] = []
     absent = [replica for replica, index in enumerate(program.shard_of_replica) if index is None]
     for shard, graph in enumerate(program.shard_graphs):
@@ -148,7 +148,7 @@ def operation_of(text: str) -> str:
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """Indices of all lines of operations that differ from ``base``; None if the whole function must be printed."""
+    """For operations with a line unlike ``base``, the indices of all their lines; None to print the whole function."""
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:
         return None

@@ -48,7 +48,7 @@ class Line:
 
 
 def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
-    """Calls for a program's own graph at OUTLINED or later, else operators."""
+    """Lines of calls for a program's own graphs from OUTLINED on; lines of operators for other graphs."""
     is_call_graph = program.stage >= Stage.OUTLINED and any(graph is other for other in program.graphs())
     return _calls(program, graph) if is_call_graph else statements(graph)
 
@@ -67,7 +67,7 @@ def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
 
 
 def rendered_line(line: Line, width: int = 0) -> str:
-    """``width`` is that of the device column."""
+    """``width`` is the device column's."""
     text = f"{line.device:<{width}} | {line.text}" if line.device else line.text
     return f"{text:<{_COMMENT_COLUMN - 4}}  # {line.comment}" if line.comment else text
 

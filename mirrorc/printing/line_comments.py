@@ -43,8 +43,6 @@ _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns
 
 
 class LineComments:
-    """Comments at the ends of lines, the same for all devices with equal programs."""
-
     def __init__(self, program: Program) -> None:
         self._program = program
         self._place = {
@@ -100,7 +98,7 @@ def _is_forward(program: Program, call: fx.Node) -> bool:
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
     """The elements that a `wait` returns on one device; empty for a whole bucket.
 
-    ``others``: the line stands for further devices, whose shares are in the bucket table.
+    ``others``: the line also stands for other devices; the bucket table has their shares.
     """
     launch = node.args[0] if node.target is ops.wait and node.args else None
     bucket = _bucket(program, node) if isinstance(launch, fx.Node) else None
@@ -117,7 +115,7 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
 
 
 def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """Lines above nodes that explain slots, factored gradients, and where writes of parameters begin."""
+    """Lines that explain slots, factored gradients, and where writes of parameters begin, by the node below."""
     return {**_of_slots(program, graph), **_of_factors(program, graph), **_of_writing(program, graph)}
 
 
@@ -292,7 +290,6 @@ def _optimizer_of(bucket: Bucket) -> str:
 
 
 def _gathered(node: fx.Node) -> str:
-    """The line of the call may not print the output's type."""
     return f"{type_of(node.all_input_nodes[0].meta.get('val'))}, this device's part" if node.all_input_nodes else ""
 
 

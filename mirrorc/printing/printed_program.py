@@ -15,7 +15,7 @@ _COUNTED = re.compile(r"(\d+) (.+)")
 
 @dataclass(frozen=True)
 class PrintedValue:
-    """A printed value, ``loss: f32[]`` or ``d(fc1.weight)``; or several, ``93 activations``, named by their kind."""
+    """A printed value, ``loss: f32[]`` or ``d(fc1.weight)``; or several of one kind, ``93 activations``."""
 
     name: str
     type: str = ""
@@ -33,9 +33,9 @@ class PrintedBucket:
     """A bucket of the table.
 
     Attributes:
-        number: its line's number in the text.
-        owner: the device that updates it, now or after a later pass; or empty.
-        ready_after: the region of its last gradient; empty before buckets are packed.
+        number: the line's number in the text.
+        owner: the device that updates the bucket, now or after a later pass; or empty.
+        ready_after: the region of the bucket's last gradient; empty before buckets are packed.
         shares: the printed elements that each device updates.
         packs: the printed elements of each pack.
     """
@@ -61,9 +61,9 @@ class PrintedLine:
     """A line of a function or region: ``device | outcome = operation(inside)  # comment``.
 
     Attributes:
-        number: in the text.
+        number: the line's number in the text.
         text: ``outcome = operation(inside)``, without padding.
-        device: a device or ``all``; empty without a device column. The reader repeats a line of several devices for each.
+        device: a device or ``all``; empty without a device column. A printed line of several devices is read once for each.
     """
 
     number: int
@@ -94,7 +94,7 @@ class PrintedFunction:
     """The program of one or several devices.
 
     Attributes:
-        number: of its first line in the text.
+        number: the number of the first line in the text.
         name: such as ``all_devices`` or ``cpu_0``.
         above: lines on devices and examples.
     """
@@ -111,7 +111,7 @@ class PrintedFunction:
 
 @dataclass(frozen=True)
 class PrintedRegion:
-    """``number`` is that of its first line in the text."""
+    """``number`` is the number of the first line in the text."""
 
     number: int
     name: str
@@ -128,7 +128,6 @@ class PrintedProgram:
         accumulation: "accumulating", "after accumulation", or empty.
         worker: the worker and its replicas; empty without other workers.
         report: a dump's report on the pass.
-        regions: printed bodies of regions, by name.
     """
 
     stage: str

@@ -131,7 +131,7 @@ class PrintedValues:
         return _WRITTEN.get(kind, "{}").format(name)
 
     def single_name(self, node: fx.Node) -> str:
-        """A value's name without its replica, even where other lines only count values of its kind."""
+        """A value's name without its replica."""
         return of_all_replicas(self.name(node), replica_of(node))
 
     def factors(self, gradient: fx.Node) -> str:
@@ -169,7 +169,7 @@ class PrintedValues:
         return launch.meta["val"].value if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
-        """Lists values by name, but counts saved values and many values of one kind. ``typed`` adds the types of losses."""
+        """Lists values by name, but counts saved values and kinds with many values. ``typed`` adds the types of losses."""
         groups: dict[str, list[str]] = {}
         for node in nodes:
             kind, name = self.kinds[node]

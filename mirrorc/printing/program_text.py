@@ -30,30 +30,30 @@ The printed form::
     CALLS     = "accumulating" | "after accumulation"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-An ``evaluation`` is forward alone, and gathers loss and outputs in place of returning them. Only files of ``dump=`` have a
-``change``, and end with it if the pass changed nothing. A program of several workers prints one worker. Replicas are numbered
-over all workers, except ``root``, ``source`` and ``destination``.
+An ``evaluation`` is forward alone, and gathers loss and outputs. Only files of ``dump=`` have a ``change``; if the pass changed
+nothing, the file ends there. Of several workers, one is printed. Replica numbers count over all workers, except in ``root``,
+``source`` and ``destination``.
 
-``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column of devices up to SCHEDULED, and in LOWERED a function
-for each device. ``source`` is the operators' line of user code, or their module. Line breaks of a ``remark`` become ``\\n``.
+Up to OUTLINED, the ``function`` is ``one_device``; up to SCHEDULED, ``all_devices`` with a column of devices; LOWERED has a
+function for each device. ``source`` is a line of user code, or a module. Line breaks of a ``remark`` become ``\\n``.
 
-Unless ``fold=False`` or ``slots=True``, repeated parts are printed once, and no information is lost:
+Unless ``fold=False`` or ``slots=True``, repeated parts are printed once, without loss of information:
 
-- Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29 … h.2``
+- Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29 … h.3``
   stands for 27 stretches; ``… b4 … b30, every 2nd`` for 14 stretches of two buckets each (`mirrorc.printing.folding`).
 - Microbatches with equal regions: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines above)``.
-- Adjacent lines of several devices in ``all_devices``: the column says ``each``, or lists the devices.
-- Functions that differ only in shapes: ``as cpu_0, but for these lines``. The lines replace those of the same operation, in
+- Equal lines of adjacent devices in ``all_devices``: the column says ``each``, or lists the devices.
+- Functions that differ only in shapes: ``as cpu_0, but for these lines``. Each line replaces one of the same operation, in
   order. ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shard shape.
 
-Comments name a region's first and last module; how many gradients a ``pack`` has in place, copied and as factors; a factored
-gradient's factors and where it is computed; and this device's elements in a ``wait``.
+Comments tell a region's first and last module; how many gradients of a ``pack`` are in place, copied and factored; the factors
+of a factored gradient, and where it is computed; and this device's elements in a ``wait``.
 
-Values have the same names in every run: ``loss``; ``d(fc1.weight)``, a gradient; ``b0``, a packed bucket;
-``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this device's share of it); ``b0_incoming`` and
-``b0_parameters``, parameters in flight and received; ``updated(b0)``, updated by this device; ``new(bn.running_mean)``; variables
-by their names. Inside regions a value has the name of its module and operator (`rewrites.value_names`), with ``d_`` before it in
-backward. Many values of a kind are counted: ``93 activations``, ``2 factors``, ``75 variables``, ``4 slots``.
+Names of values are the same in every run: ``loss``; ``d(fc1.weight)``, a gradient; ``b0``, a packed bucket; ``b0_pending``, the
+bucket in flight; ``b0_sum``, reduced (``b0_share``, this device's share); ``b0_incoming`` and ``b0_parameters``, parameters in
+flight and received; ``updated(b0)``, updated by this device; ``new(bn.running_mean)``; variables by name. Inside regions, values
+are named by module and operator (`rewrites.value_names`), with ``d_`` in front in backward. Many values of a kind are counted:
+``93 activations``, ``2 factors``, ``75 variables``, ``4 slots``.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ProgramPrinter:
         Args:
             remarks: print stored remarks.
             after: the pass named in the heading.
-            milliseconds: of the pass, for the heading.
+            milliseconds: the time of the pass, for the heading.
         """
         program, is_folded = self._program, not slots if fold is None else fold
         lines = [

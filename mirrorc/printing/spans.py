@@ -1,4 +1,4 @@
-"""Lists with spans for consecutive items: ``cpu:0 … cpu:3, cpu:6``."""
+"""Lists with spans for consecutive items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups devices whose programs differ only in shapes, and prints the lines above their function."""
+"""Groups devices with equal programs, and prints the lines above their function."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ def variants_of_mirrored(program: Program) -> list[list[int]]:
 
 
 def num_examples(program: Program, replica: int) -> int | None:
-    """None if unknown."""
     return program.num_examples[replica] if len(program.num_examples) == program.num_replicas else None
 
 
 def heading(program: Program, replicas: Sequence[int]) -> list[str]:
-    """The lines above the function of ``replicas``. Only the first function with examples explains facts about all replicas."""
+    """The lines above the function of ``replicas``. Only the first function with examples explains what holds for all."""
     is_first = program.first_present in replicas
     several = len(replicas) > 1
     numbers = spans(program.local_replicas[replica] for replica in replicas)

@@ -1,4 +1,4 @@
-"""Converts symbolic sizes, and their shape environments' symbols, to JSON data and back."""
+"""Converts symbolic sizes, and the symbols of shape environments, to JSON data and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EnvironmentWriter:
         self._places: dict[int, int | None] = {}  # id of an environment -> its number, or None without symbols
 
     def of(self, environment: Any) -> tuple[int | None, SavedSizes | None]:
-        """The environment's number and the writer of its sizes; (None, None) if it has no symbols."""
+        """The number and size writer of a shape environment; (None, None) if it has no symbols."""
         if id(environment) not in self._places:
             symbols = symbols_of_environment(environment)
             self._places[id(environment)] = len(self._symbols) if symbols else None

@@ -15,7 +15,7 @@ A graph is the ordered list of its nodes, which refer to earlier ones by index::
     call = INDEX                                  of the operator
          | ["placeholder", TARGET] | ["call_module", REGION] | ["output", "output"]
 
-`mirrorc.serialization.plain_data` has the form of arguments. In values of this form, [INDEX] is a tensor,
+The form of arguments is in `mirrorc.serialization.plain_data`. A value has the same form, but [INDEX] is a tensor,
 ["size", TEXT, INDEX] a size of an environment, and ["pending", value] a value in flight. Missing ``meta`` entries are left out.
 """
 

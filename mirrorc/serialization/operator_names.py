@@ -19,11 +19,11 @@ _BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are regist
 
 
 class UnknownOperatorError(DataError):
-    """This process has no registered operator of this name."""
+    """Raised if this process has no operator of the name."""
 
 
 def operator_name(target: Any) -> str:
-    """Such as ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default``; raises `DataError` if there is none."""
+    """Such as ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default``; raises `DataError` for other targets."""
     if target is operator.getitem:
         return "operator.getitem"
     if target in OPAQUE:

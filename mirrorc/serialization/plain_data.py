@@ -85,7 +85,7 @@ def encode_name(value: torch.dtype | torch.layout | torch.memory_format | torch.
 
 
 def decode_name(name: Any, kind: type, title: str) -> Any:
-    """The device, or torch's constant of type ``kind``, of this name; raises `DataError` if there is none."""
+    """The device or torch constant of this name and ``kind``; raises `DataError` if there is none."""
     if kind is not torch.device:
         return entry(_BY_NAME[kind], name, title)
     try:

@@ -86,7 +86,6 @@ def _other_torch(written_with: str) -> tuple[str, ...]:
 
 
 def _version(version: Any) -> str:
-    """Quoted if it does not look like a version."""
     return version if type(version) is str and re.fullmatch(r"[\w.+-]{1,40}", version) else f"{version!r:.40}"
 
 

@@ -15,10 +15,10 @@ class TensorType:
     """The saved properties of a fake tensor.
 
     Attributes:
-        offset: of the storage, in elements.
+        offset: of the first element in the storage, in elements.
         is_conjugated, is_negated: ``tensor.is_conj()`` and ``tensor.is_neg()``, which are lazy.
-        symbols: the index of its environment's symbols; None without symbols.
-        sizes: the symbolic shape, strides and offset as texts, whose values at capture are above; empty without symbols.
+        symbols: the index of the shape environment's symbols; None without symbols.
+        sizes: the symbolic shape, strides and offset as texts; empty without symbols. Other fields have numbers at capture.
     """
 
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class TensorType:
         return cls(tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg(), symbols, texts)
 
     def make(self, fake_mode: FakeTensorMode, saved: SavedSizes | None = None) -> torch.Tensor:
-        """A fake tensor with memory of its own; without symbols, bypasses the mode's slow dispatcher."""
+        """Makes a fake tensor with its own storage. Without symbols, bypasses the fake mode's slow dispatcher."""
         if self.sizes:
             return self._made_of_symbols(saved)
         if self.offset:

@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""Gives torch's private APIs names of mirrorc. A test fails when torch moves one."""
+"""Gives torch's private APIs names of mirrorc. A test fails when torch moves an API."""
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

@@ -16,7 +16,7 @@ class Constant:
 class TwoPartCall:
     """A call in two parts: ``arrive`` takes its arguments and never blocks, ``leave`` waits for other graphs' calls.
 
-    A generated function with pauses yields between them.
+    A generated function with pauses yields between the parts.
 
     Args:
         may_end: True to return the function's output early if ``leave`` returns False.
@@ -27,10 +27,10 @@ class TwoPartCall:
 
 
 class Asking:
-    """A call before which the generated function yields requests; its caller resumes it when they are met.
+    """A call with requests. The generated function yields the requests first. Its caller resumes the function once they are met.
 
     Args:
-        asks: functions that make one request each, with the positions of the call's arguments that they take.
+        asks: pairs of a function that makes a request, and the positions of the call's arguments for that function.
     """
 
     def __init__(self, call: Callable[..., Any], asks: Sequence[tuple[Callable[..., Any], Sequence[int]]]) -> None:

@@ -19,7 +19,7 @@ _programs: weakref.WeakValueDictionary[str, GraphFunction] = weakref.WeakValueDi
 
 
 class GraphFunction:
-    """A graph as a callable that takes a list of arguments, which it empties.
+    """A graph as a callable. It takes a list of arguments, and empties the list.
 
     Attributes:
         nodes: the node of each source line, or None.
@@ -75,10 +75,10 @@ def generate(
 
     Args:
         bind: returns a call's function, or a `Constant`, a `TwoPartCall` or an `Asking`.
-        boxed: tests for a node whose function takes a list of arguments, which it empties, and returns a sequence.
+        boxed: tests whether a node's function takes a list of arguments, empties the list, and returns a sequence.
         clock: marks the end of every call.
-        pauses: tests for a node before whose call the function yields; between the parts of a `TwoPartCall`.
-        waits: tests for a node before whose call the function yields `WAITS`.
+        pauses: tests whether the function yields before a node's call, or between the parts of a `TwoPartCall`.
+        waits: tests whether the function yields `WAITS` before a node's call.
     """
     return _Generator(graph, bind, boxed, clock, pauses, waits).generate(title)
 

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 class RegionCompiler:
-    """Compiles regions; logical devices on one processor share the code."""
-
     def __init__(self, backend: Backend, num_threads: int) -> None:
         self.backend = backend
         self.num_threads = num_threads
@@ -43,7 +41,7 @@ class RegionCompiler:
     ) -> list[RegionFunction]:
         """Compiles regions in parallel; ``on_compiled`` is called after each.
 
-        After a failure it tries once more, if the backend has a `second_try`.
+        After a failure, compiles all once more if the backend has a `second_try`.
 
         Raises:
             Exception: the first try's error.

@@ -1,4 +1,4 @@
-"""Rewrites symbolic dimensions that are folded and unfolded as one permutation."""
+"""Replaces views that fold and unfold symbolic dimensions with one permutation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Arrangement:
     """Arrangement of a source's elements in a value.
 
     Attributes:
-        parts: the source's dimensions except size 1, split wherever a view in between splits them.
+        parts: the source's dimensions except size 1. A dimension that a view splits is listed as its parts.
         dims: for each dimension of the value, its parts; empty for size 1.
         is_copied: True after a copy, so that memory is in the order of the dimensions.
         unfolds: True if a symbolic dimension of several parts was split again.

@@ -32,7 +32,6 @@ class Communicator:
         self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Makes a rendezvous for each collective and a mailbox for each send."""
         self._prepared_for = (tags, routes)
         self._rendezvous = {tag: self._make_rendezvous(tag) for tag in tags}
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
@@ -57,22 +56,22 @@ class Communicator:
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """The sum, bitwise equal on all replicas; added in their order, unless a library adds."""
+        """The sum, bitwise equal on all replicas. Replicas are added in order, unless a library adds."""
         raise self._not_carried("all_reduce")
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
         raise self._not_carried("reduce_scatter")
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's share of the sum, with the bits of an all_reduce."""
+        """This replica's share of the sum, bitwise equal to an all_reduce."""
         raise self._not_carried("reduce_scatter")
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
-        """As `launch_all_reduce`, for a sum on replica ``root`` alone."""
+        """As `launch_all_reduce`, but only replica ``root`` gets the sum."""
         raise self._not_carried("reduce")
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """The sum on replica ``root``, with the bits of an all_reduce. Others do not wait."""
+        """The sum on replica ``root``, bitwise equal to an all_reduce. Other replicas do not wait."""
         raise self._not_carried("reduce")
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
@@ -82,7 +81,7 @@ class Communicator:
         return share
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """A share whose addends are all there, but not added yet; here it is added."""
+        """A share with all addends present. A subclass may leave the addition to the caller; this method adds."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
         return unmade_sum([share], (0, share.numel()))
 
@@ -106,7 +105,7 @@ class Communicator:
         raise self._not_carried("exchange")
 
     def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
-        """Offers this replica's part of the worker's sum ``whole``, 1-D; None for the memory of `memory_to_send`."""
+        """Offers this replica's part of ``whole``, the worker's 1-D sum; None if the sum is in the memory of `memory_to_send`."""
         raise self._not_carried("exchange")
 
     def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
@@ -134,7 +133,7 @@ class Communicator:
         raise self._not_carried("scatter_sums")
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """Offers this replica's updated share of the parameters ``whole``, 1-D, into which other workers' shards are written."""
+        """Offers this replica's updated share of ``whole``, the 1-D parameters. Other workers' shards will be written there."""
         raise self._not_carried("gather_parameters")
 
     def wait_parameters(self, bucket: int, replica: int) -> None:

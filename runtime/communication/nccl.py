@@ -23,7 +23,7 @@ _launching = threading.Lock()
 
 @register_communicator
 class NcclCommunicator(Communicator):
-    """All-reduces on side streams. The replica that offers last launches for all, so all GPUs have the same order."""
+    """All-reduces on side streams. The last replica to offer launches for all, so all GPUs have the same order of collectives."""
 
     link = "nccl"
 

@@ -15,7 +15,7 @@ from mirrorc.runtime.communication.rendezvous import Rendezvous
 
 
 class ReplicaValues:
-    """Meetings at which each present replica leaves a value and takes the result over all values."""
+    """Collectives of the model. Each present replica leaves a value, and takes the result over all replicas' values."""
 
     def __init__(self, program: Program, timeout_seconds: float) -> None:
         self._devices, self._present = program.devices, tuple(program.present)
@@ -46,7 +46,6 @@ class ReplicaValues:
             meeting.announce_to(other, replica)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor:
-        """The contiguous result over the values of all present replicas, in their order."""
         meeting = self._meetings[_number(node)]
         meeting.await_replicas(replica, self._present)
         left = [meeting.tensors[present] for present in self._present]

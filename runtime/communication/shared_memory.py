@@ -23,7 +23,6 @@ class SharedMemoryCommunicator(Communicator):
     link = "shared-memory"
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Each all_reduce gets a second rendezvous, for the summed shares."""
         super().prepare(tags, routes)
         for kind, bucket in tags:
             if kind == "all_reduce":
@@ -42,7 +41,7 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.announce_to(root, replica)
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """The sum, in replica 0's bucket."""
+        """The sum, in replica 0's bucket; an empty tensor on replicas other than ``root``."""
         rendezvous = self._rendezvous[("reduce", bucket)]
         if replica != root:
             return rendezvous.tensors[replica][:0]

@@ -30,7 +30,6 @@ def processor_model() -> str:
 
 
 def product_facts(num_threads: int) -> dict[str, str]:
-    """Properties that affect the bits of a matrix product, by name."""
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
     return {
         "processor": processor_model(),

@@ -170,7 +170,7 @@ class DevicePool:
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """An interrupt may lose a message, but not a result: the last device's message stands for all."""
+        """Waits for a message. An interrupt may lose the message, but no result: the threads write ``results`` themselves."""
         try:
             self._next_message(deadline)
         except queue.Empty:
@@ -193,7 +193,6 @@ class DevicePool:
                     raise
 
     def close(self) -> None:
-        """Ends the threads and waits for them; may be repeated."""
         _stop(self._inboxes, self._threads)
         self._finalizer.detach()
 

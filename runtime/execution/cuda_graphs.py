@@ -81,10 +81,10 @@ class Capturer(Protocol):
 
 
 class CudaCapturer:
-    """Captures with `torch.cuda.graph`, all into a single private memory pool.
+    """Captures graphs with `torch.cuda.graph` into a single private memory pool.
 
-    No value in the pool must survive the replay of another graph: inputs, loss, variables and optimizer state are
-    outside. An anchor graph keeps the pool alive. After a failed capture the next graph gets a new pool.
+    Each replay may overwrite the pool, so inputs, loss, variables and optimizer state lie outside. An anchor graph keeps the
+    pool alive. After a failed capture the next graph gets a new pool.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
@@ -100,7 +100,7 @@ class CudaCapturer:
         try:
             return self._capture(function, pool=self._anchor.pool())
         except BaseException:
-            # allocations of a failed capture go on to be counted as the pool's, and torch refuses to begin another one in it
+            # torch still counts allocations of the failed capture as the pool's, and refuses another capture into this pool
             self._failed.append(self._anchor)
             self._anchor = None
             raise
@@ -122,7 +122,7 @@ class CudaCapturer:
 
 
 _still_running: list[Graph] = []
-"""Graphs on GPUs that hang. They are never freed: a running graph reads and writes the memory that is freed with it."""
+"""Graphs on GPUs that hang, never freed: a running graph still uses its memory."""
 
 
 class StepGraph:
@@ -151,7 +151,7 @@ class StepGraph:
             self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:
-        """Drops the graph. ``fixed`` has the values baked into the next one, by readable names."""
+        """Drops the graph. ``fixed`` has the values baked into the next graph, by readable names."""
         key = tuple(fixed.values())
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
         self._key = key
@@ -195,7 +195,7 @@ class StepGraph:
             _copy(memory, value)
 
     def capture(self, function: Function) -> None:
-        """Captures the function on the loaded arguments. Nothing runs, so variables stay unchanged."""
+        """Runs nothing, so variables stay unchanged."""
         loss = self._loss
         assert loss is not None, "it has run before"
         raised: list[BaseException] = []  # leaving torch.cuda.graph raises another exception, which says less

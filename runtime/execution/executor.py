@@ -52,7 +52,7 @@ class Executor:
 
     Args:
         constants: tensors from the capture that are neither parameters nor buffers.
-        timeout_seconds: the longest wait of a replica for another.
+        timeout_seconds: the longest wait of a replica for other replicas.
         step_graph: captures and replays the steps of a single device; None to run all calls in every step.
         team: None for a process that trains alone.
     """
@@ -102,15 +102,14 @@ class Executor:
         )
         self.functions = BoundFunctions(program, self._binder, recorder)
         self.trial = InterleavingTrial(can_interleave(program))
-        self.is_interleaved = False  # whether the last step was
+        self.is_interleaved = False  # whether the last step was interleaved
         self._stop: Callable[[], object] = self.commit.stop  # stops the step that runs
-        self._stopping = threading.Lock()  # so that nobody stops a step that is cleaned up after
+        self._stopping = threading.Lock()  # so that nobody stops a failed step during its clean-up
         self._host_copies = [HostCopies(device.torch_device) for device in program.devices]
         self._timeout_seconds, self._losses = timeout_seconds, Losses(program, state)
 
     @property
     def _torn(self) -> str:
-        """Buckets updated by the last step, if it failed after an early commit; else empty."""
         return self._progress.clause_if_begun() if self._progress is not None else ""
 
     @property
@@ -118,7 +117,7 @@ class Executor:
         return any(argument.kind is ArgumentKind.SEED for argument in self.program.arguments)
 
     def _vote(self, team: Team, columns: Columns, vote: Vote) -> tuple[bool, torch.Tensor | None]:
-        """Called by a single replica, when all have arrived at the commit."""
+        """Called by one replica, when all replicas have arrived at the commit."""
         vote = dataclasses.replace(vote, used=self._used.tell())
         outcome = team.vote(vote, columns=columns, is_early=self._progress is not None)
         self._used.hear(outcome.used)
@@ -135,7 +134,7 @@ class Executor:
         numbers: Sequence[Sequence[int | float]] = (),
         sizes: Sequence[Sequence[int | float]] = (),
     ) -> torch.Tensor | None:
-        """Runs a step after `commit` has begun it; returns the weighted sum of the losses, as `Losses.total`.
+        """Runs a step that `commit` has begun; returns `Losses.total`.
 
         Raises:
             ExecutionError: a replica failed; names device, operation and source line.
@@ -217,14 +216,14 @@ class Executor:
             guard.stop_by(None)
 
     def interrupt(self) -> None:
-        """Stops a step that runs in another thread, unless it is committed."""
+        """Stops a step that runs in another thread, unless its commit is binding."""
         with self._stopping:
             self._stop()
 
     def _finish(
         self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
     ) -> torch.Tensor | None:
-        """May be repeated from any point."""
+        """Idempotent, also after an interrupt at any point."""
         done = [result[1] for result in results if result is not None]
         self._losses.wait(done)
         if self.commit.is_skipped:
@@ -299,7 +298,7 @@ class Executor:
             self.recorder.forget()
 
     def _give_up(self, pool: DevicePool) -> None:
-        """Waits for the GPUs' queued work before it cleans up, because its memory will be reused."""
+        """Cleans up when the GPUs' queued work is done, because the memory of this work will be reused."""
         self.commit.stop()
         for device in dict.fromkeys(device.torch_device for device in self.program.devices if not pool.is_stuck):
             if not wait_device(device, self._timeout_seconds):

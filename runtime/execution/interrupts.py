@@ -19,7 +19,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def _functions() -> tuple[Callable[[int], Any], Callable[[int, Any], Any]]:
-    """The C functions behind `signal.getsignal` and `signal.signal`: they take a quarter of the time."""
+    """The C functions behind `signal.getsignal` and `signal.signal` take a quarter of the time."""
     try:
         module = importlib.import_module("_signal")
         return module.getsignal, module.signal
@@ -33,15 +33,15 @@ _handler_of, _set_handler = _functions()
 class InterruptGuard:
     """The handler of Ctrl-C (SIGINT) while a step runs in the main thread; without effect in other threads.
 
-    Until the commit, the user's handler is called at once and usually raises KeyboardInterrupt. After it, the call is
-    deferred to the step's end. While device threads run, an exception of the user's handler stops them and is raised
-    after their end.
+    Until the commit, the user's handler is called at once and usually raises KeyboardInterrupt. After the commit, the call is
+    deferred to the step's end. While device threads run, an exception of the user's handler is raised after it has stopped
+    the threads.
 
     The guard also restores torch's settings: an exception at the exit of ``torch.no_grad()`` leaves gradients off.
 
     Attributes:
         commit: the step's commit point; None until the step has one.
-        is_ending: defers signals from now on; must be followed by `end`.
+        is_ending: True defers signals until `end`, which must follow.
         raised: exception of the user's handler while device threads ran.
     """
 

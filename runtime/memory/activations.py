@@ -69,7 +69,7 @@ class Activations:
 def activations_of(
     program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
 ) -> Activations:
-    """The activations of a device; ``temporary_bytes``: bucket -> bytes per element of its update."""
+    """The activations of a device; ``temporary_bytes``: bucket -> temporary bytes per element of its update."""
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
@@ -265,7 +265,6 @@ class _Walk:
 
     @accounts(ops.exchange_payload)
     def _exchange_payload(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds the sum over all workers and the message until the step's end."""
         if self.replica:
             return (), 0
         bucket, pack = self.program.packs[pack_of(node)]
@@ -295,7 +294,6 @@ class _Walk:
 
     @accounts(ops.gather_parameters)
     def _gather_parameters(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds a copy of this worker's parameters, as send buffer."""
         part = self.program.buckets[bucket_of(node)].part
         if self.replica or part is None:
             return (), 0
@@ -312,7 +310,7 @@ class _Walk:
         return (), 0
 
     def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
-        """The most that the sum of the replicas' rows can take, or only the rows' indices."""
+        """Upper bound of the memory of the replicas' summed rows, or of the row indices alone."""
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]
@@ -367,7 +365,7 @@ class _Walk:
         return (self._of([operand]) if has_sum else ()), 0
 
     def _bytes_to_gather(self, wait: fx.Node) -> int:
-        """Of a device that sums all devices' factors itself, with its copies of them."""
+        """Temporary bytes of a device that sums all devices' factors itself, with its copies of the factors."""
         packs = [pack for pack in packs_of(self.program, bucket_of(wait)) if pack.args]
         factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
         pieces = pieces_of_share(self.program.buckets[bucket_of(wait)], factored_slots(packs[0]), 0, 1)
@@ -430,7 +428,6 @@ class _Walk:
 
 
 def _is_apart(pack: fx.Node) -> bool:
-    """Test for a pack whose memory is not in its bucket."""
     if pack.target is not ops.wait:
         return pack.target not in (ops.pack, ops.add_accumulated, ops.decompress)
     (launch,) = pack.all_input_nodes

@@ -36,8 +36,7 @@ class DryStep:
     """A statement of a region's code.
 
     Attributes:
-        call: name of the called function, or of the function for which the statement prepares memory.
-        node: the called function's node, if known.
+        call: name of the function that the statement calls or prepares memory for.
         taken: the allocated memory.
         dropped: memory that the region releases after the statement; the caller may still hold an argument.
         workspace: bytes of the called operator's workspace.
@@ -108,7 +107,7 @@ def _run(
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """A device guard (``with``) has no effect on fake tensors."""
+    """Flattens ``with`` statements: a device guard has no effect on fake tensors."""
     for statement in statements:
         if isinstance(statement, ast.With):
             yield from _flat(statement.body)
@@ -122,7 +121,6 @@ _PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
 
 
 def _named_by_next_call(steps: Sequence[DryStep]) -> list[DryStep]:
-    """Also drops steps without effect on memory."""
     named: list[DryStep] = []
     following = "return"
     for step in reversed(steps):

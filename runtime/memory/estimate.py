@@ -132,7 +132,7 @@ class _Tally:
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + accumulated)
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
-        """Also records the devices' memory for parts of gradients."""
+        """Elements of gradients that are made in parts; also records each device's memory for a part."""
         num_elements = 0
         for replica, module in enumerate(self.program.device_graphs.values()):
             update = next(

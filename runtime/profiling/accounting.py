@@ -55,7 +55,7 @@ def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, in
 
 
 def part_of(program: Program, node: fx.Node) -> str:
-    """``transfer`` for a wait, from which the caller splits off the skew."""
+    """A wait counts as ``transfer``; the caller subtracts the skew."""
     if is_region_call(node):
         return program.regions[region_of(node)].phase
     if node.target is ops.commit:

@@ -22,8 +22,8 @@ from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, mean_ove
 from mirrorc.runtime.profiling.recorder import RecordedStep
 
 _WORTHWHILE = 0.02  # the smallest gain that is advised, as a part of the step
-_TELLING_BYTES = 2**16  # if the sizes of buckets differ by less, they do not show the cost of a byte; instead of it,
-_NOMINAL_SECONDS_PER_BYTE = 1e-9  # that of a slow memory is taken, but no more than the buckets cost
+_TELLING_BYTES = 2**16  # if the sizes of buckets differ by less, they do not show the cost of a byte;
+_NOMINAL_SECONDS_PER_BYTE = 1e-9  # then a slow memory's cost is taken, but no more than the buckets cost
 _MERGED_BYTES = 25 * 2**20
 _REDUCTIONS = [reduction.__name__ for reduction in ops.REDUCTIONS]
 
@@ -35,7 +35,6 @@ def advise(
     buckets: Sequence[BucketTimes],
     devices: Sequence[DeviceTimes],
 ) -> str:
-    """The change with the largest estimated gain."""
     if program.workers.are_several:
         commits = calls_to(program.graphs()[0], ops.commit)
         when = (
@@ -87,7 +86,7 @@ def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[flo
 
 
 def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """Each bucket less saves the fixed cost; a larger last bucket leaves more to move after backward."""
+    """Each bucket fewer saves the fixed cost, but a larger last bucket leaves more to move after backward."""
     totals: Counter[Any] = Counter()
     for times in buckets:
         bucket = program.buckets[times.index]

@@ -30,7 +30,7 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Machine, link: LinkSpeed) -> StepCosts:
     """Costs of a lowered program's calls, as means over typical steps, without waits between workers.
 
-    A commit costs as much as on the last device to arrive.
+    A commit costs as much as on the device that arrives last.
     """
     steps = typical([step for step in steps if not step.warms_up] or steps)
     replicas = range(program.num_replicas)

@@ -20,7 +20,7 @@ class Launch:
 
     Attributes:
         wait: None on a device that only sends.
-        awaited: the launches that its wait needs, each with its replica.
+        awaited: (replica, node) of each launch that the wait needs.
     """
 
     replica: int
@@ -62,7 +62,7 @@ def collectives_of(step: RecordedStep) -> list[Collective]:
 
 def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]]) -> Launch:
     if node.target is ops.reduce and node.kwargs["root"] != replica:
-        members = [(replica, node)]  # it gets nothing of the sum, and waits for nobody
+        members = [(replica, node)]  # the device gets nothing of the sum, and waits for nobody
     giver = None if node.target is ops.reduce else node.kwargs.get("root", node.kwargs.get("source"))
     awaited = [
         (r, n) for r, n in members if giver is None or (r == giver and n.kwargs.get("destination", replica) == replica)
@@ -72,7 +72,7 @@ def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[t
 
 
 def skew_ns(step: RecordedStep, launch: Launch) -> int:
-    """The part of a device's wait before the last launch that it needs."""
+    """The part of a device's wait before the last launch that the wait needs."""
     if launch.wait is None:
         return 0
     wait = step.call_of[launch.wait]

@@ -180,7 +180,6 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
 
 
 def _behind(program: Program, steps: Sequence[RecordedStep], collective: Collective, step_ms: float) -> str:
-    """The cause of a bucket's longest wait, over all devices and steps."""
     spent_ns: Counter[str] = Counter()
     for step in steps:
         for launch in collective.launches:

@@ -28,7 +28,7 @@ _BUCKET_COLUMNS = (
 
 @dataclass(frozen=True)
 class Explanation:
-    """Breakdown of the time of the last recorded steps; `str` of it is a table, with its columns defined below it.
+    """Breakdown of the last recorded steps' time; its `str` is a table, followed by definitions of the columns.
 
     All times are means over the third of the steps with the middle durations. Parts therefore add up.
 
@@ -36,13 +36,12 @@ class Explanation:
         num_steps: the recorded steps, without the program's first one if there are others.
         step_ms: from when the caller began to start the devices until the last device was done.
         parts_ms: the parts of step_ms, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices.
-        hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several may be in flight.
+        hidden_ms: the sum of the buckets' ``hidden_ms``; may exceed the step, because several buckets may be in flight.
         buckets: the collectives, in the order of their launches.
         devices: the devices' times, in order of replicas.
-        advice: the change that is estimated to help most, or why there is none.
+        advice: the change with the largest estimated gain, or why there is none.
         prediction: a simulation of the step over several workers; None for a single worker or unknown costs.
-        capture: the front end, if it was not the first one, and changing sizes that are numbers in the program; with
-            reasons.
+        capture: why capture fell back to another front end, and why changing sizes are fixed numbers in the program.
     """
 
     num_steps: int

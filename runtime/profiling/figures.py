@@ -56,11 +56,11 @@ class BucketTimes(FlightTimes):
 
     Attributes:
         index: the bucket's number. A bucket that is reduced and then sent is listed twice.
-        num_bytes: bytes moved: of the bucket, in the dtype that workers send; of its part; or of all devices' factors.
+        num_bytes: bytes moved: of the bucket or its part, in the dtype sent, or of all devices' factors.
         kind: its collective, or ``none``.
         link: empty without communication.
-        behind: the cause of the longest waiting: the call of a late device (``cpu:1's bwd_0``), or an earlier wait
-            (``wait b2``); empty if neither took 1% of the step.
+        behind: the cause of the longest wait: a late device's call (``cpu:1's bwd_0``) or an earlier wait (``wait b2``);
+            empty if it took less than 1% of the step.
         devices: the devices that take part.
         chunk, round: of a send; None without.
         pack: None if the bucket is not cut.

@@ -54,7 +54,6 @@ class Prediction:
 
     @property
     def exposed_ms(self) -> float:
-        """The time in waits for other workers."""
         return sum(bucket.exposed_ms for bucket in self.buckets)
 
 
@@ -77,7 +76,6 @@ def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Predicti
 
 
 def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundations: Foundations) -> Prediction | None:
-    """A prediction; None if the cost of an operation is unknown."""
     costs = costs_of_steps(program, steps, foundations.machine, foundations.link)
     stands_on = (
         "times of regions, packs, launches, updates and the commit in these very steps; a link of "
@@ -93,7 +91,7 @@ _NOMINAL_LINK = LinkSpeed(latency_seconds=1e-4, seconds_per_byte=1e-9)
 
 
 def predicted_step(program: Program, machine: Machine) -> tuple[RecordedStep, str]:
-    """A step of a lowered program that has not run, and what it stands on; raises `UnknownCostError`, a ValueError."""
+    """The simulated step of a program that has not run, and the simulation's inputs in words; raises `UnknownCostError`."""
     works = works_of_regions(program, machine)
     graphs = [module.graph for module in program.device_graphs.values()]
     paces: list[Mapping[str, Pace]] = []

@@ -20,7 +20,7 @@ from mirrorc.runtime.profiling.clocks import NUM_RECORDED_STEPS, Clock, nanoseco
 
 @dataclass(frozen=True)
 class Call:
-    """A call. It starts when the one before it ends, so the freeing of values in between is included."""
+    """A call. It starts at the end of the previous call, so it includes the freeing of values in between."""
 
     node: fx.Node
     start_ns: int
@@ -37,7 +37,7 @@ class RecordedStep:
 
     Attributes:
         warms_up: True for the first recorded step of its program.
-        begun_ns: the start of the first device by the caller.
+        begun_ns: when the caller starts the first device.
         started_ns: by device, the start of its function.
         calls: by device; the first call starts at `started_ns`.
     """
@@ -59,7 +59,7 @@ class RecordedStep:
 class Recorder:
     """Stores the marks of an executor's last steps, which may be read at any time.
 
-    Reading assigns marks to steps by the times at which these begin. ``nodes`` has the marked nodes of each device.
+    `steps` assigns marks to steps by the times at which steps begin. ``nodes`` has the marked nodes of each device.
     """
 
     def __init__(self, clocks: Sequence[Clock], now: Callable[[], float] = time.perf_counter) -> None:
@@ -87,7 +87,6 @@ class Recorder:
         self._failed.append(self._begun[-1])
 
     def steps(self, most: int = NUM_RECORDED_STEPS) -> tuple[RecordedStep, ...]:
-        """The last steps, at most ``most``."""
         noted = [clock.noted() for clock in self.clocks]  # read first, so that the beginning of each is known
         begun, failed = list(self._begun.copy()), set(self._failed.copy())
         marks: dict[float, dict[int, Sequence[Any]]] = {moment: {} for moment in begun}

@@ -116,7 +116,6 @@ class ComparedState(StepState):
 
 
 def make_state(hold: Hold, every: int) -> StepState:
-    """The state of a step, with a comparison of replicas before every ``every``-th step; 0 for never."""
     return ComparedState(hold, every) if every else StepState(hold)
 
 

@@ -9,8 +9,6 @@ from mirrorc.runtime.state.variables.step_variables import StepVariables
 
 
 class StateView:
-    """Base of the states of evaluating and accumulating calls."""
-
     def __init__(self, state: StepState) -> None:
         self._state = state
 

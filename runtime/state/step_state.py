@@ -66,7 +66,7 @@ class StepState:
 
     @property
     def is_whole(self) -> bool:
-        """True if all variables and optimizers are of one step."""
+        """True if all variables and optimizer states are of the same step."""
         return self._held.is_whole and self.optimizers.is_whole
 
     @is_whole.setter
@@ -110,7 +110,6 @@ class StepState:
 
     @property
     def are_variables_written(self) -> bool:
-        """Test for the user's writes since the last training step, mirrored or not."""
         return self.is_behind or self._held.was_behind
 
     def catch_up(self) -> None:
@@ -150,10 +149,10 @@ class StepState:
         self.is_whole = True
 
     def prepare_variables_for(self, program: Program) -> None:
-        """Mirrors the user's writes for an evaluation, which reads variables wherever they are.
+        """Mirrors the user's writes for an evaluation, which needs no buckets.
 
-        If the user has given a parameter new memory, the buckets that hold it are dropped, and their parameters are in the
-        user's memory until the next training step. All other buckets are kept.
+        If the user has given a parameter new memory, all buckets of its optimizers are dropped. Until the next training
+        step, the user's tensors hold their parameters. Other optimizers' buckets are kept.
         """
         self._held.was_behind = self.are_variables_written
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
@@ -228,9 +227,9 @@ class StepState:
         self.is_whole = True
 
     def skip(self, number: int) -> None:
-        """Follows the ``number``-th skipped update in place of `finish`; idempotent.
+        """Ends a step with a skipped update, the ``number``-th, in place of `finish`; idempotent.
 
-        Accumulated gradients are dropped: a non-finite one would stay so.
+        Accumulated gradients are dropped, since they would stay non-finite.
         """
         self._backup = None
         self.accumulated.clear()
@@ -268,5 +267,5 @@ class StepState:
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """Sets the writer of the gradients in buckets, once it has forgotten its own writes to them."""
+        """Sets the writer of the gradients in buckets. The writer must have dropped its record of earlier writes."""
         self._held.gradients_writer = writer

@@ -57,7 +57,7 @@ def replicated(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor argument: either ``tensor``, to be split or replicated, or ``per_replica``, already split."""
+    """A tensor argument. Either ``tensor`` is set, or ``per_replica`` for an argument that the user has split."""
 
     path: str
     tensor: torch.Tensor | None
@@ -66,7 +66,7 @@ class Leaf:
 
 
 class Constant:
-    """An argument other than a tensor. Programs are specialized on its value, or on its identity if it is not hashable."""
+    """A non-tensor argument. Programs are specialized on its value, or on its identity if it has no hash."""
 
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
@@ -92,7 +92,7 @@ class Call:
     """The arguments of one step.
 
     Attributes:
-        plain: strings, numbers, None, and lists of these, by name. A graph depends only on those that its trace reads.
+        plain: strings, numbers, None, and lists or tuples of these, by name. A graph depends only on values that its trace reads.
     """
 
     leaves: tuple[Leaf, ...]
@@ -175,7 +175,7 @@ def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 
 def _with_shared_nan(value: Any) -> Any:
-    """Replaces positive nans by `math.nan`: guards compare tuples, in which identical objects are equal."""
+    """Replaces positive nans by `math.nan`: guards compare tuples, and identical items of tuples count as equal."""
     if type(value) is float and value != value and math.copysign(1.0, value) > 0:
         return math.nan
     if type(value) is not tuple:
@@ -279,7 +279,7 @@ def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> A
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
-    """The names of the containers among the arguments, in the order in which `rebuilding` builds them."""
+    """The names of containers among the arguments, in the order that `rebuilding` builds them."""
     positional, keyword = structure
     named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
     return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]
@@ -294,7 +294,7 @@ def _paths_within(structure: Structure, path: str) -> list[str]:
 
 
 def without_examples(call: Call) -> Call:
-    """A copy of a call whose split tensors have size 0 along dim 0; replicated tensors stay."""
+    """Gives split tensors the size 0 along dim 0; replicated tensors stay."""
     return dataclasses.replace(call, leaves=tuple(_emptied(leaf) if leaf.split else leaf for leaf in call.leaves))
 
 

@@ -19,7 +19,7 @@ from mirrorc.user.slots import slots_of
 
 
 class Parts(NamedTuple):
-    """A container's kind, a hashable detail, and its children with their paths, attributes last."""
+    """A container taken apart. ``detail`` is hashable. ``children`` are pairs of path and value, attributes last."""
 
     kind: str
     detail: tuple[Any, ...]
@@ -78,7 +78,7 @@ def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, pat
 
 
 def unflatten_container(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any:
-    """Rebuilds a container; runs under the tracer."""
+    """Runs under the tracer."""
     names = detail[-1]
     entries = children[: len(children) - len(names)]
     if kind == "list":

@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 Shapes = tuple[tuple[tuple[int, ...], ...], ...]
-"""Of a call: for each argument, the shape of its tensor, or of each replica's."""
+"""For each argument of a call: the shape of its tensor, or of each replica's tensor."""
 
 
 @dataclass
 class _Seen:
-    """What the calls of one kind have had.
+    """The sizes in calls of one kind.
 
     Attributes:
-        first: the shapes of the first call, which have a program of their own; empty if a dimension was a symbol in it.
-        sizes: for each dimension of each argument, its first sizes; those of 0 and 1 do not count.
-        symbolic: for each argument, its dimensions that are symbols.
+        first: the shapes of the first call, which have their own program; empty if the first call had symbolic dimensions.
+        sizes: the first sizes of each dimension of each argument, without 0 and 1.
+        symbolic: the symbolic dimensions of each argument.
     """
 
     first: Shapes
@@ -43,12 +43,12 @@ class _Seen:
 class ChangingSizes:
     """The dimensions of arguments whose sizes change between calls, for each kind of call.
 
-    A dimension becomes a symbol at its second size. The shapes of the first call keep a program of their own. Numbers of
-    examples of an evaluation are symbols from the first call on.
+    A dimension becomes a symbol at its second size. The shapes of the first call keep their own program. In an
+    evaluation, the number of examples is a symbol from the first call on.
 
     Args:
-        dynamic: None for this rule; True for symbols from the first call on; False for symbols only where
-            `torch._dynamo.mark_dynamic` marks a dimension.
+        dynamic: None for this rule. If True, all dimensions are symbols from the first call on. If False, only
+            dimensions marked by `torch._dynamo.mark_dynamic` are.
     """
 
     def __init__(self, *, dynamic: bool | None) -> None:
@@ -61,7 +61,7 @@ class ChangingSizes:
     def symbolic_dims(
         self, call: Call, purpose: str, *, has_one_example: bool = False, is_evaluation: bool = False
     ) -> SymbolicDims:
-        """Empty for the shapes of the first call, unless a dimension was a symbol in it."""
+        """Empty after `give_up`, and for the shapes of a first call without symbolic dimensions."""
         key = _kind(call, purpose)
         if (key, has_one_example) in self._refusals:
             return ()
@@ -86,16 +86,15 @@ class ChangingSizes:
         return () if _shapes(call) == seen.first else _unless_empty(map(frozenset, seen.symbolic))
 
     def compiled_dims(self, call: Call, purpose: str, *, has_microbatches: bool = False) -> SymbolicDims:
-        """The symbols of the programs that may serve a call: programs with fewer ones are older, and serve no more.
+        """The symbolic dimensions of the newest program for a call. Older programs have fewer, and are out of use.
 
-        Empty for the shapes of the first call, which have a program of their own.
+        Empty for the shapes of the first call, which have their own program.
         """
         kind = _kind(call, purpose)
         seen = self._seen.get(kind)
         return () if seen is None or _shapes(call) == seen.first else self._compiled.get((kind, has_microbatches), ())
 
     def state_dict(self) -> dict[str, Any]:
-        """By the kind of a call, as lists."""
         return {
             kind: {
                 "first": [[[*shape] for shape in shapes] for shapes in seen.first],
@@ -106,7 +105,7 @@ class ChangingSizes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Kinds of calls that this step has had already keep their sizes: it has programs for them."""
+        """Kinds of calls that this step has already run keep their sizes, because programs exist for them."""
         loaded = {
             kind: _Seen(
                 tuple(tuple(map(tuple, shapes)) for shapes in seen["first"]),
@@ -118,7 +117,7 @@ class ChangingSizes:
         self._seen = {**loaded, **self._seen}
 
     def note_program(self, call: Call, purpose: str, symbolic: SymbolicDims, *, has_microbatches: bool) -> None:
-        """After `_MOST_PROGRAMS` programs with symbols, sizes in such calls are numbers."""
+        """After `_MOST_PROGRAMS` programs with symbols, sizes in calls of this kind become numbers."""
         key = _kind(call, purpose)
         self._compiled[key, has_microbatches] = symbolic
         self._num_programs[key] = self._num_programs.get(key, 0) + 1
@@ -132,7 +131,7 @@ class ChangingSizes:
         self._refusals.setdefault((_kind(call, purpose), has_one_example), why)
 
     def why_not(self, call: Call, purpose: str, *, has_one_example: bool = False) -> str:
-        """Why sizes in such calls are numbers; empty if they may be symbols."""
+        """Empty if sizes in calls of this kind may be symbols."""
         return self._refusals.get((_kind(call, purpose), has_one_example), "")
 
 
@@ -162,7 +161,7 @@ def _warn_of_marked(path: str, dim: int, size: int) -> None:
 
 
 def _kind(call: Call, purpose: str) -> str:
-    """The same text in each process."""
+    """A key that is equal in all processes."""
     tensors = [(leaf, next(iter(_tensors(leaf)))) for leaf in call.leaves]
     types = [f"{leaf.path}: {tensor.dtype}, {tensor.dim()} dims, {leaf.split}" for leaf, tensor in tensors]
     return "; ".join([purpose, *types])

@@ -79,7 +79,6 @@ def padded_parts(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Ten
 
 
 def packed_or_padded(values: torch.Tensor, lengths: torch.Tensor, is_sorted: bool) -> PackedSequence | PaddedSequences:
-    """Packs padded sequences; under the tracer, returns them padded."""
     if torch.compiler.is_dynamo_compiling():
         return PaddedSequences(values, lengths, is_sorted)
     return pack_padded_sequence(values, lengths.cpu(), batch_first=True, enforce_sorted=is_sorted)

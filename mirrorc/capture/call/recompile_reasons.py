@@ -38,7 +38,7 @@ class CallKind:
 
     @classmethod
     def of_batch(cls, call: Call) -> CallKind:
-        """Of the tensors as they were given to the step; of the first replica's, where each has its own."""
+        """The kind of a call before its split; a `PerReplica` counts by its first tensor."""
         tensors = [leaf.per_replica[0] if leaf.tensor is None else leaf.tensor for leaf in call.leaves]
         return cls.of(call, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
 
@@ -82,7 +82,7 @@ def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:
 
 
 def changes_since(old: CallKind, new: CallKind, read: Collection[str] = ()) -> list[str]:
-    """Texts such as ``target i64[56], was i64[64]``; of plain values, only about those that the program has ``read``."""
+    """Texts such as ``target i64[56], was i64[64]``. Plain values that the program has not ``read`` are left out."""
     texts = [
         f"{name} {now}, was {before}"
         for name in dict.fromkeys((*new.tensors, *old.tensors))

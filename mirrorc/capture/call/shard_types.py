@@ -18,7 +18,7 @@ ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
-    """The types of a shard's tensors on a device. A copy to it makes tensors with gaps or overlaps dense."""
+    """The types of a shard's tensors on a device. A copy from elsewhere makes tensors with gaps or overlaps dense."""
     moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
     return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
 
@@ -35,7 +35,7 @@ def types_run(shards: Shards, call: Call, devices: Sequence[Device]) -> Iterator
 
 
 SymbolicDims = tuple[frozenset[int], ...]
-"""For each tensor of a call, its symbolic dimensions."""
+"""The symbolic dimensions of each tensor of a call."""
 
 
 def graphs_to_capture(
@@ -82,7 +82,7 @@ def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
 
 
 def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-    """The tensors of each shard or microbatch that has examples, copied to the first device."""
+    """The tensors of each shard or microbatch with examples, on the first device."""
     data = []
     for replica, types in enumerate(types_run(shards, call, devices)):
         sizes = shards.microbatches[replica] if shards.microbatches else ()
@@ -99,10 +99,10 @@ def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[
 def leaves_of(
     distinct: Sequence[ShardTypes], data: Sequence[Sequence[torch.Tensor]] | None, device: torch.device, model_name: str
 ) -> list[Sequence[torch.Tensor]]:
-    """For each of ``distinct``, the first tensors of these types in the data; uninitialized tensors if ``data`` is None.
+    """Tensors of each of the ``distinct`` types: the first in ``data``; uninitialized if ``data`` is None.
 
     Raises:
-        CaptureError: the data lacks one of the types.
+        CaptureError: ``data`` lacks one of the types.
     """
     if data is None:
         return [examples_of(types, device) for types in distinct]
@@ -131,7 +131,7 @@ def _types_of_microbatches(types: ShardTypes, call: Call, sizes: Sequence[int]) 
 
 
 STAND_IN_SIZE = 2
-"""The number of examples in the graph of a worker that has none: normalization needs two."""
+"""The number of examples in the graph of a worker without examples: normalization needs two."""
 
 
 def _stand_in_types(types: ShardTypes, call: Call) -> ShardTypes:

@@ -63,7 +63,7 @@ def split_call(
 
     Args:
         fewest: the least size of a shard or microbatch, if the batch has that many examples. If an argument is a
-            `PerReplica`, it limits microbatches only.
+            `PerReplica`, ``fewest`` limits microbatches only.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []
@@ -82,9 +82,9 @@ def split_call(
 
 
 def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
-    """The sizes of the shards that `split_call` makes; raises its errors.
+    """The sizes of the shards of `split_call`, with the same errors.
 
-    Consecutive shards, concatenated and split again among as many replicas, keep their sizes.
+    Consecutive shards keep their sizes when they are concatenated and split again among as many replicas.
     """
     for leaf in call.leaves:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)

@@ -54,7 +54,7 @@ class Signature:
     def _with_target(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Takes the last positional argument for the target, if forward can be called without it."""
+        """Makes the last positional argument the target if forward does not need this argument."""
         leaves_input = len(args) > 1 or (bool(args) and bool(kwargs))  # a model takes something
         is_target = leaves_input and not self._why_not_bound(args[:-1], kwargs)
         is_input = not self._why_not_bound(args, kwargs)
@@ -76,7 +76,7 @@ class Signature:
         return args, kwargs
 
     def _why_not_bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """The reason why forward cannot be called with these arguments; empty if it can."""
+        """Empty if forward can be called with these arguments."""
         try:
             self._of_forward.bind(*args, **kwargs)
         except TypeError as error:

@@ -21,7 +21,7 @@ class Outputs:
 
     Attributes:
         ways: how each output is gathered, see `mirrorc.ir.ops.gather`.
-        unknown: a sentence on outputs that may have a row for each example, if no trace could tell; else empty.
+        unknown: the names, in one text, of outputs that may have a row for each example, if no trace could tell.
     """
 
     ways: Mapping[str, str]
@@ -68,14 +68,12 @@ def outputs_of(
     sizes: Sequence[int],
     other: TracedOutputs | None,
 ) -> Outputs:
-    """Derives a program's outputs from the outputs of its graphs.
-
-    A tensor has a row for each example if its first dimension equals the number of examples for each of several
-    numbers. For a single number, this may be coincidence.
+    """A tensor has a row for each example if its first dimension equals the number of examples in graphs of
+    different numbers. With one number only, equality may be coincidence.
 
     Args:
-        sizes: the number of examples in each graph, followed by that in ``other``.
-        other: the outputs of one more trace with another number of examples.
+        sizes: the number of examples in each graph, then in ``other``.
+        other: the outputs of a further trace with a different number of examples.
     """
     each = [*traced, *([other] if other is not None else [])]
     first = each[0]

@@ -43,7 +43,7 @@ def summed(value: torch.Tensor) -> torch.Tensor:
     marked = getattr(_noted, "marked", None)
     if marked is None:
         return value.view_as(value)
-    copy = value.clone()  # in memory of its own, which identifies it
+    copy = value.clone()  # the memory of a copy identifies it
     marked.append(copy)
     return copy
 
@@ -53,7 +53,7 @@ _noted = threading.local()
 
 @contextlib.contextmanager
 def noted_marks() -> Iterator[list[torch.Tensor]]:
-    """Collects the results of `summed` in this thread while plain PyTorch runs. Each has its own memory."""
+    """Collects this thread's results of `summed` while plain PyTorch runs. Each result has its own memory."""
     before, _noted.marked = getattr(_noted, "marked", None), []
     try:
         yield _noted.marked
@@ -94,7 +94,7 @@ class ShapeOfValuesError(Exception):
 def read_outputs(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], model_name: str
 ) -> TracedOutputs:
-    """Also makes the traced graph return the loss and the detached tensors.
+    """Reads a trace's outputs. The graph then returns the loss and the detached output tensors.
 
     Raises:
         ShapeOfValuesError: the shape of an output depends on values.
@@ -200,7 +200,7 @@ _OF_PYTHON = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.Me
 
 
 class UnreadableOutputError(MirrorcError):
-    """Raised for an output that a step cannot rebuild. In messages, the model's name precedes its text."""
+    """Raised for an output that a step cannot rebuild."""
 
 
 class OutputReader:
@@ -231,7 +231,7 @@ class OutputReader:
         return self.leaf(path, kind, name)
 
     def source_of(self, tensor: torch.Tensor, path: str) -> tuple[LeafKind, Any]:
-        """The kind of a tensor's leaf: CONSTANT, with the tensor, or GATHERED, with its entry of ``gathered``."""
+        """A leaf's kind and value: CONSTANT and a tensor, or GATHERED and an entry for ``gathered``."""
         raise NotImplementedError
 
     def parts(self, value: Any, path: str) -> Parts:
@@ -256,7 +256,7 @@ _LONGEST_PATH = 1000
 
 
 class _TraceReader(OutputReader):
-    """Reads a trace's outputs from two builds of them. An object in both builds existed before the trace."""
+    """Reads outputs that a trace has built twice. An object in both builds existed before the trace."""
 
     gathered: dict[str, fx.Node]
 

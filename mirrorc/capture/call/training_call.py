@@ -69,7 +69,7 @@ class TrainingCall(nn.Module):
 
 
 def loss_in(result: Any) -> Any:
-    """The result itself if it is a tensor, else its item or attribute ``loss``, else its first item, else None."""
+    """The loss in a result: a tensor itself, an item or attribute ``loss``, or the first of several items; else None."""
     if isinstance(result, torch.Tensor):
         return result
     if isinstance(result, dict):

@@ -23,7 +23,7 @@ class LoneExampleError(CaptureError):
 
 
 class UnreadableError(CaptureError):
-    """Raised for Python that a tracer cannot follow; plain PyTorch can run it. ``why`` says what that is, without a fix."""
+    """Raised for Python that a tracer cannot follow, but plain PyTorch can run. ``why`` is the reason, without a fix."""
 
     def __init__(self, refusal: str, why: str) -> None:
         super().__init__(
@@ -84,7 +84,7 @@ def shape_depends_on_values(model_name: str, at: str) -> CaptureError:
 def raised_by_user(
     model_name: str, reason: str, at: str = "", subject: str = "the model", shapes: str = "", fix: str = ""
 ) -> CaptureError:
-    """The error for an exception of the user's code, or of torch's, which plain PyTorch raises as well."""
+    """The error for an exception that plain PyTorch raises as well."""
     if "more than 1 value per channel" in reason:
         return problem(
             LoneExampleError,
@@ -107,7 +107,7 @@ def raised_by_user(
 
 
 def _place(error: Exception) -> tuple[str, str]:
-    """The line that could not be traced, and a name for what is there."""
+    """The line that could not be traced, and words for the code there."""
     frames, traced = user_frames(error), traced_frames(error)
     recorded = "" if frames else last_users_line(str(error))  # after tracing, the message contains the line
     line = line_of(frames[-1]) if frames else recorded
@@ -136,7 +136,7 @@ def _module(node: fx.Node | None) -> tuple[str, str]:
 _RAISED = re.compile(
     r"(?:fake tensor call.*: got|raised exception) (\w+)\((?:\[ConstantVariable\(str: )?(['\"])(.*?)\.?\2\)", re.DOTALL
 )
-"""An exception of the user's code or torch's, as opposed to a limit of the tracer; torch 2.11 prints its own variables."""
+"""Matches an exception of the user's code or torch, not a limit of the tracer. Torch 2.11 prints tracer variables."""
 
 
 _ADVICE = re.compile(r"Consider annotating your code using torch\._check\*\(\)\.\s*|\s*\(Size-like symbols: none\)")
@@ -164,7 +164,6 @@ def check_loss(traced: fx.GraphModule, model_name: str) -> None:
 
 
 def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
-    """Refuses a loss that is not a real scalar tensor with a gradient."""
     loss = _checked_loss(loss, model_name)
     if not loss.requires_grad:
         raise problem(
@@ -241,7 +240,6 @@ def sparse_gradient(name: str, model_name: str, subject: str) -> str:
 def refuse_written_inputs(
     joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], model_name: str
 ) -> None:
-    """Refuses writes to parameters or arguments, and writes to a buffer of a value that requires a gradient."""
     if joint.written_inputs:
         kind, name = joint.written_inputs[0]
         if kind == "buffer":

@@ -13,8 +13,8 @@ class KnownFailure:
 
     Attributes:
         reason: what the user's line does; follows a colon in the message.
-        words: lower-case texts, one of which the exception's text must contain.
-        file: how the name of some frame's file must end.
+        words: lower-case texts. The exception's text must contain one.
+        file: the end of the file name of some frame.
         runs_as_pytorch: whether plain PyTorch can run the line with the right result.
     """
 

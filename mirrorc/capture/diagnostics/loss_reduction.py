@@ -37,7 +37,7 @@ _SUM = "sum"
 
 @dataclass(frozen=True)
 class Reduction:
-    """A torch loss as a summand of the loss. The line is 0 if unknown."""
+    """A torch loss that is a summand of the model's loss. ``line`` is 0 if unknown."""
 
     function: str
     kind: str

@@ -47,7 +47,7 @@ def dropped_effects(
     """Notes on changed Python objects and prints in a trace; refuses changes of state.
 
     A changed object is state if the trace also reads it, or if the next trace gives another graph. An object that
-    settles is not state: the next trace gives the same graph without the change, as where a library caches facts.
+    settles is not state: the next trace gives the same graph and no change, as with a library's cache.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
     _refuse_draws(effects.draws, effects.cached_draws, model_name)
@@ -100,7 +100,7 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
 
 
 def users_place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The user's innermost line; empty if no frame is the user's."""
+    """The user's innermost line, or empty."""
     frame = _users_frame(stack)
     return line_of(frame) if frame is not None else ""
 

@@ -1,4 +1,4 @@
-"""Warns of embeddings that divide gradients by the frequency of rows: replicas count those in their shards."""
+"""Warns of embeddings that divide gradients by the frequency of rows: each replica counts rows of its own shard."""
 
 from __future__ import annotations
 

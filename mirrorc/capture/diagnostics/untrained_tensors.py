@@ -1,4 +1,4 @@
-"""Finds tensors that get a gradient in plain PyTorch but not in a step, whose modules do not hold them."""
+"""Finds tensors outside of a step's modules that get a gradient in plain PyTorch but not in the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add
 def untrained_tensors(
     traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], model_name: str
 ) -> tuple[Note, ...]:
-    """A note on tensors that require a gradient and that no step trains. Raises `CaptureError` if one has a grad_fn."""
+    """A note on tensors that require a gradient, but no step trains. Raises `CaptureError` if one has a grad_fn."""
     untrained = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
     untrained = [pair for pair in untrained if id(pair[1]) not in module.trained_elsewhere]
     if not untrained:

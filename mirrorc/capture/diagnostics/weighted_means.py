@@ -39,7 +39,7 @@ class WeightedMean:
 def bound_arguments(
     signatures: Mapping[Any, inspect.Signature], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """A call's arguments by name, defaults included; None if ``signatures`` lacks the function."""
+    """A call's arguments with defaults; None if ``signatures`` lacks the function."""
     try:
         signature = signatures.get(function)
     except TypeError:  # not hashable
@@ -101,7 +101,7 @@ def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, 
 
 
 def _text(mean: WeightedMean, *, ignores: bool = False) -> str:
-    """What a replica divides by; empty if it is the number of its examples."""
+    """The divisor of a replica's mean, in words; empty for its number of examples."""
     divisors = [
         *(["the class weights"] if mean.is_weighted else []),
         *([f"the number of targets that are not {mean.ignore_index}"] if ignores or _ignores(mean) else []),

@@ -84,4 +84,4 @@ VALIDATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
 """Functions of `torch.distributions` that read values, with their substitutes in a trace."""
 
 ASKED_OF_CLASSES: Collection[Callable[..., Any]] = (_is_made_when_read, _divergence_of)
-"""Functions of classes and names only, which the trace calls instead of entering them."""
+"""Functions of classes and names only. The trace calls these functions without tracing into them."""

@@ -12,7 +12,7 @@ from mirrorc.torch_internals import torch_random, traced_file
 
 
 class _Scalar:
-    """isinstance() in a trace takes it for a tensor, except in this file. It lacks the methods of tensors."""
+    """A number that isinstance() in a trace takes for a tensor, except in this file. It lacks tensors' methods."""
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
@@ -20,9 +20,9 @@ class _Scalar:
 
 
 class DrawnScalarDecides(_Scalar):
-    """The result of a comparison of a `DrawnScalar`, which chooses a branch.
+    """The result of comparing a `DrawnScalar`, to choose a branch.
 
-    It is not a bool: ``+`` and ``~`` of bools and boolean tensors differ.
+    A bool would not do: ``+`` and ``~`` of bools and boolean tensors differ.
     """
 
     def __init__(self, answer: bool) -> None:

@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 
 class DynamoFrontEnd(FrontEnd):
-    """Traces the whole call into one graph without breaks."""
+    """Traces a call without graph breaks."""
 
     name = "dynamo"
 
@@ -217,7 +217,7 @@ def _read_outputs(
 
 
 def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:
-    """If forward seems to return an input's value, the output would keep the value of this trace."""
+    """An output equal to a number input may be that input, and would keep its value of this trace."""
     inputs = guards_of(traced).inputs
     if inputs is None or outputs is None:
         return
@@ -228,7 +228,7 @@ def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | No
 
 
 def _copy_aliased_loss(graph: fx.Graph) -> None:
-    """The step updates parameters before it returns the loss, which may alias one."""
+    """The loss may alias a parameter, and the step updates parameters before it returns the loss."""
     output = graph.output_node()
     loss = output.args[0][0]  # type: ignore[index]
     assert isinstance(loss, fx.Node)

@@ -36,7 +36,7 @@ def masked_spans(
     attention_mask: torch.Tensor | None = None,
     min_masks: int = 0,
 ) -> torch.Tensor:
-    """A mask of random spans as Hugging Face's function makes, drawn by torch instead of numpy.
+    """A mask of random spans like Hugging Face's, drawn by torch instead of numpy.
 
     Args:
         mask_prob: the fraction of a row's places that spans cover if they do not overlap.

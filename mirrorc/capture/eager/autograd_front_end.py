@@ -103,9 +103,9 @@ class AutogradFrontEnd(FrontEnd):
 
 
 class EagerGuards:
-    """Guards for operators that run plain PyTorch, which read Python's current state in each run.
+    """Guards for operators that run plain PyTorch. Each run reads Python's current state.
 
-    Only plain arguments and numbers of modules are guarded: the parameters in use may depend on them.
+    Only plain arguments and numbers of modules are guarded, because the used parameters may depend on these values.
     """
 
     numbers: tuple[int | float, ...] = ()

@@ -110,7 +110,7 @@ class OpaqueCall:
         return run
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """A parameter's gradient; zeros if this replica has not used the parameter."""
+        """Zeros if this replica has not used the parameter."""
         gradient = self.backward(token, tangent).take(place)
         original = self._originals[place]
         if gradient is not None:
@@ -186,7 +186,7 @@ class OpaqueCall:
 
     @contextlib.contextmanager
     def _drawing(self, run: Run, phase: str) -> Iterator[None]:
-        """Draws from the run's stream; refuses draws if the run has no stream."""
+        """Refuses draws if the run has no stream."""
         if run.stream is not None:
             with run.stream.drawn_from():
                 yield
@@ -204,7 +204,6 @@ class OpaqueCall:
             )
 
     def _changed(self, what: str, why: str, fix: str | Sequence[str], now: str = "") -> str:
-        """The text for a call that does something else than when it was captured."""
         return message(f"MC2601: {what.format(self._model_name)}", why, fix, now=now)
 
     def _check_loss(self, run: Run) -> None:

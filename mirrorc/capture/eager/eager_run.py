@@ -20,8 +20,6 @@ from mirrorc.messages.problem import message
 
 @dataclass(frozen=True)
 class ThreadModes:
-    """torch's settings of the capturing thread."""
-
     autocast: tuple[tuple[str, torch.dtype], ...]
     caches_casts: bool
     device: torch.device
@@ -50,7 +48,7 @@ class Run:
     Attributes:
         copy: the modules that ran forward; backward may run them again.
         parameters, buffers, leaves: the inputs; parameters have gradients after backward.
-        loss: has its graph until backward; an empty tensor in an evaluation without a loss.
+        loss: keeps its autograd graph until backward; an empty tensor in an evaluation without a loss.
         unreached: in training, the indices of parameters outside of the graph of the loss.
     """
 
@@ -71,12 +69,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Assumptions of a step's graph about all runs, as first runs have shown. Variables are given by index.
+    """Facts that a step's graph assumes of all runs, learned in first runs. Variables are given by index.
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
         gradients: the trainable parameters, in the order of backward.
-        late: parameters whose gradient comes in several parts, or that are outside of the graph of the loss.
+        late: parameters whose gradient comes in several parts, or from outside of the loss's graph.
         transient: the attributes that are assigned before each read.
         alike: the buffers with one value in all runs of a step.
     """
@@ -101,7 +99,7 @@ def reached_text(model_name: str, name: str) -> str:
 
 
 def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter with the given value and the attributes of the user's parameter."""
+    """Keeps the attributes of the user's parameter."""
     parameter = nn.Parameter(value.detach(), original.requires_grad)
     if original.__dict__:
         parameter.__dict__.update(original.__dict__)
@@ -118,7 +116,7 @@ def note_reach(run: Run) -> list[nn.Parameter]:
 
 
 def reached_otherwise(besides: Sequence[nn.Parameter], originals: Mapping[str, nn.Parameter]) -> str | None:
-    """The user's parameter among ``besides``, which forward has used instead of the run's own; None if there is none."""
+    """The name of a user's parameter that forward has used instead of the run's own; None if there is none."""
     names = {id(original): name for name, original in originals.items()}
     return next((names[id(parameter)] for parameter in besides if id(parameter) in names), None)
 

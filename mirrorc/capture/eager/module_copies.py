@@ -82,7 +82,7 @@ class ModuleCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Makes reads of the originals' transient attributes fail: runs assign only those of the copies."""
+        """Makes reads of the originals' transient attributes fail: runs assign only the copies' attributes."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient:
             names.setdefault(self._originals[place], set()).add(name)
@@ -110,7 +110,7 @@ class ModuleCopy:
         return [attribute for attribute in assigned if attribute not in self._transient]
 
     def replaced(self) -> str | None:
-        """A parameter, buffer or submodule (in TorchScript, any attribute) replaced since `load`, or None."""
+        """The name of a parameter, buffer or submodule (in TorchScript, any attribute) replaced since `load`, or None."""
         for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
             for table, before in zip(_TABLES, loaded[1:], strict=True):
                 now = attributes.get(table, {})

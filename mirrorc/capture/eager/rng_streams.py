@@ -15,7 +15,7 @@ _LONGEST_WAIT_SECONDS = 3600
 
 
 class ReplicaStream:
-    """The states that a replica gives to the process's generators for the CPU and its GPU."""
+    """A replica's states for the process's generators of the CPU and the replica's GPU."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
@@ -23,7 +23,7 @@ class ReplicaStream:
 
     @contextlib.contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """Lends the stream's states to the process's generators. Other streams wait until it ends."""
+        """Lends the stream's states to the process's generators. Other streams wait until the context ends."""
         with contextlib.ExitStack() as stack:
             for device in self._devices:
                 if not lock_of(device).acquire(timeout=_LONGEST_WAIT_SECONDS):

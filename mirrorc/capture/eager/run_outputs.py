@@ -32,12 +32,7 @@ def read_run(
     variables: Mapping[int, torch.Tensor],
     marked: Sequence[torch.Tensor],
 ) -> RunOutputs:
-    """Reads the outputs of a run.
-
-    Args:
-        variables: the user's variables, by the ids of the run's variables.
-        marked: the results of `mirrorc.summed` in the run.
-    """
+    """``variables`` are the user's, by the ids of the run's variables; ``marked`` are results of `mirrorc.summed`."""
     reader = _RunReader(loss, arguments, variables)
     structure = reader.read(outputs, "outputs")
     marks = {storage_key(tensor) for tensor in marked}
@@ -59,7 +54,7 @@ def read_run(
 
 
 def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:
-    """The first output in which two runs on shards of equal shapes differ; empty if they agree."""
+    """The path of the first output in which two runs on shards of equal shapes differ; empty if they agree."""
     for leaf, other in zip(outputs.leaves, recorded.leaves, strict=False):
         is_other_value = leaf.kind is not LeafKind.CONSTANT and leaf.value != other.value
         if leaf.path != other.path or leaf.kind is not other.kind or is_other_value:

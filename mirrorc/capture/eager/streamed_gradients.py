@@ -14,10 +14,10 @@ from mirrorc.messages.problem import problem
 
 
 class RunGradients:
-    """Runs a run's backward, and returns each gradient once it is complete.
+    """Runs one backward, and returns each gradient once it is complete.
 
-    A gradient is complete when torch calls the post-accumulate hook of its parameter. For a ``late`` parameter, whose
-    gradient may come in parts or from a backward within backward, this is the end of backward.
+    A gradient is complete when torch calls the post-accumulate hook of its parameter. The gradient of a ``late``
+    parameter may come in parts or from a nested backward, and is complete at the end of backward.
 
     Attributes:
         arrived: the indices of parameters in the order of their gradients; repeated if a gradient was added to.
@@ -33,7 +33,7 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """True if backward may pause. A run that draws may not: it holds the generators of the process."""
+        """True if backward may pause. A run that draws may not, because it holds the process's random generators."""
         return self._run.stream is None
 
     def has(self, place: int) -> bool:
@@ -57,7 +57,7 @@ class RunGradients:
         self.has_ended = True
 
     def _note(self, place: int, _: torch.Tensor) -> None:
-        """The hook for a complete gradient. It calls on_gradient on a CPU only: for a GPU, torch runs it in another thread."""
+        """A post-accumulate hook. It calls on_gradient on a CPU only: for a GPU, torch runs hooks in another thread."""
         if place in self._taken:
             raise problem(
                 ExecutionError,
@@ -75,7 +75,7 @@ class RunGradients:
             self._on_gradient()
 
     def take(self, place: int) -> torch.Tensor | None:
-        """Removes and returns a gradient; None for an unused parameter. Runs backward if it has not begun."""
+        """Removes a gradient; None for an unused parameter. Runs backward if it has not begun."""
         if not self._has_begun:
             self.run()
         assert self.has(place), "a gradient is taken when it is there"

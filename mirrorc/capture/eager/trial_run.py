@@ -44,7 +44,7 @@ _OF_REENTRANT = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The results of first runs; ``vectors`` are those of spectral norms after forward, by buffer index."""
+    """The results of first runs. ``vectors`` has vectors of spectral norms after forward, by buffer index."""
 
     recorded: Recorded
     written_inputs: list[tuple[str, str]]

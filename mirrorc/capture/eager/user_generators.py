@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 class HeldGenerators:
     """Detects and undoes draws from the user's generators.
 
-    Generators of Python's random and numpy are found only as attributes of modules, those of torch everywhere.
+    Torch's generators are found everywhere; generators of Python's random and numpy only as attributes of modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -16,8 +16,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Climbed(Generic[T]):
-    """The first capture that succeeded, and why earlier front ends failed."""
-
     result: T
     front_end: FrontEnd
     failed: tuple[tuple[FrontEnd, str], ...]
@@ -45,7 +43,7 @@ class Climbed(Generic[T]):
 
 
 class Ladder:
-    """Front ends in order of preference. Only an `UnreadableError` of the first one leads to the next."""
+    """Front ends in order of preference. Only an `UnreadableError` of the first front end leads to the next."""
 
     def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
         self._front_ends = tuple(front_ends)
@@ -77,7 +75,7 @@ def _why(error: CaptureError) -> str:
 
 
 def _with_first_attempt(error: CaptureError, first: CaptureError) -> CaptureError:
-    """The error of the last front end; the first one's is the last cause of its causes."""
+    """Appends the first front end's error to the causes of the last front end's error."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -86,5 +84,4 @@ def _with_first_attempt(error: CaptureError, first: CaptureError) -> CaptureErro
 
 
 def ladder_named(name: object) -> Ladder:
-    """The front ends of ``capture=``: all rungs for "auto"."""
     return Ladder(rungs() if isinstance(name, str) and name == AUTO else [front_end_named(name)])

@@ -106,7 +106,6 @@ def rungs() -> list[FrontEnd]:
 
 
 def front_end_named(name: object) -> FrontEnd:
-    """For "auto", the first rung."""
     if isinstance(name, str) and name == AUTO:
         return rungs()[0]
     front_end = _front_ends.get(name) if isinstance(name, str) else None
@@ -137,7 +136,7 @@ def _exclusive() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
-    """Prepares the process for a trace; restores the model afterwards."""
+    """Restores the model after the trace."""
     with _exclusive(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(restored_tracing_state())

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Guards(Protocol):
-    """Checks Python state outside of the key of a specialization, in microseconds before every step."""
+    """Checks Python state that the key of a specialization lacks, in microseconds before every step."""
 
     @property
     def numbers(self) -> tuple[int | float, ...]:

@@ -15,13 +15,13 @@ from mirrorc.ir.variables import OUTSIDE
 from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import JointGraph, ReadVariable, guards_of, outside_variables, read_from_module
 
-_PLACE = "mirrorc_outside"  # the attribute of a traced module that holds them
+_PLACE = "mirrorc_outside"  # the attribute of a traced module that holds outside tensors
 
 
 def take_outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor]
 ) -> dict[str, ReadVariable]:
-    """Makes a traced graph read outside modules' tensors as its own buffers, without gradients; returns them by buffer name."""
+    """Makes outside modules' tensors buffers of a traced graph, without gradients; returns the variables by buffer name."""
     home = leaves[0].device if leaves else None
     variables = [
         variable
@@ -55,7 +55,7 @@ def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name
 
 
 class OutsideNames:
-    """Names variables of outside modules in the user's words, alike in all programs of a step."""
+    """Names variables of outside modules in the user's words. A variable has one name in all programs of a step."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # by the id of the tensor
@@ -73,7 +73,7 @@ class OutsideNames:
         return names
 
     def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
-        """The counters of forwards in normalization layers, with their names, by the names of statistics."""
+        """For each running statistic in ``outside``, the name and tensor of its layer's counter of forwards."""
         counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
         return {
             name: (self._known[id(counter)][1], counter) for name, counter in counters.items() if counter is not None

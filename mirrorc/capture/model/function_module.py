@@ -14,7 +14,7 @@ from mirrorc.messages.problem import problem
 
 
 class FunctionModule(nn.Module):
-    """Calls a function of the user. Its submodules have the names that the function has for them."""
+    """Calls a user's function. Submodules are named after the function's variables."""
 
     def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class FunctionModule(nn.Module):
 
 
 def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequence[nn.Module]) -> FunctionModule:
-    """The module of a function; it has the function's name and signature.
+    """A module with the function's name and signature.
 
     Raises:
         TypeError: ``modules`` are not modules, or there are none.
@@ -57,9 +57,9 @@ def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequen
 
 
 def with_copies(function: FunctionType, copy_of: Callable[[Any], Any]) -> FunctionType:
-    """The function with copies of the modules in its closure and its globals; itself if there are none.
+    """A function that uses copies of the modules in its closure and globals; the same function if there are none.
 
-    Other globals are read where they are. Functions that it calls keep the originals, and so does one that assigns globals.
+    Other globals are read live. Called functions keep the original modules. A function that assigns globals is not copied.
     """
     if _assigns_globals(function.__code__):
         return function
@@ -78,8 +78,6 @@ def with_copies(function: FunctionType, copy_of: Callable[[Any], Any]) -> Functi
 
 
 class _Globals(dict[str, Any]):
-    """Some globals replaced, all others read where they are."""
-
     def __init__(self, originals: dict[str, Any], replaced: dict[str, Any]) -> None:
         super().__init__(replaced)
         self._originals = originals
@@ -91,14 +89,13 @@ class _Globals(dict[str, Any]):
 def _copied_cell(cell: CellType, copy_of: Callable[[Any], Any]) -> CellType:
     try:
         value = cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return cell
     copy = copy_of(value) if isinstance(value, nn.Module) else value
     return cell if copy is value else CellType(copy)
 
 
 def _named_modules(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
-    """The ids of the modules in a function's closure and globals, with their names there."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return
@@ -109,12 +106,12 @@ def _named_modules(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
         try:
             if isinstance(cell.cell_contents, nn.Module):
                 yield id(cell.cell_contents), name
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             continue
 
 
 def _global_names(code: CodeType) -> list[str]:
-    """The names that code, and functions within, may look up in their globals."""
+    """Names that may be globals of code or its inner functions; attribute names are among them."""
     within = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return [*code.co_names, *(name for inner in within for name in _global_names(inner))]
 

@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
-"""The attribute by which a model shows that it has the hooks."""
+"""The attribute that marks a model with installed hooks."""
 
 
 def install_capturing_hooks(model: nn.Module) -> bool:
-    """Returns whether there are new hooks.
+    """Returns whether new hooks were installed.
 
-    Models would install them in the first call that needs them, under a lock that no tracer follows.
+    Models would install hooks in the first call that needs them, under a lock that no tracer follows.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)

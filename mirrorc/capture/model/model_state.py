@@ -19,11 +19,11 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class ModelState:
-    """The variables of a model and its loss, and a fingerprint of the plain Python state that their graph depends on.
+    """The variables of a model and its loss, with a fingerprint of the Python state that their graph depends on.
 
     Attributes:
         tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
-        names: the variable name for each name in `TrainingCall`; tied weights have several.
+        names: the key in ``tensors`` for each name in `TrainingCall`; tied weights have several names.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -47,7 +47,7 @@ class ModelState:
         self._first_members = {(id(members), key) for _, members, key, _ in self._members}
         self._freed: set[tuple[int, str]] = (
             set()
-        )  # the numbers that are left to the guards: attributes of which dict, and key
+        )  # numbers left to the guards: the id of the attribute dict, and the key
         self._last_numbers: dict[tuple[int, str], int | float] = {}
         self._added: list[tuple[dict[str, Any], str]] = []
         self._added_now: tuple[_Same, ...] = ()
@@ -85,14 +85,13 @@ class ModelState:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def modes(self) -> str:
-        """A letter for each module: "t" for train, "e" for eval."""
+        """For each module, "t" in train mode, "e" in eval mode."""
         return "".join("t" if module.training else "e" for module in self._modules)
 
     def check_memory(self) -> None:
         refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
 
     def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
-        """The path of the plain attribute that holds a tensor; ``otherwise`` if there is none."""
         paths = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
         return next(paths, otherwise).removeprefix(".")
 
@@ -115,7 +114,7 @@ class ModelState:
         """Moves numbers changed since `note_numbers` from the fingerprint to the guards.
 
         Returns:
-            For each number, the names that lead from the root to its module, and its attribute.
+            For each number, its module's path from the root, and the attribute's name.
         """
         places = []
         for root, path, attributes, key in self._users_attributes():
@@ -140,7 +139,7 @@ class ModelState:
                             yield root, path, attributes, key
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Changes if the captured graph may have become invalid.
+        """A value that changes if the captured graph may have become invalid.
 
         Raises:
             ValueError: a parameter, buffer or submodule was replaced, or a parameter has a hook.
@@ -197,14 +196,13 @@ def _named_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.
 
 
 def free_name(name: str, taken: Container[str]) -> str:
-    """Appends underscores to a name until it is not ``taken``."""
     while name in taken:
         name += "_"
     return name
 
 
 def _comparable(value: Any) -> Any:
-    """None for a value that is no longer plain: guards watch it then."""
+    """A key that is equal for equal values; None for a value no longer plain, which guards watch."""
     if not isinstance(value, _SCALARS):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
@@ -212,7 +210,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _oddity(value: Any) -> str | None:
-    """The text of a negative zero, whose sign guards ignore; else None."""
+    """The text of a negative zero, whose sign guards ignore."""
     return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
 
 

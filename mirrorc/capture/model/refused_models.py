@@ -91,7 +91,7 @@ def _check_script(module: nn.Module, where: str, within: str) -> None:
 
 
 def _loaded(*names: tuple[str, str]) -> tuple[type, ...]:
-    """A class whose module is not imported can have no objects."""
+    """The classes whose modules are imported: other classes have no instances."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if hasattr(sys.modules.get(module), name))
 
 

@@ -15,8 +15,9 @@ from mirrorc.errors import CaptureError, ExecutionError
 from mirrorc.messages.problem import problem
 
 Attribute = tuple[int, str]
-"""An attribute other than a parameter, buffer or submodule: the index of its module among the Python modules in
-``root.modules()``, and its name.
+"""An attribute other than a parameter, buffer or submodule: its module's index, and its name.
+
+Indices count the modules of ``root.modules()`` outside of TorchScript.
 """
 
 _ABSENT = object()
@@ -24,7 +25,7 @@ _WATCHED = "_mirrorc_transient_attributes"
 
 
 class AssignedAttributeError(ExecutionError):
-    """Raised if forward assigns attributes; ``attributes`` is empty if one is a parameter, buffer or submodule."""
+    """Raised if forward assigns attributes; ``attributes`` is empty if a parameter, buffer or submodule is assigned."""
 
     def __init__(self, text: str, name: str = "", attributes: Sequence[Attribute] = ()) -> None:
         super().__init__(text)
@@ -37,8 +38,6 @@ class AssignedAttributeError(ExecutionError):
 
 
 class ReadBeforeAssignedError(ExecutionError):
-    """Raised if a run reads an attribute before it assigns it."""
-
     def __init__(self, text: str, name: str = "") -> None:
         super().__init__(text)
         self.name = name
@@ -57,7 +56,7 @@ class _TransientAttribute:
         self._name = name
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
-        if module is None:  # asked of the class
+        if module is None:  # read from the class
             raise AttributeError(self._name)
         if self._name not in vars(module):
             raise ReadBeforeAssignedError.of(self._name)
@@ -90,7 +89,7 @@ def _read_elsewhere(name: str) -> CaptureError:
 
 @contextlib.contextmanager
 def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
-    """Makes reads of the given attributes of the original modules raise a `CaptureError`."""
+    """Makes reads of these attributes of original modules raise a `CaptureError`."""
     kinds = {module: type(module) for module in modules}
     removed = [
         (vars(module), name, vars(module)[name])
@@ -111,7 +110,7 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
 
 
 def watching_class(kind: type, names: Set[str], attribute: type[_TransientAttribute] = _TransientAttribute) -> type:
-    """A subclass of ``kind`` whose named attributes are readable only once assigned; ``kind`` itself without names."""
+    """A subclass of ``kind`` whose attributes ``names`` are readable only once assigned; the plain class without ``names``."""
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:
         return kind

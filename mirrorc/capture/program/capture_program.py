@@ -57,7 +57,7 @@ from mirrorc.user.optimizer_groups import OptimizerGroups, hyperparameters_by_la
 
 @dataclass(frozen=True)
 class CapturedProgram:
-    """A CAPTURED program, and what its steps read.
+    """A program at stage CAPTURED, with the state that its steps read.
 
     Attributes:
         constants: tensors other than parameters and buffers.
@@ -234,7 +234,7 @@ def _capture_each(
 
 
 def _with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
-    """Tensors of equal values are different constants: one may be written later."""
+    """Tensors of equal values stay different constants, because one may be written later."""
     known: dict[str, torch.Tensor] = {}
     named = []
     for shard, graph in enumerate(captured):

@@ -114,7 +114,7 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """Returns the keys, symbols first; notes each node's key in ``values``."""
+    """Returns keys, symbols first; notes each node's key in ``values``."""
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:
@@ -326,7 +326,7 @@ def _remove_dead_code(graph: fx.Graph) -> None:
 
 
 def _separate_gradients(graph: fx.Graph) -> None:
-    """Buckets are summed in place, so a gradient must have no other use. Terms of a sum share one gradient."""
+    """Buckets are summed in place, so a gradient must have no other use. Summands may share one gradient node."""
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])
     gradients: dict[str, fx.Node] = {}

@@ -23,11 +23,11 @@ _Key = tuple[int, tuple[Any, ...], torch.dtype]
 
 
 class GatheredRows:
-    """The rows that all replicas gather, looked up by the rows of one replica.
+    """The number of rows that all replicas gather, looked up by the rows of one replica.
 
-    A first guess takes rows as proportional to examples if a replica's rows are a multiple of its examples, and
-    otherwise as equal on all replicas. Rows in captured graphs replace it. Until other workers report their rows, their
-    devices count like those of this worker.
+    If a replica's rows are a multiple of its examples, a first guess takes rows as proportional to examples. Otherwise
+    the guess is equal rows on all replicas. Captured graphs replace the guess. Until other workers report their rows,
+    this worker's rows per device stand for theirs.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GatheredRows:
         self._known: dict[_Key, int] = {}
 
     def of(self, shard: int, more: int = 0) -> RowsOfAll:
-        """Returns a function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` examples."""
+        """The function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` added examples."""
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)
@@ -64,7 +64,6 @@ class GatheredRows:
     def capture_until_stable(
         self, capture_all: Callable[[], list[CapturedGraph]], model_name: str
     ) -> list[CapturedGraph]:
-        """Usually captures once."""
         for _ in range(_MOST_CAPTURES):
             captured = capture_all()
             if self._learn(captured, model_name):
@@ -116,7 +115,7 @@ class GatheredRows:
                 nodes[place].kwargs = {**nodes[place].kwargs, "before": before}
 
     def _rows_elsewhere(self, place: int, num_meetings: int, local_rows: int) -> tuple[int, int]:
-        """Rows in workers of lower and of higher rank, perhaps guessed."""
+        """Rows of workers of lower and of higher rank, guessed until reported."""
         if self._elsewhere is not None and len(self._elsewhere) == num_meetings:
             return self._elsewhere[place]
         return self._guessed_elsewhere(local_rows)

@@ -30,11 +30,7 @@ def capture(
     decompositions: Mapping[Any, Callable[..., Any]],
     outside: OutsideNames,
 ) -> CapturedGraph:
-    """Captures a step on one shard.
-
-    Args:
-        variable_names: the variable for each name of a parameter or buffer; tied weights have several names.
-    """
+    """``variable_names`` has the variable for each name of a parameter or buffer; tied weights have several names."""
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
     model_name, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})

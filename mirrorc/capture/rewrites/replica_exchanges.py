@@ -39,7 +39,7 @@ def keep_replica_values(graph: fx.Graph) -> list[Argument]:
     """Turns exchanges between replicas into numbered operations of the IR, and replica numbers into arguments.
 
     Returns:
-        The added arguments, whose placeholders come last, in this order.
+        The added arguments, in the order of their placeholders, which come last.
     """
     arguments = [argument for target, kind in _ARGUMENTS.items() for argument in _number(graph, target, kind)]
     for number, node in enumerate(list(calls_to(graph, *_MEETINGS))):

@@ -23,8 +23,7 @@ aten = torch.ops.aten
 def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
     """Makes each random operation draw from its own stream of ``seed``; returns the number of operations.
 
-    Dropout becomes the product with a drawn mask. Any other operation becomes an operator of the same schema that runs
-    it under the seed.
+    Dropout becomes the product with a drawn mask. An operator that takes the seed runs any other operation.
     """
     stream = 0
     for node in list(graph.nodes):
@@ -74,7 +73,7 @@ def _replace_dropout(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int)
 
 
 def _draw(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int, keep: float) -> fx.Node:
-    """The mask has the memory order of dropout's argument."""
+    """The mask has the memory order of dropout's own mask."""
     noted = node.meta["val"][1]
     order = list(range(noted.dim()))  # of dimensions, from the outermost one in memory
     if not noted.is_contiguous():

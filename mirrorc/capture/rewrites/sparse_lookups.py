@@ -22,11 +22,7 @@ _MEAN, _MAX = 1, 2  # the modes of bags, as the operator numbers them
 
 
 def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], model_name: str) -> frozenset[str]:
-    """Turns lookups with ``sparse=True`` in a tracer's graph into dense ones.
-
-    Returns:
-        The paths of parameters with sparse lookups only. Other parameters have dense gradients in torch.
-    """
+    """Makes lookups dense; returns the paths of parameters with sparse lookups only. Torch gives others dense gradients."""
     sparse: set[str] = set()
     dense: set[str] = set()
     lookups = [(node, _arguments_of(node)) for node in _lookups(traced.graph)]
@@ -75,7 +71,7 @@ def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
 
 
 def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
-    """The indices of tensor arguments that are offsets of ``embedding_bag`` in a tracer's graph."""
+    """The indices of tensor arguments used as offsets of ``embedding_bag``."""
     leaves: set[int] = set()
     for node in _lookups(graph):
         offsets = _arguments_of(node).get("offsets")
@@ -86,7 +82,7 @@ def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], model_name: str) -> None:
-    """Refuses to split offsets: they count from the first index of the whole batch."""
+    """Offsets count from the first index of the whole batch."""
     for index in with_offsets:
         leaf = leaves[index]
         if leaf.split:
@@ -115,9 +111,9 @@ def _gradient_of_bags(
     per_sample_weights: torch.Tensor | None,
     padding_idx: int = -1,
 ) -> Any:
-    """Rows to add, because torch's gradient is as large as the table.
+    """Expresses the gradient as rows to add, because torch's gradient is as large as the table.
 
-    A row is its bag's gradient, times the index's weight if there is one, divided by the bag's size in mode "mean".
+    An index's row is the gradient of its bag, times the index's weight if any, divided by the bag's size in mode "mean".
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -136,9 +132,9 @@ BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_
 
 
 def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str) -> frozenset[str]:
-    """The ``looked_up`` parameters whose gradients sum only lookups. Torch makes these gradients sparse.
+    """The ``looked_up`` parameters with gradients from lookups alone. Torch makes these gradients sparse.
 
-    In the graph's output, several lookups in one table become one with all rows and indices.
+    Also joins the gradients of several lookups in one table to one gradient with all rows and indices.
     """
     output: Any = graph.output_node().args[0]
     gradients, sparse = dict(output["gradients"]), set()

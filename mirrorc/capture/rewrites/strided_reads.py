@@ -1,4 +1,4 @@
-"""Confines operators that address memory by position to their arguments."""
+"""Keeps operators that address memory by position inside their arguments."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ aten = torch.ops.aten
 def confine_strided_reads(graph: fx.Graph) -> None:
     """Makes ``as_strided`` and similar operators address only elements of their argument, from its first element on.
 
-    Memory around a shard or a region's result differs from that in the trace. A view is replaced by its base, which
-    must be contiguous, or dense if it is the user's memory.
+    Memory around a shard or a region's result differs from memory in the trace. A view is replaced by its base. The
+    base must be contiguous; the user's memory need only be dense.
     """
     for node in [node for node in graph.nodes if node.target in BY_POSITION]:
         names = [argument.name for argument in schema_of(node.target).arguments]

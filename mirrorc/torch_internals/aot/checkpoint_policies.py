@@ -13,7 +13,7 @@ def checkpoint_tag(node: fx.Node) -> tuple[int, bool] | None:
     """The number of an operator's checkpoint, and whether its result is kept; None outside of checkpoints.
 
     Raises:
-        ValueError: the policy asks for something else.
+        ValueError: the policy says neither to keep nor to recompute the result.
     """
     policy = node.meta.get("recompute")
     if policy is None:

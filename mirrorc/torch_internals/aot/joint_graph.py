@@ -28,12 +28,12 @@ class JointGraph:
         leaf_of, number_of: the index of the tensor argument or Python number, by placeholder.
         variable_of: the name of the variable, by placeholder or get_attr node.
         seed: the replica's seed; None if no operator takes it.
-        tangent, loss: None without backward: an evaluation's loss is an output.
-        gradients: by parameter; may be None.
+        tangent, loss: None without backward; an evaluation's loss is in ``outputs``.
+        gradients: by parameter; None if the parameter gets no gradient.
         buffer_writes: the new value, by buffer.
-        written_inputs: other writes of forward: ("parameter", name), ("argument", index), or ("buffer", name) for a
-            value with a gradient.
-        looked_up: parameters with only lookups for sparse gradients.
+        written_inputs: other writes of forward, as ("parameter", name) or ("argument", index); also ("buffer", name)
+            if the new value has a gradient.
+        looked_up: parameters whose lookups all have ``sparse=True``.
         sizes: None if all sizes are numbers.
     """
 

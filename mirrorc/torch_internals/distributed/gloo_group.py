@@ -29,7 +29,7 @@ class GlooGroup:
     One thread at a time launches collectives, in the same order on all workers. Signals do not interrupt ``wait()``.
 
     Args:
-        store: with keys for this group alone.
+        store: holds keys of this group alone.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -54,7 +54,7 @@ class GlooGroup:
         return self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
     def all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor], *, is_patient: bool = False) -> Any:
-        """Copies every worker's tensor to the tensor of its rank; ``is_patient`` lifts the timeout."""
+        """Copies the tensor of rank N into ``into[N]``; ``is_patient`` lifts the timeout."""
         from torch.distributed.distributed_c10d import AllgatherOptions
 
         options = AllgatherOptions()
@@ -79,7 +79,7 @@ class GlooGroup:
         return is_any_closed(self._connected)
 
     def let_go(self) -> None:
-        """Drops the connections in a forked child, where they would hide the parent's end."""
+        """Drops the connections in a forked child, where open copies would hide the parent's end from peers."""
         sockets = open_sockets()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number, inode in self._connected.items():
@@ -91,8 +91,8 @@ class GlooGroup:
     def cut(self) -> None:
         """Ends all collectives with an error, here and on the other workers; idempotent.
 
-        Closes connections, because a work cannot be cancelled. Without listeners, gloo would end the process, so they
-        stay open.
+        Closes the connections, because torch cannot cancel a collective. Listening sockets stay open: without them, gloo
+        would end the process.
         """
         sockets = open_sockets()
         for number, inode in self._connected.items():
@@ -114,7 +114,7 @@ def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: fl
 
 
 def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
-    """The environment's interfaces, or this machine's address towards the store: its name often gives a loopback address."""
+    """The interfaces in GLOO_SOCKET_IFNAME, or else the address towards the store: host names often mean loopback."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     store.set(f"address/{rank}", "" if names else _address_towards(_host(store)))
     if names:

@@ -23,8 +23,8 @@ _WITHOUT_ENDING_THE_PROCESS = {  # torch's threads end it for a late worker or a
 class NcclGroup:
     """A group of workers with a GPU each, outside of torch's registry. Only a group of one was tried on a GPU.
 
-    One thread at a time launches collectives, in the same order on all workers, on the operand's stream. The first
-    meeting has no timeout.
+    One thread at a time launches collectives, in the same order on all workers, on the operand's stream. The
+    constructor waits for all workers without a timeout.
     """
 
     def __init__(self, store: Any, rank: int, num_workers: int, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class NcclGroup:
 
     @property
     def is_broken(self) -> bool:
-        """NCCL does not report a lost worker."""
+        """Always False: NCCL does not report a lost worker."""
         return False
 
     def cut(self) -> None:

@@ -29,7 +29,7 @@ def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
 
 
 def is_any_closed(sockets: Mapping[int, int]) -> bool:
-    """The cost does not depend on other open files."""
+    """The cost does not depend on the number of open files."""
     return any(not _is_there(number, inode) or _is_closed(number) for number, inode in sockets.items())
 
 

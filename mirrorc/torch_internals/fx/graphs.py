@@ -57,7 +57,7 @@ def add_node(
 def traced_on_fake_tensors(
     function: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
 ) -> fx.Graph:
-    """All ``values`` must have one fake mode, which the graph's values also get."""
+    """All ``values`` must share one fake mode; values in the graph get the same mode."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with values[0].fake_mode:

@@ -13,7 +13,7 @@ import torch
 def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Replaces results of this thread's operators, below autograd, by ``replace(operator, args, kwargs)``.
 
-    If that returns NotImplemented, the operator runs. Operators within ``replace`` are not replaced.
+    If ``replace`` returns NotImplemented, the operator runs. Operators within ``replace`` are not replaced.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,7 +58,7 @@ def lazily_negative(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """On GPUs one kernel, which halves the time for small tensors."""
+    """Runs one kernel on GPUs, in half the time for small tensors."""
     if targets:
         torch._foreach_copy_(targets, sources)
 

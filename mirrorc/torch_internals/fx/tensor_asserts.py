@@ -27,4 +27,4 @@ CHECKS_OF_TENSORS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch._check_tensor_all: _check_all,
     torch._check_tensor_all_with: _check_all_with,
 }
-"""Torch's checks of tensor values, whose messages a trace cannot format, with their substitutes in a trace."""
+"""A trace's substitutes for torch's checks of tensor values, whose messages a trace cannot format."""

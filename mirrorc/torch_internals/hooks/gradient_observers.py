@@ -22,9 +22,9 @@ _of_zero_grad: list[ZeroGradObserver] = []
 
 
 def observe_clipping(observer: ClippingObserver) -> None:
-    """Calls ``observer`` with the function's name and the parameters before each of `CLIPPING`.
+    """Calls ``observer(name, parameters)`` before each call of a function in `CLIPPING`.
 
-    Replaces the content of a closure cell: user code may have imported the functions.
+    Replaces the function inside torch's wrapper: user code may have imported the wrapper.
     """
     _of_clipping[:] = [observer]
     for name in CLIPPING:
@@ -55,7 +55,7 @@ def _observed_clipping(name: str, clip: Callable[..., Any]) -> Callable[..., Any
 
 
 def observe_zero_grad(observer: ZeroGradObserver) -> None:
-    """Calls ``observer`` with the parameters after torch's ``zero_grad``. A subclass may bypass it."""
+    """Calls ``observer`` with the parameters after torch's ``zero_grad``. A subclass may bypass that method."""
     _of_zero_grad[:] = [observer]
     for kind, parameters_of in ((torch.optim.Optimizer, _of_optimizer), (nn.Module, _of_module)):
         if not hasattr(kind.zero_grad, "tells_mirrorc"):

@@ -17,7 +17,7 @@ def is_profiled() -> bool:
 
 
 def seen_by_profiler(job: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps a job that another thread runs once, while the calling thread waits."""
+    """Makes this thread's profiler see a job, which another thread runs once while this thread waits."""
     functions = _functions()
     if functions is None:
         return job

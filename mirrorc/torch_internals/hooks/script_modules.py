@@ -36,7 +36,7 @@ def _parameter(argument: Any) -> inspect.Parameter:
 
 
 def object_within(module: nn.Module) -> str | None:
-    """An attribute of a TorchScript module with an object that copies would share, or None."""
+    """The name of an attribute whose object copies of a TorchScript module would share, or None."""
     for part in module.modules():
         for name in _attribute_names(part):
             if _shown(getattr(part, name)) is None:
@@ -50,7 +50,7 @@ def _attribute_names(part: nn.Module) -> list[str]:
 
 
 def _compiled_anew(original: nn.Module) -> nn.Module:
-    """A deep copy would share code, optimized in the first runs of any copy."""
+    """Saves and loads: deep copies would share code, which torch optimizes in first runs."""
     written = io.BytesIO()
     torch.jit.save(original, written)
     return torch.jit.load(io.BytesIO(written.getvalue()))
@@ -84,7 +84,7 @@ class ScriptCopy:
             _native(copy).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
 
     def changed(self) -> str | None:
-        """An attribute other than a parameter or buffer that changed since `load`, or None."""
+        """An attribute, neither parameter nor buffer, that has changed since `load`; or None."""
         return next((name for name, copy, _, shown in self._loaded if _shown(getattr(copy, name)) != shown), None)
 
     def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -101,7 +101,7 @@ class ScriptCopy:
 
 
 def _shown(value: Any) -> tuple[Any, ...] | None:
-    """Equal for unchanged values while the first value lives; None if the value may hold an object."""
+    """A summary that stays equal while a value lives unchanged; None if the value may hold an object."""
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), value._version, value.shape
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Torch's structured trace, modes of a thread, and the steps of torch's optimizers: hooks, wrappers and fused kernels."""
+"""Torch's structured trace, modes of a thread, and hooks, wrappers and fused kernels of optimizer steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import optimizer as of_all
 
 
 def is_structured_trace_on() -> bool:
-    """Tests for TORCH_TRACE or a handler of the user. Newer pytest's handlers do not count."""
+    """Tests for TORCH_TRACE or a log handler of the user. Handlers of newer pytest do not count."""
     from torch._logging._internal import LazyTraceHandler, trace_log
 
     asked_for = [handler for handler in trace_log.handlers if not type(handler).__module__.startswith("_pytest.")]
@@ -53,7 +53,7 @@ class UncountedHook:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Counts hooks of this optimizer and of all optimizers, except mirrorc's."""
+    """Tests for step hooks of this optimizer or of all optimizers, other than `UncountedHook`."""
     for hooks in (of_all._global_optimizer_pre_hooks, of_all._global_optimizer_post_hooks):
         if _counts_any(hooks):
             return True
@@ -92,7 +92,7 @@ def takes_divisor(kind: type[torch.optim.Optimizer]) -> bool:
 
 @contextmanager
 def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
-    """A fused step within it divides the gradients, and writes the quotients back. Other steps refuse ``grad_scale``."""
+    """In this context, a fused step divides the gradients in place. Other steps refuse ``grad_scale``."""
     optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32)  # type: ignore[attr-defined]
     try:
         yield
@@ -160,7 +160,7 @@ def torch_modes() -> tuple[Any, ...]:
 
 
 def _function_modes() -> tuple[Any, ...]:
-    """The default device is such a mode."""
+    """Torch also keeps the default device as a function mode."""
     modes = torch.overrides._get_current_function_mode_stack()
     return tuple((type(mode), str(getattr(mode, "device", ""))) for mode in modes)
 
@@ -175,11 +175,11 @@ def is_plain_thread() -> bool:
 
 
 no_torch_function = torch._C._disabled_torch_function_impl
-"""As ``__torch_function__`` of a subclass of tensors, it makes the results of operators plain tensors."""
+"""A ``__torch_function__`` for tensor subclasses: operators then return plain tensors."""
 
 
 def as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-    """The tensor's memory as an object of a subclass; no view, so that it can be changed in place."""
+    """An object of a subclass with the tensor's memory. It is no view, so it can be changed in place."""
     return torch.Tensor._make_subclass(kind, tensor)
 
 

@@ -19,12 +19,12 @@ class _NoKernel:
 
 
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    """The syntax tree of ``call(self, args)`` in a result of `compile_with_inductor`, and a namespace for fake tensors.
+    """The syntax tree of ``call(self, args)`` in a `compile_with_inductor` result, and a namespace for its names.
 
-    Kernels in the namespace compute nothing; allocations and views are torch's.
+    The namespace is for fake tensors: its kernels compute nothing; allocations and views are torch's.
 
     Raises:
-        ValueError: the result has no such function, as with Inductor's C++ wrapper.
+        ValueError: the code has no such function, as with Inductor's C++ wrapper.
     """
     module = ast.parse(getattr(compiled, "source_code", None) or "")
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]

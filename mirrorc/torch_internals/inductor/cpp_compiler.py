@@ -19,7 +19,7 @@ _unfinished: contextvars.ContextVar[list[Callable[[], None]] | None] = contextva
 def kernels_compiled_together() -> Iterator[None]:
     """Postpones `compile_with_inductor`'s waits for the C++ compiler to the end of the context.
 
-    Compiled regions must not be called before the end, which raises Inductor's error for a kernel. A failure clears
+    Compiled regions must not be called before the end, where Inductor's errors for kernels are raised. A failure clears
     Inductor's loaded kernels, so that later requests can succeed.
     """
     _let_waits_be_put_off()
@@ -62,7 +62,7 @@ def forget_instructions() -> None:
 
 @functools.cache
 def _let_waits_be_put_off() -> None:
-    """Each of Inductor's modules ends with a wait that replaces futures by kernels."""
+    """Patches the wait that ends each of Inductor's modules and replaces futures by kernels."""
     from torch._inductor.async_compile import AsyncCompile
 
     wait_now = AsyncCompile.wait
@@ -78,10 +78,10 @@ def _let_waits_be_put_off() -> None:
 
 
 def prepare_cpp_compiler() -> None:
-    """Starts, in threads beside the capture, what Inductor does before a process's first kernel.
+    """Starts threads, beside the capture, for what Inductor does before a process's first kernel.
 
-    The slow part is the trial of vector instructions: each compiles a cached file and loads it in a new process. Errors
-    are ignored: compiling a kernel raises them again.
+    The slow part is trying sets of vector instructions: each trial compiles a cached file, and loads it in a new process.
+    Errors are ignored: compiling a kernel raises them again.
     """
     _let_instructions_be_tried_together()
     _instructions_tried(os.getpid())
@@ -92,7 +92,7 @@ _MOST_SECONDS = 120.0  # a slower compiler hangs
 
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
-    """Inductor waits for trials in threads: a trial changes flags, so two threads must not try the same instructions."""
+    """Makes Inductor wait for threads with trials: trials change flags, so no two may try the same instructions."""
     from torch._inductor import cpu_vec_isa
 
     try_serially = cpu_vec_isa.valid_vec_isa_list
@@ -106,7 +106,7 @@ def _let_instructions_be_tried_together() -> None:
 
 
 def _instructions_tried(process: int) -> threading.Event:
-    """A forked child needs a new event: it lacks its parent's threads."""
+    """A forked child gets a new event, because the parent's threads are missing there."""
     with _preparing:
         if process not in _prepared:
             _prepared.clear()

@@ -15,10 +15,10 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, 
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions that Inductor expects in a graph to compile.
+    """The decompositions that Inductor expects to find applied to a graph.
 
-    Dropout is left out, because it gets its own random stream. `compile_with_inductor` decomposes operators that passes
-    need.
+    Dropout is left out, because it gets its own random stream. `_EXPANDED_LATE` is left out, because passes look for these
+    operators.
     """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -35,7 +35,7 @@ _EXPANDED_LATE = (
     torch.ops.aten.gelu.default,
     torch.ops.aten.gelu_backward.default,
 )
-"""Operators that passes need."""
+"""Operators that `compile_with_inductor` decomposes."""
 
 
 def pools_maxima(target: Any) -> bool:
@@ -44,7 +44,7 @@ def pools_maxima(target: Any) -> bool:
 
 
 def tells_places_of_maxima(target: Any) -> bool:
-    """Tests for the operator that maps 8-bit places of `pools_maxima` to 64-bit places in the input."""
+    """Tests for the operator that maps 8-bit places in windows to 64-bit places in the input."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
 
 
@@ -70,7 +70,7 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiles a functional ATen graph, which is changed. Outputs have the graph's strides.
+    """Compiles a functional ATen graph, and changes it. Outputs keep their strides in the graph.
 
     The compiled function empties its list of inputs.
     """
@@ -107,7 +107,7 @@ def _strides_of_outputs(graph: fx.Graph) -> list[Any]:
 
 
 def _keep_strides(graph_module: fx.GraphModule, example_inputs: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """On GPUs, torch changes strides of outputs by padding the operands of products."""
+    """Restores strides of outputs. On GPUs, torch changes them by padding operands of products."""
     from torch._inductor.compile_fx import fake_tensor_prop
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
@@ -132,9 +132,9 @@ _LARGER = 16
 
 
 def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
-    """Adds guards that bound CPU loops too short for several threads by 16 times the shortest parallel loop.
+    """Adds guards on the lengths of CPU loops that are too short for several threads at compilation.
 
-    Inductor decides by the sizes at compilation which loops are parallel.
+    Inductor decides at compilation which loops are parallel. The guards allow 16 times the shortest parallel loop.
     """
     from torch._inductor import config
 
@@ -152,7 +152,7 @@ def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
 
 @contextlib.contextmanager
 def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
-    """Without an environment of symbolic sizes, Inductor does not use its cache."""
+    """Gives a fake mode a shape environment, without which Inductor does not use its cache."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     if fake_mode is None or fake_mode.shape_env is not None:
@@ -166,7 +166,7 @@ def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
 
 
 def cpp_compiler() -> str | None:
-    """The command that Inductor compiles kernels for CPUs with; None if there is none."""
+    """Inductor's command to compile CPU kernels, or None."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -15,7 +15,6 @@ _LOADED = (".py", ".so", ".cpp")
 
 
 def kernel_folder() -> Path:
-    """The folder of Inductor's cached files."""
     from torch._inductor.runtime.runtime_utils import cache_dir
 
     return Path(cache_dir())

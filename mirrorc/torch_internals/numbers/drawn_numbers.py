@@ -49,7 +49,7 @@ class DrawnNumbers:
     """The random numbers of a trace, in order. Guards and graphs read them from the module's list ``drawn``.
 
     Attributes:
-        after: their states after the last draws.
+        after: the generators' states after the last draws.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,7 +62,7 @@ class DrawnNumbers:
     def draw(
         self, attempt: object, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, Any]:
-        """Returns a number's index and value. Each attempt of the tracer draws the same numbers."""
+        """Returns the index and value of a new number. Each attempt of the tracer draws the same numbers."""
         from torch._guards import TracingContext
 
         if attempt is not self._attempt:
@@ -89,7 +89,7 @@ class DrawnNumbers:
 
 @contextlib.contextmanager
 def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]:
-    """Makes single draws inputs of Dynamo's traces in this thread; restores the generators."""
+    """Turns single draws in Dynamo's traces of this thread into graph inputs; restores the generators."""
     from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
     from torch._dynamo.variables import misc, user_defined
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
@@ -97,7 +97,6 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
     drawn, draw = DrawnNumbers(module), user_defined.call_random_fn
 
     def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """None if the call is not a single draw of a usual number."""
         if not trace.is_here or not _is_single_draw(function, args, kwargs):
             return None
         constants = tuple(arg.as_python_constant() for arg in args)

@@ -51,7 +51,7 @@ def attribute_source(path: Sequence[str], name: str) -> str:
 
 
 class Slot(NamedTuple):
-    """An argument of a computation that stands for the number at an index."""
+    """Stands for an earlier number among a function's arguments; ``place`` is the number's index."""
 
     place: int
 
@@ -60,9 +60,9 @@ class HostNumber(NamedTuple):
     """A number that Python reads, or computes from earlier numbers.
 
     Attributes:
-        sources: the expressions that it comes from.
+        sources: the expressions that Python read for the number.
         function: computes the number; None for a read.
-        args: of the function, with a `Slot` for each number; for a read, the code of the expression.
+        args: the function's arguments, with a `Slot` for each number; for a read, the code of the expression.
     """
 
     kind: type
@@ -111,7 +111,7 @@ class HostNumbers:
         return [number.sources[0] for number in self.numbers if number.function is None]
 
     def read(self, scope: dict[str, Any]) -> bool:
-        """Reads the numbers again; False if their guards fail."""
+        """Reads the numbers again; False if a number cannot be read, is of another kind, or breaks a guard."""
         values: list[Any] = []
         for kind, _, function, args in self.numbers:
             try:
@@ -141,7 +141,7 @@ class HostNumbers:
 
 
 def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
-    """Evaluates without short circuits, to find all unsupported parts."""
+    """Evaluates all parts of a guard, without short circuits, to find unsupported parts."""
     import sympy  # type: ignore[import-untyped]
 
     if expr in (True, False):

@@ -1,6 +1,6 @@
 """Replaces a graph's Python numbers by buffers of its module, with PyTorch's type promotion of numbers.
 
-A 64-bit tensor is converted where it would change a result's dtype. torch's own pass
+Buffers are 64-bit scalars. They are converted where they would change a result's dtype. torch's own pass
 (`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons, and computes ``t * 0.1 *
 3.0`` in another order.
 """
@@ -21,7 +21,7 @@ BUFFER = "mirrorc_number_"
 """The prefix of buffer names; the index in `HostNumbers.taken` follows."""
 
 _WIDE = (torch.float32, torch.float64)
-"""The dtypes whose operators compute with no higher precision inside."""
+"""Operators on these dtypes compute with no higher precision inside."""
 _AUGMENTED = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div"}
 _COMPARISONS = frozenset(
     ["lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal", "not_equal"]
@@ -41,7 +41,7 @@ def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostN
     """Replaces a graph's numbers by buffers; returns the numbers on the host, or None without numbers.
 
     Raises:
-        NumbersGivenUp: a use allows only a number.
+        NumbersGivenUp: a tensor cannot replace a number.
     """
     if not trace.index_of:
         return None
@@ -83,7 +83,7 @@ def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.N
 
 
 class _Unsupported(Exception):
-    """A call takes no tensor in place of its number. The message begins with the function called."""
+    """Raised if a call takes no tensor in place of a number. The message begins with the function called."""
 
 
 class _Call:

@@ -1,7 +1,7 @@
 """Traces with chosen Python numbers as inputs, and records how Python computes other numbers from them.
 
-Dynamo's symbols are exact, and so would round ``t * 0.1 * 3.0`` differently. Here each result is a new symbol whose
-value Python computes.
+Dynamo's symbols are exact, so ``t * 0.1 * 3.0`` would be rounded differently. Here each result is a new symbol with a value
+from Python.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class NumberTrace:
         return known[name]
 
     def follow(self, node: fx.Node, result: Any) -> Any:
-        """A node's example value: a new symbol if it is computed from numbers, otherwise ``result``."""
+        """A node's example value: a new symbol for a number computed from numbers, else ``result``."""
         numbers = [source for source in node.all_input_nodes if source in self.index_of or source in self.flags]
         if not numbers or node in self.index_of:
             return result
@@ -131,7 +131,7 @@ class NumberTrace:
         return list(dict.fromkeys(source for number in numbers for source in number.sources))
 
     def inputs_at(self, nodes: Collection[fx.Node]) -> HostNumbers:
-        """The numbers on the host. Those at ``nodes`` are inputs of the graph.
+        """The numbers on the host. The graph takes the numbers at ``nodes`` as inputs.
 
         Raises:
             NumbersGivenUp: a guard on numbers cannot be checked on the host.
@@ -144,7 +144,7 @@ class NumberTrace:
 
 @contextlib.contextmanager
 def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
-    """Makes ordinary numbers at these expressions inputs of Dynamo's traces in this thread."""
+    """Makes ordinary numbers, read by the expressions ``names``, inputs of Dynamo's traces in this thread."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables.builder import VariableBuilder, install_guard
     from torch._dynamo.variables.tensor import SymNodeVariable

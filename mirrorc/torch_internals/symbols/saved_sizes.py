@@ -23,7 +23,7 @@ class SizeSymbol:
 
 
 def symbols_of_environment(environment: Any) -> tuple[SizeSymbol, ...]:
-    """The symbols of an environment for sizes of at least 2, by number."""
+    """A shape environment's symbols for sizes of at least 2, in the order of their numbers."""
     if environment is None:
         return ()
     values = getattr(environment, "backed_var_to_val", None)
@@ -44,7 +44,7 @@ def _number_in(name: str) -> int | None:
 
 
 class SavedSizes:
-    """A new environment with the given symbols, in which texts are read as sizes."""
+    """A new shape environment with the given symbols. Reads and writes its sizes as texts."""
 
     def __init__(self, symbols: tuple[SizeSymbol, ...]) -> None:
         from torch._dynamo.source import ConstantSource

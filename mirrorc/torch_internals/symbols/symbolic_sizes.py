@@ -43,7 +43,7 @@ def dims_marked_by_user(tensor: torch.Tensor) -> frozenset[int]:
 
 @contextlib.contextmanager
 def raw_sizes_allowed() -> Iterator[None]:
-    """Silences torch's warning of raw sizes in nodes, which become inputs before any run."""
+    """Silences torch's warning of symbolic sizes in nodes' arguments. They become inputs before any run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw SymInt value")
         yield
@@ -102,7 +102,7 @@ def text_of_size(size: Size) -> str:
 
 
 def size_now(size: Size) -> Any:
-    """A size's number at capture, without a guard, as in all functions named ``..._now``."""
+    """A size's number at capture. Functions named ``..._now`` add no guards."""
     return size.node.hint if is_symbolic(size) else size
 
 
@@ -181,7 +181,7 @@ class SizesOfArguments:
         return [symbol for symbol in self._places if symbol not in replaced]
 
     def add(self, value: Any) -> Any:
-        """Registers a number that the graph takes; returns its key, or a constant number itself.
+        """Registers a number that the graph takes; returns its key, or the number itself if it is constant.
 
         Raises:
             SizesGivenUp: the number depends on values other than sizes of arguments.
@@ -265,7 +265,7 @@ def _tuple(sizes: Sequence[Size]) -> str:
 
 
 def knowledge_of(tensor: Any) -> tuple[Any, tuple[int, int]]:
-    """The environment of a tensor's symbols, and a version that changes with its guards."""
+    """A tensor's shape environment, and a version that changes with each guard."""
     environment = tensor.fake_mode.shape_env
     return environment, (len(environment.guards), len(environment.replacements))
 
@@ -282,9 +282,9 @@ def assume_num_elements(tensors: Sequence[torch.Tensor], *, least: float = 0, mo
 
 @contextlib.contextmanager
 def symbols_by_number() -> Iterator[None]:
-    """Names a trace's symbols ``s0``, ``s1``, ... in the order of the arguments, with one symbol for each size.
+    """Names a trace's symbols ``s0``, ``s1``, ... in the order of the arguments; equal sizes get different symbols.
 
-    Dynamo would name symbols by a hash, and give equal sizes one symbol.
+    By default, Dynamo names symbols by a hash, and equal sizes share a symbol.
     """
     from torch.fx.experimental import _config
 
@@ -294,7 +294,7 @@ def symbols_by_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def numbered_by(number: Callable[[], int] | None) -> Iterator[None]:
-    """Numbers new symbols by the results of ``number``; from 0 if it is None."""
+    """Numbers new symbols by calling ``number``; from 0 if ``number`` is None."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def next_id(self: Any, source_name: str) -> int:

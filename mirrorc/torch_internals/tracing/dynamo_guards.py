@@ -1,4 +1,4 @@
-"""Dynamo's guards, without those on state that mirrorc watches, plus guards that Dynamo lacks."""
+"""Checks Dynamo's guards, except on state that other code watches, and guards that Dynamo lacks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of t
 class DynamoGuards:
     """Checks that a call of a module would still be traced to the same graph.
 
-    Other code watches arguments, parameters and buffers of submodules, hooks of submodules, and torch's modes. Dynamo
-    lacks guards on identities of outside tensors, hooks of outside modules, methods of the classes in use, the sign of
-    zeros, and `os.environ`.
+    Other code watches arguments, parameters and buffers of submodules, hooks of submodules, and torch's modes. This
+    class adds guards that Dynamo lacks: on identities of outside tensors, hooks of outside modules, methods of the classes
+    in use, the sign of zeros, and `os.environ`.
 
     Attributes:
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
-        drawn: the inputs that Python draws, or None; `hold` draws them for the next step.
+        drawn: the inputs from random draws, or None; `hold` draws new numbers for the next step.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ def captured_output() -> Iterator[list[Any]]:
 def guarded_results() -> Iterator[None]:
     """Makes Dynamo guard Python values that forward returns without reading them, such as a string argument.
 
-    mirrorc saves such values; Dynamo's own code reads them in each call.
+    mirrorc saves such values, while Dynamo's code reads them in each call.
     """
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -198,7 +198,7 @@ def guarded_results() -> Iterator[None]:
 def build_guards(
     output: Any, module: nn.Module, inputs: HostNumbers | None = None, drawn: DrawnNumbers | None = None
 ) -> DynamoGuards:
-    """Raises `GuardsChange` if a guard fails at once: its value changes with each read."""
+    """Raises `GuardsChange` if a guard fails at once: the guarded value changes with each read."""
     from torch._dynamo import config
     from torch._dynamo.convert_frame import get_traced_fn
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
@@ -259,4 +259,4 @@ def _is_needed(name: str, kind: str) -> bool:
 
 
 class GuardsChange(Exception):
-    """Raised if a value changes before its trace ends; the text names it."""
+    """Raised if a guarded value changes before the trace ends; the text names the value."""

@@ -26,8 +26,8 @@ class ReadVariable(NamedTuple):
     """A parameter or buffer that a graph reads from outside of the traced module.
 
     Attributes:
-        root: the module through which it is reached; None for a lone parameter.
-        counter: for a statistic whose version forwards do not change, the buffer that counts the forwards; else None.
+        root: the module that leads to the variable; None for a lone parameter.
+        counter: ``num_batches_tracked`` of a batch norm's statistic, whose version forwards do not change; else None.
     """
 
     tensor: torch.Tensor
@@ -38,14 +38,14 @@ class ReadVariable(NamedTuple):
 
 
 def read_variables_from_module(traced: fx.GraphModule) -> None:
-    """Forward may reach variables from outside, as through a closure, past the stand-ins of joint export."""
+    """Lets joint export replace all variables. Forward may have reached variables from outside, as through a closure."""
     codegen: Any = traced.graph._codegen
     read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
     codegen.dynamo_bytecode_flatten = traced._dynamo_bytecode_flatten = read
 
 
 def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
-    """Tensors that a graph reads other than ``leaves`` and its module's parameters and buffers."""
+    """Tensors that a graph reads, without ``leaves`` and its module's parameters and buffers."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     known = {*map(id, leaves), *read.named}
@@ -135,7 +135,7 @@ class _ModulesTensors:
 
 
 def _admit(values: Sequence[Any]) -> None:
-    """torch 2.11 does not let a fake mode accept real tensors as inputs here."""
+    """Lets the current fake mode take real tensors as inputs, as torch 2.11 does not here."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode()

@@ -29,7 +29,7 @@ def metrics_if_heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def guards_not_timed() -> Iterator[None]:
-    """To time new guards, Dynamo empties the processor's caches (20 ms and more)."""
+    """Keeps Dynamo from timing new guards, which empties the processor's caches (20 ms and more)."""
     from torch._dynamo import guards
 
     with patch.object(guards, "profile_guard_manager", lambda *_: 0.0):

@@ -42,7 +42,7 @@ _WARNED: dict[Any, Any] = {}  # Python's filters show a warning of a line once
 
 @dataclass(frozen=True)
 class PythonWrite:
-    """Forward's changes to an object that is older than the trace.
+    """Forward's changes to an object older than the trace.
 
     Attributes:
         source: the expression that reads the object, from ``L['self']`` or globals ``G``.
@@ -96,7 +96,6 @@ class PythonWrite:
 
 
 def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[str]) -> None:
-    """Of a class, sets only the attributes named in ``changing``."""
     if not isinstance(owner, type):
         owner.__dict__.clear()
         owner.__dict__.update(wanted)
@@ -113,8 +112,8 @@ class PythonCall:
     """A call of ``print``, a warning or a log.
 
     Attributes:
-        has_run: whether it ran in the trace; it cannot if arguments are unknown.
-        repeats: whether plain PyTorch would repeat it in each step.
+        has_run: whether the call ran in the trace; False if an argument is unknown.
+        repeats: whether plain PyTorch would repeat the call in each step.
     """
 
     name: str
@@ -130,7 +129,7 @@ class PythonEffects:
     Attributes:
         draws: the stacks of draws that steps would not repeat.
         cached_draws: the stacks of calls of functions that cache random numbers.
-        changed_arguments: the containers of arguments that forward has changed; the trace has built them itself.
+        changed_arguments: containers of arguments, built by the trace itself, that forward has changed.
     """
 
     writes: list[PythonWrite] = field(default_factory=list)
@@ -221,7 +220,6 @@ def _call_observers(effects: PythonEffects) -> list[tuple[Any, str, Any]]:
 
 
 def _logger(args: Sequence[Any]) -> Any:
-    """None if the logger's name is not a constant."""
     from torch._dynamo.variables.misc import LoggingLoggerVariable
 
     if not all(arg.is_python_constant() for arg in args):
@@ -254,7 +252,6 @@ def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeat
 
 
 def _value_of(variable: Any) -> Any:
-    """Raises an exception if the variable has no value in the trace."""
     if hasattr(variable, "realize"):
         variable = variable.realize()
     if hasattr(variable, "format_string"):

@@ -40,7 +40,7 @@ def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
 def observed_cached_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
     """Collects the frames, outermost first, of calls of cached random functions in traces of this thread.
 
-    The tracer ignores ``functools.cache`` and ``lru_cache``.
+    Dynamo ignores ``functools.cache`` and ``lru_cache``.
     """
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
     from torch._guards import TracingContext

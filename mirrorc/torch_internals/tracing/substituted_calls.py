@@ -84,10 +84,10 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def asked_for_class(kind: type) -> Iterator[None]:
-    """For objects of ``kind`` in traces of this thread, makes isinstance() use ``__class__``, and finds attributes in
-    ``kind``.
+    """Makes traces of this thread treat objects of ``kind`` as Python does.
 
-    Python does both. Dynamo uses ``__class__`` for a single class only, and searches it for attributes.
+    isinstance() uses ``__class__``; Dynamo does so only for a single class, not for a tuple. Attributes are looked up in
+    ``kind``; Dynamo searches ``__class__``.
     """
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 

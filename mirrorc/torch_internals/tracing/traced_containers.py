@@ -10,7 +10,7 @@ from mirrorc.torch_internals.tracing.tracked_values import content_of
 
 
 class MadeContainer(NamedTuple):
-    """The state of a container right after the tracer has built it.
+    """The state of a container just built by the tracer.
 
     Attributes:
         items: a list's items, or a dict's keys and values, in order; None for other kinds.
@@ -23,10 +23,10 @@ class MadeContainer(NamedTuple):
 
 
 class ChangedContainer(NamedTuple):
-    """A container that forward has changed after it was built.
+    """A container that forward has changed.
 
     Attributes:
-        position: the number of containers built before it.
+        position: the number of containers built earlier.
     """
 
     position: int
@@ -54,7 +54,7 @@ def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[Chan
 
 
 def _without_defaults(variable: Any, before: Sequence[Any] | None, items: Sequence[Any] | None) -> Sequence[Any] | None:
-    """A read adds items to a defaultdict, and would add them again."""
+    """Leaves out the items that reads add to a defaultdict: the next read adds them again."""
     factory = _realized(getattr(variable, "default_factory", None))
     if before is None or items is None:
         return items

@@ -49,7 +49,7 @@ from mirrorc.torch_internals.tracing.source_names import source_words
 
 @contextlib.contextmanager
 def restored_tracing_state() -> Iterator[None]:
-    """Restores tracing state after Ctrl-C, which may interrupt torch's own cleanup. Later traces would fail."""
+    """Restores torch's tracing state. Ctrl-C may interrupt torch's own cleanup, and later traces would fail."""
     is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     with torch._guards.tracing(None):
         try:
@@ -77,7 +77,7 @@ def trace_full_graph(
 
     Raises:
         GuardsChange: forward reads a value that changes with each read.
-        NumbersGivenUp: some of the numbers cannot be inputs.
+        NumbersGivenUp: some ``numbers`` cannot be inputs.
     """
     from torch._dynamo import config
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
@@ -117,7 +117,7 @@ def trace_full_graph(
 
 @contextlib.contextmanager
 def _without_new_graphs(names: dict[str, Any]) -> Iterator[None]:
-    """Dynamo's new graphs in a function's globals would keep the model alive."""
+    """Removes Dynamo's new graphs from a function's globals, where they would keep the model alive."""
     before = set(names)
     try:
         yield
@@ -137,7 +137,7 @@ def _prepare_for_export(traced: fx.GraphModule) -> None:
 
 
 def _add_builtins(traced: fx.GraphModule) -> None:
-    """Torch 2.11 omits builtins from the names for Dynamo's code."""
+    """Adds the builtins that torch 2.11 leaves out of the globals of Dynamo's code."""
     replays: tuple[Any, ...] = (traced._dynamo_bytecode_flatten, traced._dynamo_bytecode_unflatten)
     for replay in replays:
         replay.f_globals = {**vars(builtins), **replay.f_globals}
@@ -260,7 +260,7 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient:
 
 
 def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
-    """The trace's fake tensors: joint export with real tensors would drop their symbols."""
+    """The trace's fake tensors, by leaf: with real tensors, joint export would drop the symbols."""
     results: Any = traced.graph.output_node().args[0]
     if any(isinstance(node, fx.Node) and is_symbolic(node.meta.get("example_value")) for node in results):
         raise SizesGivenUp("forward returns a number that is computed of sizes")
@@ -269,7 +269,7 @@ def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
 
 
 def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The traced code's frames at an error, outermost first; empty if it came after tracing."""
+    """The traced code's frames at an error, outermost first; empty if the error came after tracing."""
     frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
     cause = error.__cause__ or error.__context__
     return list(frames) if frames or cause is None else traced_frames(cause)

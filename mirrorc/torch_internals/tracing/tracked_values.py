@@ -35,7 +35,6 @@ def changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[st
 
 
 def _items_of(variable: Any) -> dict[Any, Any] | None:
-    """None if the trace does not know a key of the dict."""
     keys = {key: key.vt.realize() if hasattr(key.vt, "realize") else key.vt for key in variable.items}
     if not all(key.is_python_constant() for key in keys.values()):
         return None
@@ -70,7 +69,7 @@ def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
 
 
 def _written_in_place(variable: Any) -> str:
-    """The source name of the tensor that in-place operators wrote: ``x += 1`` returns x."""
+    """The source name of the tensor that in-place operators, such as ``x += 1``, have written and returned."""
     from torch._dynamo.variables import TensorVariable
 
     if not isinstance(variable, TensorVariable):
@@ -145,7 +144,7 @@ def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def replace_items(real: Any, items: Iterable[Any]) -> None:
-    """Calls no methods of the container; ``items`` is a dict if the container is one."""
+    """Bypasses methods of a subclass; ``items`` is a dict if the container is one."""
     base: Any = next(base for base in (list, deque, OrderedDict, dict, set) if isinstance(real, base))
     base.clear(real)
     if isinstance(items, dict):

@@ -50,12 +50,11 @@ from mirrorc.torch_internals import copy_each
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
 """For each operation, a handler that returns the function to run a node on a replica, or a `Constant`.
 
-The function is called with the node's operands and keywords. ``@binds(scale_bucket)`` registers a handler of the operation
-``scale_bucket``.
+The function is called with the node's operands and keywords.
 """
 
 binds_waits: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("wait for")
-"""For each launch operation whose wait needs a special function, a handler that returns it."""
+"""Handlers as in ``binds`` for waits, by launch operation; only for waits that need a function of their own."""
 
 
 class Binder:
@@ -68,7 +67,7 @@ class Binder:
 
     Attributes:
         visitors: (wait, node that reads its share) -> the visitor that does the node's work part by part.
-        deferred: wait -> the embedding-table gradients that it defers until the update.
+        deferred: wait -> its embedding-table gradients that are deferred until the update.
         all_deferred: the values of ``deferred`` for the present layout.
         pieces: pieces of all shares with gradients left as factors.
         summed_pieces: the subset of ``pieces`` that a reduction sums; other workers' sums may overwrite their memory.
@@ -99,7 +98,7 @@ class Binder:
         self.parts = BucketParts(program)
 
     def few_made(self, replica: int, gradient: Any) -> MadeShare:
-        """The finished share behind a reduced gradient; empty unless the gradient is reduced from packs alone."""
+        """The finished share behind a gradient; empty unless all sources of the gradient's reduction are packs."""
         value = before_rescaling(gradient)
         sources = [value]
         if value.target is ops.wait and value.all_input_nodes[0].target in (ops.reduce_scatter, ops.gather_factors):
@@ -210,7 +209,7 @@ class Binder:
         return pack
 
     def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        """The function sums sparse rows only if no other replica has any."""
+        """The function sums sparse rows, unless all users of the pack read factors."""
         flat, is_left = self.state.store.buckets[bucket_of(node)], is_left_to_shares(node)
         whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
 
@@ -221,7 +220,7 @@ class Binder:
         return pack
 
     def _wait_for_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-        """The function sums sparse rows, or collects their indices, only if a node uses the result."""
+        """The function sums sparse rows, or collects row indices, only if a node uses the result."""
         collective: Any = node.args[0]
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
         flat, pack = self.state.store.buckets[bucket], pack_of(node)
@@ -433,7 +432,7 @@ class Binder:
 
 
 def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A constant of another device type stays: regions may be compiled for a number on the host."""
+    """Leaves a constant of another device type there: regions may be compiled for a number on the host."""
     return constant.to(device) if constant.device.type == device.type else constant
 
 

@@ -102,7 +102,7 @@ def _launching(binder: Binder, node: fx.Node, launch: Callable[..., None]) -> Ca
 
 @binds_waits(*ops.EXCHANGES_OF_PARTS)
 def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-    """The sum goes into the bucket's gradients; on replicas that do not write there, into new memory if a node uses it."""
+    """The sum goes into the bucket's gradients. A replica that does not write there uses new memory, if a node needs the sum."""
     launch: Any = node.args[0]
     exchanges, (bucket, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
     (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)

@@ -19,10 +19,10 @@ from mirrorc.runtime.codegen.graph_function import GraphFunction
 
 
 class Asked:
-    """A request for gradients of an eager backward, before the call of the region that reads them.
+    """A request for gradients of an eager backward, made before the call of the region that reads these gradients.
 
     Args:
-        are_last: True to wait for the end of the backward, so that it raises exceptions before the region's call.
+        are_last: True to wait for the end of the backward, so that its exceptions precede the region's call.
     """
 
     def __init__(self, taken: TakenGradients, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
@@ -59,15 +59,14 @@ def waits_between(program: Program, graph: fx.Graph) -> set[fx.Node]:
 
 
 def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
-    """The call of a function that requests gradients; it also runs the backwards that compute them.
+    """The call of a function that requests gradients, with the eager backwards that compute these gradients.
 
-    Each backward starts at its first request, in the same thread. Whenever a gradient is ready, the function resumes
-    within the backward until a request is not met. While a backward blocks other replicas, the function waits for none
-    of them.
+    Each backward starts at its first request, in the same thread. When a request is met, the function resumes within the
+    backward, until the next unmet request. While a backward blocks other replicas, the function does not wait for them.
     """
     call: Any = function.call
     if function.pauses:
-        return functools.partial(_steps, call)  # it passes on what else the function yields
+        return functools.partial(_steps, call)  # passes on what else the function yields
     return functools.partial(_uninterrupted, call)
 
 

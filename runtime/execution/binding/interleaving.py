@@ -25,16 +25,16 @@ PausingStep = Generator[None, None, Any]
 
 
 def pauses_at(node: fx.Node) -> bool:
-    """Test for a node before which a replica's step yields: its commit, and waits before the commit."""
+    """True for nodes before which a replica's step yields: its commit, and waits before the commit."""
     if node.target is ops.commit:
         return True
     return node.target is ops.wait and any(node < commit for commit in calls_to(node.graph, ops.commit))
 
 
 def can_interleave(program: Program) -> bool:
-    """Test for a program whose replicas never block in one thread, if each yields at `pauses_at`.
+    """True if a program's replicas never block in one thread, when each yields at `pauses_at`.
 
-    All must wait for the same buckets in the same order, and each wait must need only launches of other replicas.
+    All replicas must wait for the same buckets in the same order. Each wait must need only launches of other replicas.
     """
     if len(program.devices) == 1 or any(device.is_asynchronous for device in program.devices):
         return False
@@ -52,7 +52,7 @@ def can_interleave(program: Program) -> bool:
 def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] | None]) -> None:
     """Runs all replicas' steps in turns, each to its next pause, and fills ``results``.
 
-    A failure ends all steps and is put into ``results``; an interrupt ends them and is raised.
+    A failure ends all steps and is put into ``results``. An interrupt ends all steps and is raised.
     """
     results.extend([(False, Aborted())] * len(replicas))
     left = dict(enumerate(replicas))

@@ -19,8 +19,8 @@ def pack_of_cut_bucket(
 ) -> Callable[..., torch.Tensor]:
     """The function of a `pack` in a bucket that is cut into several packs.
 
-    The first pack with elements of a gradient copies the whole gradient into its slot, unless a region has. Later packs
-    must not copy it again: elements of earlier packs may be sums by then.
+    The first pack with elements of a gradient copies the whole gradient into its slot, unless a region has written it there.
+    Later packs must not copy the gradient again: elements of earlier packs may be sums by then.
     """
     pack = next(candidate for candidate in bucket.packs if candidate.number == pack_of(node))
     elements = whole[pack.start : pack.stop]
@@ -44,7 +44,7 @@ def _is_copied_before(gradient: Any, pack: fx.Node) -> bool:
 
 
 def side_by_side(packs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Consecutive packs as one tensor: a view, if adjacent in memory; otherwise a copy."""
+    """Consecutive packs as one tensor: a view if the packs are adjacent in memory, otherwise a copy."""
     first = packs[0]
     end = first.data_ptr()
     for pack in packs:

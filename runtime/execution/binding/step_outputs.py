@@ -80,7 +80,7 @@ class StepOutputs:
         return write
 
     def take(self, num_examples: Sequence[int] = ()) -> dict[str, Any]:
-        """Outputs by name. An output that is kept apart is a list of the replicas' values."""
+        """Outputs by name; an output kept apart is a list of the replicas' values."""
         for parts in self._parts.values():
             for part in parts.values():
                 reserve_for_caller(part)

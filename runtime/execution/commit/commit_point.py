@@ -29,7 +29,7 @@ class OtherWorkers:
     """The other workers at the commit.
 
     Attributes:
-        vote: votes with them, see `Team.vote`; once it is called, nothing on this worker stops the step.
+        vote: see `Team.vote`; once called, nothing on this worker stops the step.
         exchange_texts: returns each worker's name and text.
     """
 
@@ -44,11 +44,11 @@ def _nothing() -> None:
 class CommitPoint:
     """Commits a step on all replicas or on none, or skips it.
 
-    The first replica past the barrier decides the step, unless it was stopped before. Decision and stop are single
-    operations, indivisible for threads and signals.
+    The first replica past the barrier decides the step, unless the step was stopped before. Deciding and stopping are atomic
+    for threads and signals.
 
     Args:
-        settle: called by each replica of a committed step, before it goes on.
+        settle: called by each replica when the step is committed, before the updates.
         workers: None for a process that trains alone.
     """
 
@@ -74,12 +74,12 @@ class CommitPoint:
 
     @property
     def is_committed(self) -> bool:
-        """Test for a commit of the present step or, between steps, of the last one."""
+        """True if the present step or, between steps, the last one has committed."""
         return self._decision.get("step") is TAKES_PLACE
 
     @property
     def is_skipped(self) -> bool:
-        """True if all replicas leave out the step's updates. Its loss is returned."""
+        """True if all replicas leave out the step's updates. The loss is still returned."""
         return self._decision.get("step") is SKIPPED
 
     @property
@@ -88,7 +88,7 @@ class CommitPoint:
 
     @property
     def is_binding(self) -> bool:
-        """Test for a decided step, or one that the workers vote on: it cannot be stopped."""
+        """True if the step cannot be stopped: it is decided, or workers vote on it."""
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _VOTING)
 
     def begin(self) -> None:
@@ -99,7 +99,7 @@ class CommitPoint:
         self._rendezvous = self._make_rendezvous()
 
     def stop(self) -> bool:
-        """Stops the step unless it is decided; returns True if it is stopped. Later replicas raise `Aborted`."""
+        """Stops the step unless `is_binding`; returns True if stopped. Replicas then raise `Aborted` at the commit."""
         return self._decision.setdefault("step", _STOPPED) is _STOPPED
 
     def revoke(self) -> None:
@@ -119,8 +119,8 @@ class CommitPoint:
                 raise Aborted
             return
         with self._voting:  # one replica votes, and the others wait for the outcome
-            # `stop` may come at any moment: setdefault claims the vote in one operation; as nobody stops a claimed one, an
-            # assignment ends it
+            # `stop` may come at any moment: setdefault claims the vote in one operation; nobody stops a claimed vote, so a
+            # plain assignment ends it
             if self._decision.setdefault("step", _VOTING) is _VOTING:
                 try:
                     takes_place, self._agreed_numbers = self._workers.vote(self._make_vote(decision, numbers))
@@ -143,7 +143,7 @@ class CommitPoint:
         self._rendezvous.abort()
 
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
-        """Records that a replica is past all that can fail, with its numbers for all. Never blocks."""
+        """Records that a replica is past everything that can fail, and its numbers for all replicas. Never blocks."""
         if numbers:
             self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
         self._rendezvous.announce(replica)
@@ -165,7 +165,7 @@ class CommitPoint:
         return self._numbers_for_all(met)
 
     def _numbers_for_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
-        """Calls ``settle``; returns the numbers to go on with, bitwise equal on all workers."""
+        """Calls ``settle``; returns numbers that are bitwise equal on all workers."""
         self._settle()
         return met if self._agreed_numbers is None or met is None else self._agreed_numbers.to(met)
 

@@ -28,7 +28,7 @@ from mirrorc.runtime.workers.protocol.vote import Vote
 
 @dataclass(frozen=True)
 class Examined:
-    """A value and the sum of its elements. A finite sum proves finite elements; another one may have overflowed."""
+    """A value and the sum of its elements. A finite sum proves finite elements; a non-finite one may be an overflow."""
 
     value: torch.Tensor
     total: torch.Tensor
@@ -40,7 +40,7 @@ def examined(value: torch.Tensor) -> Examined:
 
 
 def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool) -> bool:
-    """Test for finite sums; ``at_once`` synchronizes a GPU only once."""
+    """True if all sums are finite; ``at_once`` synchronizes a GPU only once."""
     totals = [value.total for value in values if isinstance(value, Examined)]
     totals += sums_of_all([value.visitor for value in values if isinstance(value, ExaminedShare)])
     if at_once and totals:
@@ -63,7 +63,7 @@ class Fault:
 
     Attributes:
         variable: the gradient's variable; empty for the loss.
-        place: offset of the elements in their bucket: several replicas may have examined them.
+        place: offset of the elements in their bucket; equal if several replicas examined the same elements.
     """
 
     variable: str
@@ -95,7 +95,7 @@ def _faults(ranges: Sequence[_Range], value: torch.Tensor, replica: int) -> Iter
 class CheckedCommit(CommitPoint):
     """Commits a step if no replica has found a non-finite value.
 
-    Replicas record their faults before they arrive, so each knows all faults past the barrier and decides alike.
+    Replicas record their faults before the barrier. Past the barrier each knows all faults, so all decide alike.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class CheckedCommit(CommitPoint):
         self._ranges: list[list[list[_Range]]] = []  # for each replica, for each operand of its commit
         self._num_truths: list[int] = []
         self._skips = False
-        self._faults_by_replica: dict[int, list[Fault]] = {}  # by replica
+        self._faults_by_replica: dict[int, list[Fault]] = {}
         buckets = () if program.accumulates else (bucket for bucket in program.buckets if bucket.part is None)
         self._known_to_all = {
             slot.variable for bucket in buckets for slot in bucket.slots
-        }  # whose sums each worker has
+        }  # gradients whose sums each worker has
         parts = BucketParts(program)
         for module in program.device_graphs.values():
             (commit,) = calls_to(module.graph, ops.commit)

@@ -76,14 +76,11 @@ def norm_of(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.
 
 
 class SumVisitor(Looker):
-    """Sums each part: a finite sum proves all elements finite."""
-
     def look_at(self, part: torch.Tensor) -> torch.Tensor:
         return sum_of(part)
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:
-    """Sums a value's elements, those of float16 in float32."""
     return value.sum(dtype=_dtype_of_sum(value.dtype))
 
 

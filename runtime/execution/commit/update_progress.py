@@ -67,7 +67,6 @@ def progress_of(program: Program) -> UpdateProgress | None:
 
 
 def is_noted(node: fx.Node) -> bool:
-    """Test for an update, or for a wait for parameters of other workers."""
     return node.target in ops.UPDATES or (
         node.target is ops.wait and any(source.target is ops.gather_parameters for source in node.all_input_nodes)
     )

@@ -69,9 +69,9 @@ class _Counts:
 class AccumulatedGradients:
     """Sums of gradients on each replica, over the calls since the last update, in the dtype of their parameters.
 
-    All examples' losses have the same weight, chosen so that the first call's loss has weight 1. With loss scaling, that
-    loss has the call's fraction of the last update's examples, rounded down to a power of two. float16 then overflows as
-    in a loop with divided losses. The updating step corrects for both.
+    All examples' losses have the same weight, so that the first call's loss has weight 1. With loss scaling, the first
+    call's loss has the scale times the call's fraction of the last update's examples, rounded down to a power of two.
+    float16 gradients then overflow as in a loop that divides losses. The updating step corrects the weights.
 
     Attributes:
         share: the factor of the sums in the running step.
@@ -107,7 +107,6 @@ class AccumulatedGradients:
         return self._sums.flat[bucket]
 
     def check(self, program: Program) -> None:
-        """Refuses a program that cannot continue with the sums."""
         if self.is_torn:
             raise problem(
                 ExecutionError,

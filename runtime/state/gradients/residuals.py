@@ -16,11 +16,11 @@ from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_vi
 
 @dataclass(frozen=True)
 class _Unsent:
-    """Residuals by bucket, in the bucket's layout. Fields with ``new`` are of the running step.
+    """Residuals by bucket, in the bucket's layout. The ``new`` fields belong to the running step.
 
     Attributes:
         aside: residuals of variables in no bucket.
-        new_scale: its loss scale; None between steps.
+        new_scale: the running step's loss scale; None between steps.
         state: payload results by variable; equal on all workers. New ones may be in flight.
     """
 
@@ -37,7 +37,7 @@ class _Unsent:
 class UnsentGradients:
     """Error feedback of this worker: one for all of its devices, and for all programs of a step.
 
-    A step reads the present residuals and writes new ones elsewhere; its commit swaps the two.
+    A step reads the present residuals and writes new ones to separate memory; `finish` swaps the two.
 
     Attributes:
         num_loads: the number of calls of `load`; equal on all workers.
@@ -74,7 +74,7 @@ class UnsentGradients:
         self._unsent = replace(unsent, new_scale=scale if is_sent else None, new_state=dict(unsent.state))
 
     def add(self, bucket: int, elements: slice, share: torch.Tensor) -> torch.Tensor:
-        """Returns the share plus the residual of these elements."""
+        """The share plus these elements' residual, rescaled to the step's loss scale; in the memory of `new`."""
         unsent = self._unsent
         assert unsent.new_scale is not None, "the step has begun"
         residual = unsent.residuals[bucket][elements]

@@ -87,7 +87,7 @@ class BucketOptimizers:
         return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
 
     def are_dealt_otherwise(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for state sharded by other buckets, which must be gathered first."""
+        """Test for state sharded by a different bucket plan. Such state must be gathered first."""
         elementwise = [bucket for bucket in buckets if bucket.rule.elementwise]
         are_others = self.are_sharded and elementwise != [flat.bucket for flat in self._state.buckets]
         return are_others and self.is_dealt and not self.is_stale()
@@ -122,11 +122,10 @@ class BucketOptimizers:
         return parameter
 
     def is_stale(self) -> bool:
-        """Test for the user's load, write in place, or step."""
         return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for equal state entries and scalars within each element-wise bucket, unless its parameters may be unused."""
+        """Test for equal state entries and scalars within element-wise buckets. Buckets with optional parameters always fit."""
         return all(
             len({state_signature(state) for state in self._user_states(bucket)}) == 1
             for bucket in buckets
@@ -265,9 +264,7 @@ class BucketOptimizers:
         return update_memory(optimizer, index, bucket.dtype, first.device, state)
 
     def user_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
-        """Bytes of the state of optimizers whose own `step()` runs, for these buckets; None if they have no state and have not
-        stepped.
-        """
+        """Bytes of these buckets' state in optimizers whose own `step()` runs; None without state before their first step."""
         states = [
             self.groups[bucket.rule.group][0].state.get(parameter, {})
             for bucket, parameters in buckets
@@ -324,7 +321,7 @@ def _gradients(flat: FlatBucket, reduced: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _dense_parts(value: Any) -> list[torch.Tensor]:
-    """The momentum of sparse gradients is sparse."""
+    """A state entry's dense tensors: the momentum of sparse gradients is sparse."""
     if not isinstance(value, torch.Tensor):
         return []
     return [value._indices(), value._values()] if value.is_sparse else [value]

@@ -76,7 +76,7 @@ class FlatOptimizer:
         return self.optimizer.state[self.parameter]
 
     def make_state(self) -> None:
-        """Creates what the class's constructor creates, such as Adagrad's state in torch 2.11; only trials need it."""
+        """Creates the state that the class's constructor creates, such as Adagrad's in torch 2.11, for `update_memory`."""
         kind = type(self._source)
         taken = inspect.signature(kind).parameters
         group = {
@@ -120,7 +120,7 @@ class PartOptimizer:
         """Runs one step.
 
         Args:
-            parts: calls its argument with each part of the gradient, in order: its first element, and the 1-D part.
+            parts: takes a function, and calls it with the first element and the 1-D tensor of each part, in order.
             divisor: as in `FlatOptimizer.update_divided`.
         """
         whole, part = self._whole.state, self._part
@@ -182,7 +182,7 @@ class PartOptimizer:
         return {key: value for key, value in part.state.items() if key in SCALAR_STATE}
 
     def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
-        """Other elements' state stays zero until their first update."""
+        """Stores the state of a range's first update. Elements without an update have zeros."""
         whole = self._whole.state
         for key, value in made.items():
             if key in SCALAR_STATE or not isinstance(value, torch.Tensor):

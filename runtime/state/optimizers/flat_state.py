@@ -63,7 +63,6 @@ class FlatState:
                 self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
-        """Without replicas whose share is empty."""
         keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
         return {
             replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
@@ -111,7 +110,7 @@ class FlatState:
             optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Replicas that share the first updating replica's parameters get a view of their range, others a copy."""
+        """Replicas with the first updating replica's parameters get views of their ranges. Others get a copy of ``whole``."""
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
         home = flat.bucket.owner_of_parameters(next(iter(replicas)))
@@ -146,7 +145,7 @@ class FlatState:
         return all(self._first(flat).state for flat in self.buckets)
 
     def entries(self) -> list[int]:
-        """Identifies the present state entries; new state changes it."""
+        """Ids of the present state entries, and counts of slots with state. New state changes the list."""
         made = [sum(slots.made) for slots in self.by_slot.values()]
         return [*made, *(id(value) for flat in self.buckets for value in self._first(flat).state.values())]
 

@@ -52,7 +52,6 @@ class SlotOptimizer:
         return self._whole.divides_gradients
 
     def update(self, gradient: torch.Tensor, unused: Collection[int], divisor: float | None = None) -> None:
-        """Runs one step, without the slots of the indices ``unused``."""
         if self._are_alike and not unused:
             self._update_all(gradient, divisor)
             return

@@ -16,7 +16,7 @@ from mirrorc.torch_internals import copy_each
 class ShownNumbers:
     """Scalars of buckets, each repeated for every parameter of its bucket.
 
-    A write to them may not count a version, so their values are compared before every step. Scalars of one dtype and
+    A write to a scalar may not count a version, so the values are compared before every step. Scalars of one dtype and
     device are adjacent, next to a reference copy.
     """
 
@@ -40,7 +40,7 @@ class ShownNumbers:
         copy_each(self._written, self._compared)
 
     def are_as_written(self) -> bool:
-        """True if the values on the CPU are unchanged. Those on GPUs are not compared: that would wait for the GPU."""
+        """True if the values on the CPU are unchanged. GPUs' values are not compared, since this would synchronize."""
         return all(map(torch.equal, self._compared, self._written))
 
 

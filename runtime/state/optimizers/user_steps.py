@@ -29,14 +29,15 @@ class InternalSteps:
 
 
 class UserSteps:
-    """Watches, by hooks, the user's steps of these optimizers and of others with the same parameters.
+    """Watches, by hooks, the user's steps of these optimizers and of all others.
 
     Version counters are not enough: torch's fused implementations write without a count. A class that skips
     ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do.
 
     Attributes:
-        have_written: True after a user's step with gradients, until `mark_mirrored`.
-        of_others: ids of stepped parameters that these optimizers do not have, until `mark_mirrored`.
+        have_written: True after a step of these optimizers with gradients, or of others over the same parameters, until
+            `mark_mirrored`.
+        of_others: ids of stepped parameters that these optimizers do not have, until the writes are mirrored.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], internal_steps: InternalSteps) -> None:
@@ -81,7 +82,7 @@ class UserSteps:
             any(callback() for callback in [method() for method in self._when_idle] if callback is not None)
 
     def _end_of_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Runs in every thread after every step of any optimizer except flat ones."""
+        """Runs in every thread after a step of any optimizer with hooks."""
         if any(optimizer is parameters for parameters in self._optimizers):
             return
         parameters, stepped = self._watched_parameters(), _ids_of_parameters(optimizer)
@@ -90,7 +91,7 @@ class UserSteps:
         self.of_others |= stepped - parameters
 
     def tell_when_idle(self, callback: Callable[[], bool]) -> None:
-        """Registers a callback for steps without gradients; callbacks run until one returns True."""
+        """Registers a callback. Each step without gradients runs the callbacks until one returns True."""
         self._when_idle = [*(other for other in self._when_idle if other() is not None), weakref.WeakMethod(callback)]
 
     def forget(self, callback: Callable[[], bool]) -> None:

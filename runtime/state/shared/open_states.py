@@ -1,4 +1,4 @@
-"""Registry of the states of variables that open steps hold."""
+"""Registry of the variables' states in open steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _held: weakref.WeakSet[HeldState] = weakref.WeakSet()
 def held_state(
     tensors: Mapping[str, torch.Tensor], devices: Sequence[Device], groups: OptimizerGroups, *, is_captured: bool
 ) -> HeldState:
-    """The state for a new step: that of open steps over the same variables, or a new one."""
+    """The state for a new step: the state of open steps over the same variables if possible, or a new one."""
     user_tensors, updated = tensors.values(), groups.parameters()
     known = [held for held in list(_held) if held.is_open]
     written = [tensor for tensor in user_tensors if id(tensor) in updated or not isinstance(tensor, torch.nn.Parameter)]
@@ -68,7 +68,6 @@ def begin_use(held: HeldState) -> None:
 
 
 def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], written: Collection[int]) -> None:
-    """Refuses tensors that another open step has on other devices, if that step or this one may write them."""
     if _first_elsewhere(held, tensors, written) is not None:
         gc.collect()  # an unreachable step holds nothing
     conflict = _first_elsewhere(held, tensors, written)
@@ -96,7 +95,7 @@ def _first_elsewhere(
 
 
 def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
-    """Records tensors that a step reads as constants, and serializes it with the open steps that hold them."""
+    """Records tensors that a step reads as constants. Serializes the step with open steps that may write them."""
     held.note_reads(tensors)
     held.callers.join([other.callers for other in list(_held) if other.is_open and other.first_in_common(tensors)])
 
@@ -104,7 +103,7 @@ def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
 def take_in(
     hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
 ) -> None:
-    """Adds variables of modules outside of the model to a step; merges in the states of open steps with them, if possible."""
+    """Adds variables of modules outside of the model to a step. Merges the states of open steps over them, if possible."""
     held, ids = hold.held, {id(tensors[name]) for name in written if name in tensors}
     _refuse_elsewhere(held, tensors.values(), ids)
     either = held.trained() | ids

@@ -33,7 +33,7 @@ class HeldState:
     Steps take turns in one memory without copies. Their optimizers update equal or disjoint sets of parameters.
 
     Attributes:
-        layout: number of the layout; functions are bound anew when it changes.
+        layout: number of the layout; a change makes steps bind their functions anew.
         was_behind: True if a user's write since the last training step was already mirrored.
         gradients_writer: the writer of the gradients in the buckets; None after a failure.
         remark: the reason for copies between steps; empty without copies.
@@ -72,7 +72,7 @@ class HeldState:
         return self.trained() | (buffers - self._unwritten)
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
-        """Name of the first common variable that either side may write, or None; ``written`` has the ids of the other side's."""
+        """Name of the first common variable that either side may write, or None; ``written``: ids that the other side writes."""
         either = self.written().union(written)
         common = (tensor for tensor in tensors if id(tensor) in self.store.names)
         return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
@@ -84,7 +84,6 @@ class HeldState:
         return any(id(tensor) in self._read and self._read[id(tensor)]() is tensor for tensor in tensors)
 
     def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:
-        """Test for equal devices, and optimizers of equal or disjoint parameters."""
         parameters = groups.parameters()
         each = [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
         are_apart = all(parameters == other or parameters.isdisjoint(other) for other in each)
@@ -191,7 +190,7 @@ class HeldState:
             self.store.free_buckets(optimizers.owner)
 
     def free_forgotten(self) -> None:
-        """Frees the state of unreachable steps: the garbage collector, which may run in any thread, only empties their sets."""
+        """Frees the state of unreachable steps. The garbage collector may run in any thread, so it only empties sets of holds."""
         for optimizers, holds in list(self._optimizers.items()):
             if not holds:
                 self._free(optimizers)

@@ -63,7 +63,7 @@ class TornState:
         return list(dict.fromkeys(left))
 
     def guard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Makes copies and pickles of the model raise an error, and `state_dict` of its modules and of the optimizers."""
+        """Makes copies and pickles of the model, its modules' `state_dict`, and the optimizers' `state_dict` raise an error."""
         refusal = _Refusal(self)
         owners = [owner for owner in model.modules() if self.concerns([*map(id, owner.parameters(recurse=False))])]
         self._handles += [module.register_state_dict_pre_hook(refusal) for module in owners]

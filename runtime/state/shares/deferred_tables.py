@@ -101,7 +101,7 @@ def select_rows(tables: Iterable[DeferredTable]) -> list[torch.Tensor]:
 
 
 def are_finite(tables: Iterable[DeferredTable]) -> bool:
-    """Tests by a bound: no sum of rows exceeds their norm times the root of their number."""
+    """Tests by a bound: no sum of rows exceeds the rows' norm times the square root of their number."""
     rows = select_rows(tables)
     norms = torch.stack(norms_of_each(rows)).tolist()
     return all(
@@ -124,7 +124,7 @@ def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
 
 
 def _by_width(tables: Iterable[DeferredTable]) -> list[list[DeferredTable]]:
-    """Groups tables for common calls: two threads that alternate on the interpreter spend most time in small operators."""
+    """Groups tables by row width and dtype for common calls: threads lose time on the interpreter with many small operators."""
     groups: dict[tuple[int, torch.dtype], list[DeferredTable]] = defaultdict(list)
     for table in tables:
         rows, _ = table.factors[0]

@@ -149,7 +149,7 @@ def largest_part_of_share(
 
 
 def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
-    """Makes one replica's gradients in its own bucket; ``is_summed`` if other replicas' are added later."""
+    """Makes one replica's gradients in its own bucket; ``is_summed``: True if other replicas' gradients are added later."""
     if is_summed:
         forget_writes(bucket.pieces)
     make_share([bucket], 0)

@@ -70,7 +70,7 @@ class Piece(ABC):
         """Makes the sum over all replicas in ``total``, 1-D, part of the first replica's bucket."""
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """As `make`, and visits the elements in parts, perhaps each before the next is made."""
+        """As `make`, and visits the elements in parts. A part may be visited before the next one is made."""
         self.make(buckets, total)
         self.visit_made(total, visit)
 

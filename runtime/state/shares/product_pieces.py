@@ -52,7 +52,7 @@ class Rectangle(FactoredPiece):
 @dataclass
 class ProductPiece(Rectangle):
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """One product needs a contiguous copy of all factors. Several products each read and write the result."""
+        """Copies factors for a single product if this moves less memory than several products on the same result."""
         joined = _joined(self._pairs(factors))
         _add_products(joined, total.view(-1, self._sizes()[1]))
 

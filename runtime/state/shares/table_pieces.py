@@ -23,7 +23,7 @@ OwnRows = tuple[torch.Tensor, torch.Tensor]
 class TablePiece(Rectangle):
     """A rectangle of a table's gradient, in memory that is zero except for the few rows of a step.
 
-    ``written`` has the last step's rows, counted from the rectangle's first; None for unknown content.
+    ``written``: the last step's row indices, from the rectangle's first row; None for unknown content.
     """
 
     padding_idx: int = -1
@@ -36,7 +36,6 @@ class TablePiece(Rectangle):
             yield replace(piece, num_rows=slot.shape[0])
 
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Clears the rows of the last step, and adds those of this step."""
         self.add_rows([self._select(part) for part in factors], total)
 
     def add_rows(self, parts: Sequence[OwnRows], total: torch.Tensor) -> None:
@@ -75,7 +74,6 @@ class TablePiece(Rectangle):
         return rows.reshape(-1, rows.shape[-1])[:, self.columns], indices.reshape(-1)
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """Defers the piece if a step adds few rows."""
         factors = self.factors_in(buckets)
         if visit.defer is not None and self.has_few_rows(factors):
             visit.defer(self, factors, total)

@@ -67,7 +67,7 @@ class Layout:
             memory of equal buckets.
         aggregates: per-replica buffers' aggregates in the user's model.
         separate: variables with a tensor on every replica.
-        homes: variable laid out here -> the future memory of the user's tensor; None if it stays in its memory.
+        homes: variable laid out here -> the future memory of the user's tensor; None if the tensor does not move.
         program: the last program of the layout.
     """
 
@@ -98,7 +98,7 @@ class Layout:
         )
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
-        """A copy with another layout's variables under new names, but not its buckets; and the added variables' former names."""
+        """A copy with the other layout's variables, renamed, without its buckets; and the former names of those added."""
         taken = {name for name in other.values if names[name] not in self.values or name in other.separate}
         both = replace(
             self,
@@ -110,7 +110,7 @@ class Layout:
         return both, taken
 
     def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
-        """A copy with these variables, all in buckets, and any that share memory with these; and the names of its variables."""
+        """A copy with these variables, any that share memory with them, and all buckets; and the names of its variables."""
         aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
         remaining = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
         values = {name: values for name, values in self.values.items() if name in remaining}

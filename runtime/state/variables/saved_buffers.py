@@ -1,4 +1,4 @@
-"""Per-replica buffers in a checkpoint: the model has their aggregate alone."""
+"""Per-replica buffers in a checkpoint: the model's state_dict has only their aggregate."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MODEL, _REPLICAS = "model", "replicas"
 class SavedBuffers:
     """Per-replica buffers of a checkpoint, until a training program has memory for them.
 
-    Replicas get the saved values only if the model's buffer is that of the checkpoint, too. Steps over one model share
-    loaded buffers: the first step to run restores them for all.
+    Replicas get the saved values only if the model's buffer equals the checkpoint's. Steps over one model share loaded
+    buffers: the first step to run restores them for all.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,6 @@ class StepVariables:
         return other
 
     def drop_unless(self, names: Collection[str]) -> bool:
-        """Drops added variables except these names and their counters; returns True if any were dropped."""
         gone = self._added.difference(names, {c for name, c in self._counters.items() if name in names})
         self._added = self._added - gone
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in gone}
@@ -82,7 +81,6 @@ class StepVariables:
         return {name: loaded[other] for name, other in self._names.items() if other in loaded} if loaded else {}
 
     def load_buffers(self, buffers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces the buffers that wait for memory."""
         self.take_loaded_buffers(self.loaded_buffers)
         self._store.loaded_buffers |= {self._names[name]: buffer for name, buffer in buffers.items()}
 
@@ -90,7 +88,6 @@ class StepVariables:
         return {name: self._store.loaded_buffers.pop(self._names[name]) for name in names}
 
     def per_replica(self) -> dict[str, list[torch.Tensor]]:
-        """Buffers with a value on each replica, by name."""
         names = [
             name for name, other in self._names.items() if name in self.tensors and self._store.has_per_replica(other)
         ]

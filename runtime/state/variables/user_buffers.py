@@ -33,8 +33,8 @@ class ShownBuffers:
     """Buffers of one dtype side by side, so that one addition aggregates them all.
 
     Batch normalization writes its statistics without a version count, so a copy of the last aggregate reveals the user's
-    writes. On a GPU the comparison would synchronize. Buffers of modules that count their forwards
-    (``num_batches_tracked``) are not compared there: `VariableStore` reads the counter.
+    writes. On a GPU, a comparison would synchronize. For modules that count their forwards (``num_batches_tracked``),
+    `VariableStore` reads the counter instead.
 
     Args:
         sizes: the number of elements of each buffer, by name, in order.

@@ -31,7 +31,7 @@ from mirrorc.user.aliased_tensors import refuse_shared_memory, warn_of_holders
 class VariableStore:
     """Memory of every variable on every replica.
 
-    The user's parameters are views of replica 0's flat buffers. Devices of one memory share variables that no step
+    The user's parameters are views of replica 0's flat buffers. Devices with common memory share variables that no step
     writes. A buffer that forward writes has a copy on each replica; after every step, the user's buffer shows their
     aggregate. The user's writes between steps are detected and mirrored.
 
@@ -70,7 +70,7 @@ class VariableStore:
         self._members = self._members.with_added(tensors, counters, are_guarded=are_guarded)
 
     def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
-        """Prepares a merge with another store under new names; returns its commit, idempotent from any point.
+        """Prepares a merge with another store under new names; returns a function that commits, idempotent from any point.
 
         Per-replica variables stay in place. Common variables must be equal in both stores.
         """
@@ -87,7 +87,7 @@ class VariableStore:
         return put_in_place
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Keeps variables whose tensors have these ids, all in buckets, and any that share memory with these."""
+        """Keeps the variables with these tensor ids, any that share memory with them, and all variables in buckets."""
         layout, names = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
         watched = {name: watched for name, watched in self._watched.items() if name in names}
         self._copies.keep_only(names)
@@ -207,7 +207,7 @@ class VariableStore:
         return has_plan and all(name in self._layout.values for name in names)
 
     def has_changes(self) -> bool:
-        """Test for what `mirror_changes` would mirror, limited to writes with a version count."""
+        """Test for writes with a version count, or new memory. `mirror_changes` also finds uncounted writes to buffers."""
         return any(watched.has_changed() for watched in self._watched.values())
 
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
@@ -240,9 +240,7 @@ class VariableStore:
         return any(has_moved)
 
     def _keeps_its_bits(self, name: str) -> bool:
-        """Test for an unwritten aggregate. Its version may have changed: BatchNorm loads its counter from itself if it is not in
-        a state_dict.
-        """
+        """Test for an aggregate with unchanged bits. BatchNorm writes its counter unchanged if a state_dict lacks it."""
         return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
 
     def written(self, owner: int) -> list[torch.Tensor]:
@@ -256,7 +254,6 @@ class VariableStore:
             mirror_first(flat.parameters)
 
     def _mirror(self, name: str) -> bool:
-        """Returns True if the variable has new memory."""
         tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
         if name in self._layout.separate:
             assert watched.home is not None
@@ -274,7 +271,7 @@ class VariableStore:
         return has_moved
 
     def count_update(self, owner: int) -> None:
-        """Counts a version of each updated parameter: autograd then refuses a stale backward."""
+        """Increments the version of each updated parameter, so that autograd refuses a stale backward."""
         count_write(self._trained.get(owner, []))
 
     def aggregate(self) -> None:

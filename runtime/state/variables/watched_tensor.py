@@ -22,7 +22,6 @@ class Watched:
         return cls(tensor, tensor._version, tensor.data_ptr(), home)
 
     def has_changed(self) -> bool:
-        """Test for a write with a version count, or for new memory."""
         return self.tensor._version != self.version or self.has_moved()
 
     def has_moved(self) -> bool:
@@ -33,7 +32,7 @@ class Watched:
 
 
 def count_write(written: Collection[Watched]) -> None:
-    """Counts a version of tensors written by mirrorc, and marks them as unchanged."""
+    """Increments the versions of tensors that mirrorc has written, and marks the tensors as unchanged."""
     torch.autograd.graph.increment_version([watched.tensor for watched in written])
     for watched in written:
         watched.version = watched.tensor._version

@@ -29,8 +29,8 @@ from mirrorc.runtime.workers.team.team import Team
 class Exchanges(Communicator):
     """Exchanges the buckets of a program over gloo.
 
-    Devices first add up their gradients, each its share, in the memory of the first replica. The last device to launch sends
-    the whole bucket, or the factors of all devices. All workers send in the order of the bucket plan.
+    Each device first adds up one share of the gradients, in the first replica's memory. The last device to launch sends the
+    whole bucket, or the factors of all devices. All workers send in the order of the bucket plan.
 
     Args:
         packs: numbers of the exchanged packs, or of the buckets if none is cut.
@@ -179,7 +179,7 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
     """Communicators between workers, by link; empty without exchanges or without a team.
 
     Raises:
-        ExecutionError: the link has no such runtime, or does not leave sums in memory that can be sent.
+        ExecutionError: the link between workers is unknown, or the devices' link does not add up buckets in one place.
     """
     graph = next(iter(program.device_graphs.values())).graph
     launches = list(calls_to(graph, *ops.BETWEEN_WORKERS))

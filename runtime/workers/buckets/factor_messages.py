@@ -95,7 +95,7 @@ class Gathering:
 
 
 RowsOf = Callable[[int], Sequence[NumRows]]
-"""From a pack to its numbers of rows in this step, by rank."""
+"""Returns a pack's numbers of rows in this step, by rank."""
 
 
 def _aligned(num_bytes: int) -> int:

@@ -17,13 +17,13 @@ _SLACK_SECONDS = 2.0  # a lane has a timeout of its own, with a better message
 
 
 class JointLaunches:
-    """Lets the last device to arrive launch a collective for all devices; each then waits until it is done.
+    """Lets the last device to arrive launch a collective for all devices. Each device then waits for the end.
 
     Args:
         tags: keys of the collectives; each is launched once in a step.
 
     Attributes:
-        lock: held from `is_last` until the launch.
+        lock: to hold from `is_last` until the launch.
     """
 
     def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:
@@ -48,7 +48,7 @@ class JointLaunches:
         return True
 
     def send(self, tag: Hashable, collective: Callable[[GlooGroup], object] | None) -> None:
-        """Launches a collective, None if there is nothing to send; its end wakes all devices."""
+        """Launches a collective, whose end wakes all devices; None if there is nothing to send."""
         inboxes = self._inboxes[tag]
         self.under_way.add(tag)
 
@@ -64,7 +64,7 @@ class JointLaunches:
             done(None)
 
     def wait(self, tag: Hashable, replica: int, bucket: int | str) -> None:
-        """Waits on a device until a collective is done.
+        """Makes a device wait until a collective is done.
 
         Raises:
             Aborted: another device, or another worker, has failed.

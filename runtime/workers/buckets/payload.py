@@ -20,9 +20,9 @@ class SentPart(Protocol):
         """Launches the exchange; returns a work."""
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Writes these elements of the sum over all workers into ``into``, 1-D; each element is taken once.
+        """Writes elements ``start:stop`` of the sum over all workers into ``into``, 1-D. Each element is taken once.
 
-        With ``keeps_rest``, the pack then holds their residual.
+        With ``keeps_rest``, the pack may keep the residual of these elements.
         """
 
 
@@ -47,7 +47,7 @@ class SentPayload(SeveralRounds):
         self._sum = torch.zeros_like(whole)
 
     def launch(self, group: GlooGroup) -> Any:
-        """Returns itself as the work; waiting for it launches the rounds."""
+        """Returns this object as the work, whose `wait` launches the rounds."""
         self._group = group
         return self
 

@@ -21,9 +21,9 @@ _SENT_AS = {torch.int16: torch.int64}  # what gloo cannot add; the sum wraps aro
 class WorkerValues:
     """Exchanges values with other workers' replicas within a program's forward and backward.
 
-    The last present replica launches the sum over all workers. A gather is a sum, too: each worker writes its rows in their
-    place, and zeros elsewhere, as integers. Every replica waits until all have come, so all workers launch these sums in the
-    order of the program.
+    The last present replica launches the sum over all workers. A gather is a sum of integers, too: each worker writes its
+    rows in their place, and zeros elsewhere. Every replica waits for all others, so all workers launch the sums in the
+    program's order.
     """
 
     def __init__(self, program: Program, timeout_seconds: float, launch: Launch) -> None:
@@ -96,7 +96,6 @@ def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _as_integers(flat: torch.Tensor) -> torch.Tensor:
-    """A view in the widest integers that divide the memory."""
     num_bytes = flat.numel() * flat.element_size()
     kinds = (torch.int64, torch.int32, torch.uint8)
     return flat.view(next(kind for kind in kinds if num_bytes % kind.itemsize == 0))

@@ -52,7 +52,7 @@ class ShardedBuckets:
                 self._joint.send((_SUMS, bucket), lambda group: group.all_to_all(whole, received))
 
     def wait_sums(self, bucket: int, replica: int, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Writes the sum over all workers of these elements into ``whole``, and returns them."""
+        """Writes elements ``start:stop`` of the sum over all workers into ``whole``, and returns this slice."""
         self._joint.wait((_SUMS, bucket), replica, bucket)
         share = whole[start:stop]
         received = self._received[bucket]

@@ -16,7 +16,7 @@ _MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at t
 
 
 class LargestElements:
-    """A `SentPart` of the top-k elements of a worker's pack, 1-D, which it sets to zero in the pack. NaN is the largest."""
+    """A `SentPart` of the top-k elements of a worker's pack, 1-D. Sets these elements to zero in the pack. NaN is the largest."""
 
     def __init__(self, whole: torch.Tensor, count: int, num_workers: int) -> None:
         self._count, self._dtype, self._places = count, whole.dtype, index_dtype(whole.numel())
@@ -55,8 +55,8 @@ class LargestElements:
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the ``count`` largest of ``magnitudes``, 1-D and non-negative, in any order; NaN is the largest.
 
-    On a CPU, ``torch.topk`` takes five times as long, as it moves pairs. So a bound from a sample selects a few candidates too
-    many. If there are too few or far too many, ``torch.topk`` runs on all elements.
+    On a CPU, ``torch.topk`` on all elements takes five times as long, as it moves pairs. So a bound from a sample first selects
+    a few candidates too many. Only with too few or far too many candidates, ``torch.topk`` runs on all elements.
     """
     sample = magnitudes[::_SAMPLED]
     expected = count / _SAMPLED

@@ -17,7 +17,7 @@ class CallStage(enum.StrEnum):
     BEFORE = "before"  # the others know of no vote of this worker
     REFUSED = "refused"  # all workers raise the same error
     VOTING = "voting"
-    DECIDED = "decided"  # all have, for the step or against it
+    DECIDED = "decided"  # all workers have decided for the step or against it
     VOTING_EARLY = "voting early"
     UPDATING = "updating"  # the step takes place, and sums or updates are to come; no worker ends the call without them
     UPDATED = "updated"
@@ -26,7 +26,7 @@ class CallStage(enum.StrEnum):
 
 @dataclass
 class CallState:
-    """This worker's training calls, one at a time; ``number`` is 0 before the first."""
+    """This worker's present training call; ``number`` is 0 before the first."""
 
     number: int = 0
     stage: CallStage = CallStage.BEFORE
@@ -38,12 +38,12 @@ class CallState:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that ends a step of all workers.
+    """A failure that ends a call on all workers.
 
     Attributes:
         rank: of the failed worker; -1 if unknown.
-        step: number of the call that it ends; a final failure ends all later calls, too.
-        text: its cause, as a clause: "it raised ValueError: ...".
+        step: number of the ended call; a final failure ends all later calls, too.
+        text: the cause, as a clause: "it raised ValueError: ...".
         is_final: whether the worker cannot go on.
         stage: of the worker that has published the failure.
     """

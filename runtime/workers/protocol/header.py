@@ -15,21 +15,23 @@ class Header:
     """A worker's description of its next call.
 
     Attributes:
-        is_fresh: 1 with variables that were not broadcast yet.
+        is_fresh: 1 if this worker has variables that were not broadcast yet.
         written: digest of the user's writes since the last step; 0 for none.
         schedule: digest of the facts that all programs must share, such as exchanges.
-        variables, hyperparameters, modes: digests, with variables outside of the model and the loss scale.
+        variables: digest of all variables' dtypes and shapes.
+        hyperparameters: digest of the optimizers' hyperparameters and the scaler's state.
+        modes: digest of the modules' training modes.
         num_present: replicas with examples.
-        seed: only worker 0's counts.
+        seed: only worker 0's is used.
         kind: see `kind_of`; a guess by a worker that has left. `BESIDES` for a call that does not train, `TURN` for a meeting
             before a call.
         num_accumulated: examples of the accumulated calls.
-        parameters: digest of the parameters whose optimizers are not element-wise; 0 for none.
-        num_steps: as counted for comparisons of copies.
+        parameters: digest of the values of parameters whose optimizers are not element-wise; 0 for none.
+        num_steps: steps so far, which decide when replicas are compared.
         has_left: 1 if this worker only joins the calls of others.
         num_counts, counts: number and digest of the row counts of this worker's factors.
-        known: digest of all row counts received.
-        deals_anew: 1 if this worker's shard of the optimizer's state belongs to other buckets than its program's.
+        known: digest of this worker's cache, see `KnownCounts`.
+        deals_anew: 1 if this worker's shard of the optimizer state does not fit its program's buckets.
         turn: number of this worker's next step in its block, see `mirrorc.join`.
         batch: digest of the first batches, see `EqualBatches`; 0 for none.
     """
@@ -75,13 +77,13 @@ class Agreement:
 
     Attributes:
         num_examples, num_accumulated, num_present: sums over all workers; ``present`` has ``num_present`` by rank.
-        is_other: whether programs need other accumulation, so that all must meet again.
+        is_other: whether a worker needs a program with other accumulation; all then meet again.
         first_present: rank of the first worker with examples; 0 if none has any.
-        takes_over: whether all must receive the source's values, and meet again.
-        source: its rank; 0 if all have left.
+        takes_over: whether all receive the source's values, and then meet again.
+        source: the source's rank; 0 if all have left.
         tells_hyperparameters: whether the source broadcasts hyperparameters to workers that have left.
         is_over: whether all have left.
-        deals_anew: whether all gather the optimizer's state, to shard it anew.
+        deals_anew: whether all gather the optimizer state, to shard it anew.
         turn: number of the next step, in a meeting before a call of several steps.
         batches: digests of the workers' batches by rank.
     """
@@ -106,10 +108,10 @@ class Agreement:
 
 
 def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
-    """The agreement of all workers. If they disagree: None, the first field that differs from the source's, and the rank.
+    """The workers' agreement. If they disagree: None, the first differing field, and a rank that differs from the source.
 
-    Fields that depend on values or programs are not compared before these are broadcast or changed. If any worker holds
-    accumulated gradients, all programs end an accumulation.
+    Fields that depend on values or programs are not compared if these are about to change. If any worker holds accumulated
+    gradients, a step ends the accumulation on all.
 
     Args:
         headers: by rank, [fields] int64.
@@ -153,7 +155,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 
 
 def _differs(header: Header, source: Header, name: str) -> bool:
-    """A worker that has left adopts hyperparameters, kind and turn. Accumulations end on all workers, or on none."""
+    """A worker that has left adopts hyperparameters, turn and kind of accumulation. NONE and ENDS do not differ."""
     if name == "kind" and min(header.kind, source.kind) < 0:
         return header.kind != source.kind
     if header.has_left and name in ("hyperparameters", "kind", "turn"):

@@ -13,12 +13,12 @@ from mirrorc.messages.problem import problem
 
 @dataclass(frozen=True)
 class Vote:
-    """A worker's vote on a step, cast after everything that can fail in it.
+    """A worker's vote on a step, cast after everything in the step that can fail.
 
     Attributes:
         has_sound_sums: whether all sums over workers are finite; the same on all workers.
         numbers: [numbers of each replica, replicas].
-        used: parameters used by this worker's replicas, [parameters] float64, ones and zeros; None if each step uses the same.
+        used: [parameters] float64, 1 for each that this worker's replicas used, else 0; None if all steps use the same.
     """
 
     takes_place: bool
@@ -27,7 +27,7 @@ class Vote:
     used: torch.Tensor | None = None
 
     def to_message(self, columns: Columns) -> torch.Tensor:
-        """This worker's summand of the vote, 1-D float64: two counts of votes, all numbers, and the used parameters."""
+        """This worker's summand, 1-D float64: the two flags as 0 or 1, all numbers, and the used parameters."""
         values = [torch.tensor([self.takes_place, self.has_sound_sums], dtype=torch.float64)]
         if self.numbers is not None:
             values.append(columns.filled(self.numbers).reshape(-1))
@@ -38,10 +38,10 @@ class Vote:
 
 @dataclass(frozen=True)
 class Columns:
-    """The replicas whose numbers all workers adopt after the vote, a column for each.
+    """The replicas whose numbers all workers adopt after the vote, one column each.
 
     Attributes:
-        first: first column of this worker's replicas; None if it has no column.
+        first: first column of this worker's replicas; None without columns.
     """
 
     num: int
@@ -49,7 +49,6 @@ class Columns:
 
     @classmethod
     def of(cls, program: Program) -> Columns:
-        """The replicas of all workers if the optimizer is sharded, else the chief's."""
         workers = program.workers
         if program.has_sharded_optimizer:
             return cls(workers.num_all_replicas, workers.first_replica)
@@ -78,7 +77,7 @@ class Outcome:
 
 
 def outcome(message: torch.Tensor, columns: Columns, num_workers: int, num_parameters: int = 0) -> Outcome:
-    """The result of a vote; ``message`` is the sum of all workers' `Vote.to_message`.
+    """The result of a vote whose ``message`` is the sum of all workers' `Vote.to_message`.
 
     Raises:
         CommunicationError: workers disagree on whether the same sums are finite.

@@ -37,7 +37,7 @@ def take_over_values(
 
 
 def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
-    """``load_state_dict`` has cast entries to their parameter's dtype, such as NAdam's mu_product."""
+    """Restores dtypes: ``load_state_dict`` casts entries such as NAdam's mu_product to their parameter's dtype."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, entries in saved.items():
         local = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
@@ -68,7 +68,7 @@ _NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # 
 
 @contextmanager
 def stream_of_chief(team: Team) -> Iterator[None]:
-    """A context in which torch's default generator has the chief's state; other workers then get theirs back."""
+    """A context in which torch's default generator has the chief's state. Other workers restore their own state afterwards."""
     local_state = torch.get_rng_state()
     chiefs = local_state.clone()
     team.control.broadcast(chiefs)
@@ -115,6 +115,6 @@ def _copied(team: Team, state: Any, source: int) -> Any:
     team.control.broadcast(size, source)
     received = text.clone() if team.cluster.rank == source else torch.empty(int(size), dtype=torch.uint8)
     team.control.broadcast(received, source)
-    # a worker of this very program has saved it a moment ago
-    # and each may have a GPU of another number
+    # weights_only=False is safe: a worker of this program has just saved the state
+    # on the CPU: another worker's GPU may have another number
     return torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=False)

@@ -9,8 +9,6 @@ from mirrorc.runtime.workers.protocol.call_state import CallStage, Failure
 
 
 class Event(enum.Enum):
-    """Events that end a call of this worker."""
-
     RAISED = "an error of this worker, or an interrupt"
     CLOSED = "this worker's step was closed in another thread"
     LOST = "a connection broke, or a worker is late, and no failure is published"
@@ -50,13 +48,13 @@ class Tells(enum.Enum):
     """The failure that this worker publishes for all others."""
 
     NOTHING = enum.auto()
-    FAILURE = enum.auto()  # its error, unless they know a failure of this call
-    END = enum.auto()  # that it cannot go on
+    FAILURE = enum.auto()  # its error, unless a failure of this call is published already
+    END = enum.auto()  # it cannot go on
 
 
 @dataclass(frozen=True)
 class Consequence:
-    """A row of the table.
+    """An entry of `CONSEQUENCES`.
 
     Attributes:
         reason: why the workers must restart; empty if the reason is the failure itself.

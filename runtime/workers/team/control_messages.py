@@ -87,11 +87,11 @@ class ControlCollectives:
         self._compare(subject, facts, remedy, lambda: _Lane(self._cluster, self._connections, self._begin_refusal))
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """As `compare`, after a difference in headers."""
+        """As `compare`, when headers have shown a difference."""
         self._compare(subject, facts, remedy, self._begin_refusal)
 
     def _begin_refusal(self) -> Transport:
-        """Uses the store, as facts may be long. All workers refuse the call after it."""
+        """Begins the refusal of the call by all workers. Facts may be long, so they go through the store."""
         self._call.stage = CallStage.REFUSED
         store = self._connections.part_of_store(f"facts {self._call.number}")
         return _BoundedStore(store, self._cluster, self._timeout_seconds, self._look)
@@ -102,7 +102,7 @@ class ControlCollectives:
         try:
             compare(subject, facts, over=open_transport())
         except LostConnectionError:
-            self._call.stage = CallStage.BEFORE  # they do not raise the like
+            self._call.stage = CallStage.BEFORE  # other workers do not raise this error
             raise
         except CommunicationError as error:
             text = with_line(str(error), "now", "No parameter was changed")
@@ -114,7 +114,7 @@ class ControlCollectives:
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
-        """A context whose errors all workers raise, so that none must notify the others."""
+        """A context whose errors all workers raise, so no worker needs to notify the others."""
         try:
             yield
         except CommunicationError:
@@ -123,7 +123,7 @@ class ControlCollectives:
 
 
 class _BoundedStore:
-    """Raises `LostConnectionError` if a worker is lost, or the store does not answer in time."""
+    """A `StoreTransport` that raises `LostConnectionError` for a lost worker, or if the store does not answer in time."""
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, look: Callable[[], object]) -> None:
         self.workers: Sequence[Worker] = cluster.workers

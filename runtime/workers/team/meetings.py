@@ -41,17 +41,17 @@ _OF_LIVE_ONES = (
     "turn",
     "hyperparameters",
     "schedule",
-)  # those who have left take these over, or do not know them
+)  # workers that have left adopt these, or do not know them
 
 Details = Callable[[], Mapping[str, object]]
-"""Returns a worker's facts on a field, by name, if workers differ in it."""
+"""Returns the facts behind a header field, by name; called if workers differ in the field."""
 
 
 class Meetings:
     """The meetings of a team's workers, one or several in each call.
 
     Attributes:
-        row_counts, gathered_rows: of each worker in this step, by rank.
+        row_counts, gathered_rows: the arguments of all workers in this step, by rank.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Meetings:
         Args:
             facts: the facts behind header fields, shown if workers differ.
             counts: row counts of this worker's factors.
-            gathered_rows: numbers of gathered rows; equally many on all workers whose programs match.
+            gathered_rows: this worker's numbers of gathered rows. Workers with matching programs have as many numbers.
 
         Raises:
             CommunicationError: workers differ; names the worker and its difference, on all workers.

@@ -25,7 +25,7 @@ _SLACK_SECONDS = 1.0
 
 
 def pace_of_steps(num_workers: int) -> Pace:
-    """Heartbeat times with which a worker misses some beats before it counts as silent."""
+    """Heartbeat times. A worker counts as silent only after several missed beats."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(
         interval,
@@ -36,11 +36,11 @@ def pace_of_steps(num_workers: int) -> Pace:
 
 
 class StepWatcher:
-    """Sends this worker's progress with heartbeats, and receives failures that end calls of a step.
+    """Sends this worker's progress with heartbeats, and receives published failures.
 
     Args:
         on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. A failure
-            names this worker if the others have given up on it.
+            names this worker if the others have given up on this worker.
 
     Raises:
         CommunicationError: the store does not answer.
@@ -80,7 +80,7 @@ class StepWatcher:
         return self.detector.find_silent(is_known, _SLACK_SECONDS)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
-        """Waits a few seconds at most for heartbeats of all others; less if ``is_known`` reports a failure."""
+        """True if all others send heartbeats. Waits a few seconds at most, less if ``is_known`` reports a failure."""
         return self.find_silent(is_known) == []
 
     def progress_of_all(self) -> dict[int, Progress]:

@@ -60,7 +60,6 @@ class Team:
 
     @property
     def link(self) -> LinkSpeed | None:
-        """The measured speed; None before the connections were opened."""
         return self.connections.link
 
     @property
@@ -77,7 +76,7 @@ class Team:
         return self._failed.have_parted
 
     def come_together(self) -> None:
-        """Notes a broadcast of one worker's values to all."""
+        """Notes that all workers have received one worker's values."""
         self._failed.have_parted = False
 
     # A call, from its beginning to its end
@@ -90,7 +89,7 @@ class Team:
 
         Args:
             is_whole, torn: see `FailedCalls.explain`.
-            has_left: whether this worker's loop has ended, so that it waits for others as long as they live.
+            has_left: whether this worker's loop has ended. Such a worker waits for others as long as they live.
 
         Raises:
             CommunicationError: another worker has failed.
@@ -114,7 +113,7 @@ class Team:
             self._watcher.local_progress = self._watcher.local_progress.ended()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the other workers' next call with an error in this worker's code, which keeps it from joining the call."""
+        """Ends the other workers' next call, because an error in this worker's code keeps this worker from joining."""
         if self.connections.are_open and not self._failed.are_final:
             self._call.begin()
             self._failed.explain(error, lambda: True, str)
@@ -139,17 +138,17 @@ class Team:
         return self._meetings.exchange_headers(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
-        """Opens the connection for values of the model, in the same call on all workers. May be repeated."""
+        """Opens the lane for the model's collectives, in the same call on all workers. May be repeated."""
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
         """Waits for the votes of all workers, and returns their decision on the step.
 
         Args:
-            is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
+            is_early: whether sums, or parameters that others update, arrive between the vote and `end_updates`.
 
         Raises:
-            CommunicationError: workers disagree on whether the same sums are finite, or one has failed.
+            CommunicationError: workers disagree on whether the same sums are finite, or a worker has failed.
         """
         call = self._call
         message = vote.to_message(columns)
@@ -167,7 +166,7 @@ class Team:
         self._call.stage = CallStage.UPDATED if self._call.stage is CallStage.UPDATING else CallStage.DECIDED
 
     def hear(self, text: str) -> list[tuple[str, str]]:
-        """Exchanges all workers' texts after the decision against a step; then all raise the same error."""
+        """Exchanges all workers' texts after a decision against the step. The callers then raise the same error."""
         self._call.stage = CallStage.BEFORE
         texts = self.control.all_gather_texts(text)
         self._call.stage = CallStage.REFUSED

@@ -1,1 +1,1 @@
-"""Ordered queues over process groups."""
+"""Connections between workers, over process groups."""

@@ -1,4 +1,4 @@
-"""Rendezvous of a team's workers, and its process groups."""
+"""Rendezvous of workers, and the opening of their lanes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.cluster import Cluster
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.runtime.workers.transport.lane import Lane, LostConnectionError, in_words
 
-_LONGEST_OPENING_SECONDS = 30.0  # of a connection for which all workers are there
+_LONGEST_OPENING_SECONDS = 30.0  # of a lane, once all workers have come
 _SECONDS_BETWEEN_LOOKS = 0.02
 _MEASURED_BYTES = (2**6, 2**20, 2**22)  # sizes of the sums that measure the speed of a link
 _NUM_MEASUREMENTS = 4
@@ -30,13 +30,13 @@ def await_all(
     is_over: Callable[[], bool],
     may_wait_on: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Waits until all workers have come to a call. Unlike gloo's rendezvous, signals can interrupt it.
+    """Waits until all workers have come to a call. A signal can interrupt this wait, unlike gloo's rendezvous.
 
     Args:
-        may_wait_on: called at each timeout; True to wait as long again.
+        may_wait_on: called at each timeout; returns True to wait once more.
 
     Raises:
-        LostConnectionError: not all came.
+        LostConnectionError: a worker did not come.
     """
     answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
@@ -60,10 +60,10 @@ def await_all(
 def all_texts(
     store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
 ) -> list[str]:
-    """Exchanges a text with all workers; returns the texts by rank. A worker that calls it again must send the same.
+    """Exchanges a text with all workers; returns the texts by rank. A worker that repeats the call must send the same text.
 
     Raises:
-        LostConnectionError: some worker sent nothing.
+        LostConnectionError: a worker sent nothing.
     """
     answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     keys = [f"text {rank}" for rank in range(cluster.num_workers)]
@@ -83,7 +83,7 @@ def patience(timeout_seconds: float) -> float:
 
 
 def _answer(ask: Callable[[], _T], seconds: float) -> _T:
-    """In bounded time, because a store on a stopped host stays connected."""
+    """Bounds the time, because a store on a stopped host stays connected."""
     try:
         return in_bounded_time(ask, seconds)
     except (RuntimeError, TimeoutError) as error:
@@ -91,7 +91,7 @@ def _answer(ask: Callable[[], _T], seconds: float) -> _T:
 
 
 def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
-    """Measures a link; all workers call it together."""
+    """All workers must call this function together."""
     seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in _MEASURED_BYTES}
     measured = torch.zeros(max(_MEASURED_BYTES), dtype=torch.uint8, device=device)
     for _ in range(_NUM_MEASUREMENTS):  # the first opens connections
@@ -112,7 +112,7 @@ def open_lane(
     device: torch.device,
     is_over: Callable[[], bool],
 ) -> Lane:
-    """Opens a lane for this type of device; all workers call it after the rendezvous."""
+    """All workers must call this function together, after the rendezvous."""
     lane_store = distributed.PrefixStore(name, store)
     places = cluster.rank, cluster.num_workers
     opened = functools.partial(Lane, lane_store, *places, timeout_seconds, f"mirrorc {name}", device)

@@ -22,7 +22,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 def cut_when_broken(deaf: Lane, watched: Lane) -> None:
     """Cuts the lane ``deaf`` when ``watched``, a lane to the same workers, breaks. Closing ``watched`` ends the watch.
 
-    A collective of NCCL waits forever for an ended process; gloo closes its connection.
+    An NCCL collective waits forever for an ended process, but gloo notices its closed connection.
     """
     threading.Thread(target=_watch, args=(deaf, watched), name="mirrorc watches connections", daemon=True).start()
 
@@ -42,10 +42,10 @@ _HOST = torch.device("cpu")
 class Connections:
     """A lane for control messages and a lane for buckets, opened together at a call, and closed together by a failure.
 
-    Values of the model have a third lane: a device without examples launches its buckets at any time.
+    The model's own collectives have a third lane: workers may launch them and buckets in different orders.
 
     Attributes:
-        link: measured speed; None before the first opening.
+        link: measured speed of the lane for buckets; None before the first opening.
     """
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> None:
@@ -59,7 +59,6 @@ class Connections:
 
     @property
     def are_broken(self) -> bool:
-        """True if another worker has closed a lane."""
         return any(lane.is_broken for lane in list(self._lanes))
 
     @property
@@ -72,7 +71,7 @@ class Connections:
         is_over: Callable[[], bool],
         may_wait_on: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Opens closed lanes when all workers have come to a call.
+        """Opens the lanes, if they are closed, when all workers have come to a call.
 
         Raises:
             LostConnectionError: a worker has failed, has ended, or does not come in time.
@@ -126,16 +125,15 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Open lanes; that for control messages comes first."""
+        """The open lanes, the one for control messages first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
-        """Aborts the collectives on buckets, on all workers."""
         for lane in list(self._lanes)[1:2]:
             lane.cut()
 
     def close(self) -> bool:
-        """Closes all lanes; returns whether all collectives have ended, so that none writes memory."""
+        """Closes all lanes. Returns False if a collective may still write to memory."""
         have_ended = [lane.close() for lane in self._lanes]
         self._lanes.clear()
         return all(have_ended)

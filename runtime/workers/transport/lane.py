@@ -22,18 +22,18 @@ def in_words(error: Exception) -> str:
 
 
 class LostConnectionError(CommunicationError):
-    """A lost connection to another worker; which one is not known yet."""
+    """A lost connection to a worker that is not identified yet."""
 
 
 class PayloadError(ExecutionError):
-    """Failure of a user's payload between two of its rounds; other workers may wait for the next round."""
+    """Failure of a user's payload. Other workers may be waiting for its next round."""
 
 
 Group = GlooGroup | NcclGroup
-"""The process group of a lane's collectives; only NCCL's sums by itself."""
+"""The process group of a lane's collectives. An NCCL group has no collective but all_reduce."""
 
 Done = Callable[[Exception | None], None]
-"""Called when a collective is done, in the lane's thread; with the error if it has failed."""
+"""Called in the lane's thread when a collective has ended, with its error, if any."""
 
 
 def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float, device: torch.device) -> Group:
@@ -43,9 +43,9 @@ def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float
 
 
 class Lane:
-    """Launches collectives in order, over NCCL on a GPU and else over gloo, and reports their ends in this order.
+    """Launches collectives in order, over NCCL on a GPU and gloo on a CPU, and reports their ends in the same order.
 
-    The lane's thread waits for the collectives: such a wait ignores signals, and a waiting device has its own timeout.
+    A thread of the lane waits for the collectives, because such a wait ignores signals and a caller's timeout.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -64,8 +64,8 @@ class Lane:
     def launch(self, collective: Callable[[Any], Any], done: Done) -> None:
         """Launches a collective without waiting; ``collective`` returns its work, and ``done`` receives its error, if any.
 
-        After the first work of `SeveralRounds`, each work waits for the end of those before it, so all workers launch the
-        rounds in the same order.
+        After the first `SeveralRounds`, each collective is launched when all earlier ones have ended. So all workers launch
+        the rounds in the same order.
         """
         with self._launching:
             try:
@@ -84,9 +84,9 @@ class Lane:
     def call(
         self, collective: Callable[[Any], Any], seconds: float, may_wait_on: Callable[[], bool] = lambda: False
     ) -> None:
-        """Launches a collective and waits for it; Ctrl-C can cut the wait short, not the collective.
+        """Launches a collective and waits for it. Ctrl-C ends the wait, but not the collective.
 
-        ``may_wait_on`` is called at each timeout; True to wait as long again.
+        ``may_wait_on`` is called at each timeout; it returns True to wait once more.
 
         Raises:
             LostConnectionError: the collective has failed, or timed out.
@@ -109,14 +109,14 @@ class Lane:
         return group is not None and group.is_broken
 
     def cut(self) -> None:
-        """Aborts all collectives, on all workers."""
+        """Aborts all collectives; over gloo, on the other workers, too."""
         group = self._group
         if group is not None:
             group.cut()
 
     @property
     def is_deaf(self) -> bool:
-        """True if collectives wait forever for a lost worker, as those of NCCL do."""
+        """True if collectives wait forever for a lost worker, as NCCL's do."""
         return isinstance(self._group, NcclGroup)
 
     @property
@@ -124,7 +124,7 @@ class Lane:
         return self._group is None
 
     def close(self) -> bool:
-        """Ends all collectives; returns whether none writes the passed memory any more."""
+        """Ends all collectives. Returns False if one may still write to its memory."""
         self.cut()
         with self._launching:
             group, self._group = self._group, None
@@ -159,7 +159,7 @@ class _Failed:
 
 
 def _await_works(works: queue.SimpleQueue[tuple[Any, Done] | Group | None]) -> None:
-    """Waits for works in order, and reports their ends. Ends with the group, to release it."""
+    """Waits for works in order, and reports their ends. Returns at the group, the last entry, to release it."""
     while isinstance(entry := works.get(), tuple):
         work, done = entry
         error: Exception | None = None
