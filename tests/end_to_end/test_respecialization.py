@@ -475,7 +475,7 @@ def test_the_warning_names_every_argument_that_keeps_changing() -> None:
     message = str(found.message)
     assert "the shape of 'x' ([2, 4], [3, 4], [4, 4])" in message and "'head' ('head 0', 'head 1', " in message
     assert "'target.y' ([2, 1], [3, 1], [4, 1])" in message
-    assert "pad batches to few shapes, or compile with dynamic=None" in message
+    assert "pad batches to few shapes, or leave Compiler(dynamic=) out" in message
 
 
 @pytest.mark.slow
