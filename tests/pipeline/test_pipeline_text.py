@@ -264,19 +264,19 @@ def test_a_pass_of_a_module_that_is_run_is_named_by_it(monkeypatch: pytest.Monke
     [
         (
             "raise RuntimeError('trained\\nagain')",
-            r"importing a_script failed: RuntimeError: trained; put the pass in a",
+            r"importing a_script failed: RuntimeError: trained\n  fix:  put the pass in a",
         ),
         (
             "raise SystemExit(2)",
-            "importing a_script failed: SystemExit: 2; put the pass in a module of its own, or guard",
+            "importing a_script failed: SystemExit: 2\n  fix:  put the pass in a module of its own",
         ),
         (
             "import not_there",
-            "importing a_script failed: ModuleNotFoundError: No module named 'not_there'; put the pass",
+            "importing a_script failed: ModuleNotFoundError: No module named 'not_there'\n  fix:  put the pass",
         ),
         (
             "def",
-            "importing a_script failed: SyntaxError: .*; put the pass in a module of its own, or guard what the script",
+            "importing a_script failed: SyntaxError: .*\n  fix:  put the pass in a module of its own",
         ),
         ("def MyPass(): raise KeyError('x')", "making the pass 'a_script:MyPass' failed: KeyError: 'x'"),
         ("MyPass = 3", "'a_script:MyPass' is a int, not a class: write module:Class"),

@@ -221,8 +221,8 @@ def test_the_command_works_or_explains_when_the_pass_is_in_a_script(tmp_path: Pa
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 2 and "Traceback" not in done.stderr and "lost my keys" in done.stderr
     explanation = (
-        "importing train failed: PassError: MC4001: pass 'fails' failed on a PACKED program: RuntimeError: lost my keys; put "
-        "the pass in a module of its own, or guard what the script does with if __name__ == '__main__'"
+        "importing train failed: PassError: MC4001: pass 'fails' failed on a PACKED program: RuntimeError: lost my keys\n"
+        "  fix:  put the pass in a module of its own\n"
     )
     assert (explanation in done.stderr) is not is_guarded
     assert ("training" in done.stdout) is not is_guarded
