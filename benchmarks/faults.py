@@ -30,6 +30,8 @@ KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1
 CLOSED_SECONDS = 5.0  # within which all end when a connection is closed; after the time to wait, if one hangs
 _MOST_SECONDS = 300.0  # that workers may take at all
 _NAMED = re.compile(r"^mirrorc\.errors\.CommunicationError: .*?worker (\d+) \(", re.MULTILINE | re.DOTALL)
+# An error about a lost store begins with the rank of the worker that says it.
+_NAMED_BY_STORE = re.compile(r"the process that opened the store \(worker (\d+), or")
 
 
 class ForkedError(Exception):
@@ -210,7 +212,7 @@ class Trials:
                 continue  # all was done when the other one was struck
             if code != 1:
                 yield f"worker {rank} ended with {code}"
-            named = _NAMED.findall(said)
+            named = [*_NAMED.findall(said), *_NAMED_BY_STORE.findall(said)]
             if not named or int(named[-1]) != strike.rank:
                 yield f"worker {rank} names {named[-1:] or 'nobody'}: {said.strip().splitlines()[-1:]}"
             if strike.place and not re.search(rf"{TEXT}: {strike.place}|KeyboardInterrupt", said):
