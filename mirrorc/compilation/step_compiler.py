@@ -110,11 +110,11 @@ class StepCompiler:
         """
         self._model.note_numbers()
         self._model.check_memory()
+        self._warnings.warn_of_listed_examples(call, sum(shards.num_examples))
         moved = self._move_to_home()
         subject = purpose.of(self._subject)
         kind = CallKind.of(call, shard_types(shards.tensors[0], self._home))
         logger.info("compiling %s (%s), for a shard of %s", subject, changes, kind)
-        self._warnings.warn_of_listed_examples(call, sum(shards.num_examples))
         progress = Progress(
             subject, changes, is_shown=self._options.progress and self._options.program_workers.rank == 0
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from references import unchanged
 from tiny_programs import sgd_step
 from torch import nn
 
@@ -35,3 +36,12 @@ def test_a_list_as_long_as_the_batch_is_warned_of_once() -> None:
 @pytest.mark.parametrize(("num_items", "num_devices"), [(3, 2), (4, 1)])
 def test_other_lists_are_not_spoken_of(num_items: int, num_devices: int) -> None:
     assert not told(num_items, num_devices)
+
+
+def test_the_warning_as_an_error_leaves_the_model_and_the_step() -> None:
+    model, targets = Detector(), [{"boxes": torch.randn(4, 4)} for _ in range(4)]
+    with warnings.catch_warnings(), sgd_step(model, 2) as step:
+        warnings.simplefilter("error")
+        with unchanged(model), pytest.raises(UserWarning, match="MC1310"):
+            step(torch.randn(4, 3), targets=targets)
+        assert step(torch.randn(4, 3), targets=targets).isfinite()

@@ -48,8 +48,8 @@ class Reduction:
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
     """The torch losses over the batch among the summands of the graph's first output.
 
-    A sum that is divided by a number of examples, or of their elements, is a mean. A quotient or product of two tensors is left
-    out.
+    Losses scaled by a number of examples, or of their elements, are left out: a sum may be a mean. So are products and quotients
+    of tensors.
     """
     reductions: dict[Reduction, None] = {}
     loss = traced.graph.output_node().args[0][0]  # type: ignore[index]
@@ -58,10 +58,8 @@ def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
         if kind is not None and (sources := _batch_of(node)):
             counts = _counts([*node.all_input_nodes, *sources]) if factors else []
             pairs = [(factor, count) for factor in (*factors, math.prod(factors)) for count in counts]
-            if any(math.isclose(factor * count, 1) for factor, count in pairs):
-                kind = "mean"
-            elif any(math.isclose(factor, count) for factor, count in pairs):
-                kind = _SUM
+            if any(math.isclose(factor * count, 1) or math.isclose(factor, count) for factor, count in pairs):
+                continue  # a mean made of a sum, or the reverse, or a number from outside that is the same
             frame = last_users_frame(node.meta.get("stack_trace") or "")
             place = (frame.filename, frame.lineno or 0) if frame else ("<unknown>", 0)
             reductions[Reduction(node.target.__name__, kind, *place)] = None  # type: ignore[union-attr]

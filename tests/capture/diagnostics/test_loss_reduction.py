@@ -82,6 +82,10 @@ def test_a_mean_times_the_number_of_examples_is_a_sum() -> None:
     assert not said(lambda o, y: len(o) * F.mse_loss(o, y), loss_reduction="sum")
 
 
+def test_a_number_from_outside_may_be_that_of_a_shard() -> None:
+    assert not said(lambda o, y: F.mse_loss(o, y, reduction="sum") / 9, loss_reduction="sum")
+
+
 def test_a_sum_that_is_told_is_not_spoken_of() -> None:
     assert not said(lambda o, y: F.mse_loss(o, y, reduction="sum"), loss_reduction="sum")
 
