@@ -33,37 +33,41 @@ class ProgramRuns:
         self.last: Executor | None = None
         self.last_update: Executor | None = None
         self.num_updates = 0
-        # Programs with their numbers of updates, in the order of their last calls; other threads read it while a step runs.
-        # A program that the cache has dropped is gone here, too.
-        self._called: tuple[tuple[weakref.ref[Executor], int], ...] = ()
-        self._main: Executor | None = None  # a strong reference, so that `main` stays when the step is closed
+        # In the order of their last calls; other threads read it while a step runs. A program that the cache has dropped is
+        # gone here, too.
+        self._called: tuple[weakref.ref[Executor], ...] = ()
+        self._main: Executor | None = None
 
     @property
     def called(self) -> list[Executor]:
         """The programs of the cache, the one of the last call last."""
-        return [executor for reference, _ in self._called if (executor := reference()) is not None]
+        return [executor for reference in self._called if (executor := reference()) is not None]
 
     @property
     def main(self) -> Executor | None:
         """The program that has updated most often, of several the last one; without any update, that of the last call."""
-        called = [(executor, num) for reference, num in self._called if (executor := reference()) is not None]
-        most = max((num for _, num in called), default=0)
-        return next(executor for executor, num in reversed(called) if num == most) if most else self.last
+        return self._main or self.last
 
     def note_prepared(self, executor: Executor) -> None:
         self._note_call(executor)
         self.last_update = executor
 
-    def _note_call(self, executor: Executor, num_updates: int = 0) -> None:
-        self.last = executor
-        others = tuple(entry for entry in self._called if entry[0]() not in (None, executor))
-        before = next((num for reference, num in self._called if reference() is executor), 0)
-        self._called = (*others, (weakref.ref(executor), before + num_updates))
+    def _note_call(self, executor: Executor) -> None:
+        if executor is not self.last:
+            self.last = executor
+            others = tuple(reference for reference in self._called if reference() not in (None, executor))
+            self._called = (*others, weakref.ref(executor))
+
+    def _note_update(self, executor: Executor) -> None:
+        self.num_updates += 1
+        executor.num_updates += 1
+        if self._main is None or executor.num_updates >= self._main.num_updates:
+            self._main = executor
 
     def run(self, compiled: Specialization, shards: Shards, coordinator: Coordinator) -> torch.Tensor | None:
         """Returns the loss of all workers' examples. A failure before the commit restores the random generators."""
         executor = compiled.executor
-        if executor.program.trains and not executor.program.accumulates:
+        if executor.updates:
             self.last_update = executor
         executor.commit.begin()
         self._interrupts.commit = executor.commit
@@ -104,10 +108,8 @@ class ProgramRuns:
                 numbers,
                 compiled.sizes_of(shards),
             )
-        if executor.program.trains and not executor.program.accumulates:
-            self.num_updates += 1
-            self._note_call(executor, num_updates=1)
-            self._main = self.main
+        if executor.updates:
+            self._note_update(executor)
         return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)
 
     def interrupt(self) -> None:

@@ -106,11 +106,11 @@ class Specializer:
         if shards.have_one_example and key in self._lone:
             shards = self._with_rows(call, by_twos(), purpose)
             key = self._key(call, shards, purpose)
-        about = _kind_of_call(purpose, shards)
         try:
             self._interrupts.hold()
             cached = cache.get(key, call.plain)
             if cached is None:
+                about = _kind_of_call(purpose, shards)
                 symbolic = self.sizes.compiled_dims(call, about, has_microbatches=bool(shards.microbatches))
                 cached = cache.fitting(key, call.plain, shards, symbolic) if symbolic else None
         finally:

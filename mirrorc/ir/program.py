@@ -211,7 +211,7 @@ class Program:
             sorted(((b, pack) for b in self.buckets for pack in b.launch_units), key=lambda item: item[1].number)
         )
 
-    @property
+    @functools.cached_property
     def trains(self) -> bool:
         return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
 

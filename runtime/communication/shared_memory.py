@@ -13,7 +13,7 @@ from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.communicators import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
 from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, unmade_sum
-from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, add_visited
 
 
 @register_communicator
@@ -52,21 +52,23 @@ class SharedMemoryCommunicator(Communicator):
         return total
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        total = self._unmade(("all_reduce", bucket), replica)
-        total.make()
+        self._made(("all_reduce", bucket), replica)
         summed = self._rendezvous[("summed", bucket)]
         summed.announce(replica)
         summed.await_replicas(replica, range(len(self.devices)))
-        return total.buckets[0].tensor
+        return self._rendezvous[("all_reduce", bucket)].tensors[0]
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        return self._unmade(("reduce_scatter", bucket), replica).make()
+        return self._made(("reduce_scatter", bucket), replica)
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
-        return self._unmade(("reduce_scatter", bucket), replica, visit).make()
+        return self._made(("reduce_scatter", bucket), replica, visit)
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        return self._unmade(("reduce_scatter", bucket), replica)
+        buckets = self._awaited(("reduce_scatter", bucket), replica)
+        if isinstance(buckets[0], FactoredBucket):
+            return _unmade_factors(buckets, replica)
+        return unmade_sum(tuple(buckets), share_bounds(buckets[0].numel(), len(buckets), replica))
 
     def reset(self) -> None:
         for rendezvous in self._rendezvous.values():
@@ -78,11 +80,26 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.tensors[replica] = tensor
         rendezvous.announce(replica)
 
-    def _unmade(self, tag: Tag, replica: int, change: Visit | None = None) -> UnmadeShare:
+    def _made(self, tag: Tag, replica: int, visit: Visit | None = None) -> torch.Tensor:
+        buckets = self._awaited(tag, replica)
+        if isinstance(buckets[0], FactoredBucket):
+            return _unmade_factors(buckets, replica, visit).make()
+        start, stop = share_bounds(buckets[0].numel(), len(buckets), replica)
+        total, others = buckets[0][start:stop], [bucket[start:stop] for bucket in buckets[1:]]
+        if visit is not None:
+            add_visited(total, others, visit)
+            return total
+        for other in others:
+            total.add_(other)
+        return total
+
+    def _awaited(self, tag: Tag, replica: int) -> list[Any]:
+        """The buckets of all replicas."""
         rendezvous = self._rendezvous[tag]
         rendezvous.await_replicas(replica, range(len(self.devices)))
-        buckets = tuple(rendezvous.tensors)
-        if not isinstance(buckets[0], FactoredBucket):
-            return unmade_sum(buckets, share_bounds(buckets[0].numel(), len(buckets), replica), change)
-        bounds = share_bounds(buckets[0].tensor.numel(), len(buckets), replica)
-        return UnmadeShare(buckets, buckets[replica].pieces, *bounds, change)
+        return rendezvous.tensors
+
+
+def _unmade_factors(buckets: Sequence[FactoredBucket], replica: int, change: Visit | None = None) -> UnmadeShare:
+    bounds = share_bounds(buckets[0].tensor.numel(), len(buckets), replica)
+    return UnmadeShare(tuple(buckets), buckets[replica].pieces, *bounds, change)

@@ -69,6 +69,9 @@ class Executor:
         team: Team | None = None,
     ) -> None:
         self.program, self.recorder, self._step_graph = program, recorder, step_graph
+        self.updates = program.trains and not program.accumulates
+        self.needs_seed = any(argument.kind is ArgumentKind.SEED for argument in program.arguments)
+        self.num_updates = 0
         self.regions, self.state = regions, state
         self._communicators = communicators_of(program, timeout_seconds) | exchanges_of(program, team)
         self._is_exchanged = team is not None  # others' rows come into the buckets
@@ -111,10 +114,6 @@ class Executor:
     @property
     def _torn(self) -> str:
         return self._progress.clause_if_begun() if self._progress is not None else ""
-
-    @property
-    def needs_seed(self) -> bool:
-        return any(argument.kind is ArgumentKind.SEED for argument in self.program.arguments)
 
     def _vote(self, team: Team, columns: Columns, vote: Vote) -> tuple[bool, torch.Tensor | None]:
         """Called by one replica, when all replicas have arrived at the commit."""

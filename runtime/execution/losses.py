@@ -63,4 +63,7 @@ class Losses:
         exact = torch.float32 if dtype.itemsize < 4 else dtype
         with torch.no_grad():
             parts = [loss.to(home, exact) * weight for loss, weight in present]
-            return functools.reduce(torch.add, parts).to(dtype).reshape(())
+            total = functools.reduce(torch.add, parts)
+            if total.dtype is not dtype:
+                total = total.to(dtype)
+            return total.reshape(()) if total.dim() else total

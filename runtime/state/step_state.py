@@ -125,25 +125,26 @@ class StepState:
         else:
             self.accumulated.release()
         self.unsent.fit(program)
-        is_stale = self.optimizers.is_stale() if is_stale is None else is_stale
-        was_whole = self.is_whole and not self.optimizers.user_steps.have_written
+        optimizers = self.optimizers
+        is_stale = optimizers.is_stale() if is_stale is None else is_stale
+        user_steps = optimizers.user_steps
+        was_whole = self.is_whole and not user_steps.have_written
         self.is_whole = False  # an error or an interrupt on the way leaves it so
         if not was_whole:
             self._held.store.mirror_all()
         layout = self.store.lay_out(program)
         if layout.moved is Moved.BUCKETS or not was_whole or is_stale:
-            laid = self.optimizers.lay_out(layout.planned[self.optimizers.owner])
+            laid = optimizers.lay_out(layout.planned[optimizers.owner])
             completed(lambda: self._put_in_place(layout, laid))
             return_freed_memory()  # parameters and state have moved into buckets
         elif layout.homes:
             completed(lambda: self._put_in_place(layout, None))
         else:
             self._held.store.adopt(layout)
-        user_steps = self.optimizers.user_steps
         if self._held.store.mirror_changes(user_steps.of_others):
             self._held.layout += 1
         self.saved_buffers.write(self.store)
-        self.optimizers.sync_hyperparameters()
+        optimizers.sync_hyperparameters()
         user_steps.mark_mirrored()
         self._held.was_behind = False
         self.is_whole = True

@@ -131,8 +131,8 @@ class UnmadeShare:
         return [bucket.factors for bucket in self.buckets if bucket.factors]
 
 
-def unmade_sum(tensors: Sequence[torch.Tensor], bounds: tuple[int, int], change: Visit | None = None) -> UnmadeShare:
-    return UnmadeShare([FactoredBucket(tensor, (), ()) for tensor in tensors], [SumPiece(*bounds)], *bounds, change)
+def unmade_sum(tensors: Sequence[torch.Tensor], bounds: tuple[int, int]) -> UnmadeShare:
+    return UnmadeShare([FactoredBucket(tensor, (), ()) for tensor in tensors], [SumPiece(*bounds)], *bounds)
 
 
 def largest_part_of_share(

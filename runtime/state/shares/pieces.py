@@ -107,18 +107,22 @@ class SumPiece(Piece):
             total.add_(bucket.tensor[self.start : self.stop])
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        others = [bucket.tensor[self.start : self.stop] for bucket in buckets[1:]]
-        if total.numel() <= CACHED_ELEMENTS:  # as most are: views take as long as what is done with them
-            for other in others:
-                total.add_(other)
-            if total.numel():
-                visit(total)
-            return
-        for start in range(0, total.numel(), CACHED_ELEMENTS):
-            part = total[start : start + CACHED_ELEMENTS]
-            for other in others:
-                part.add_(other[start : start + CACHED_ELEMENTS])
-            visit(part)
+        add_visited(total, [bucket.tensor[self.start : self.stop] for bucket in buckets[1:]], visit)
+
+
+def add_visited(total: torch.Tensor, others: Sequence[torch.Tensor], visit: Visit) -> None:
+    """Adds 1-D tensors to ``total``, in order, and visits each part of the sum."""
+    if total.numel() <= CACHED_ELEMENTS:  # as most are: views take as long as what is done with them
+        for other in others:
+            total.add_(other)
+        if total.numel():
+            visit(total)
+        return
+    for start in range(0, total.numel(), CACHED_ELEMENTS):
+        part = total[start : start + CACHED_ELEMENTS]
+        for other in others:
+            part.add_(other[start : start + CACHED_ELEMENTS])
+        visit(part)
 
 
 @dataclass
