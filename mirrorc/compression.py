@@ -124,8 +124,8 @@ def check_payload(payload: Payload) -> None:
         raise problem(
             TypeError,
             f"MC1507: compression is an instance of {kind.__qualname__}, which is no frozen dataclass",
-            "workers compare the texts of their payloads, which need to say all of them",
-            "put @dataclass(frozen=True) before the class",
+            "workers compare its repr, which must show all of its fields",
+            f"put @dataclass(frozen=True) before class {kind.__qualname__}",
         )
     for method in ("num_bytes", "exchange"):
         if getattr(kind, method) is getattr(Payload, method):

@@ -250,14 +250,15 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
     if missing := [name for name in by_name if name not in set(names)]:
         raise problem(
             ValueError,
-            f"MC1506: {plan} leaves out {missing[0]!r}: each gradient needs a group",
-            fix="give it one of its own",
+            f"MC1506: {plan} puts {missing[0]!r} into no group",
+            "each gradient is in exactly one",
+            f"add the group [{missing[0]!r}]",
         )
     resolved = [[by_name[name] for name in group] for group in named_groups]
     for group in resolved:
         dtypes = list(dict.fromkeys(gradient.dtype for gradient in group))
         if not dtypes:
-            raise ValueError(f"MC1506: {plan} gives an empty group: leave it out")
+            raise problem(ValueError, f"MC1506: {plan} gives an empty group", fix="leave that group out")
         if len(dtypes) > 1:
             first = [next(gradient.name for gradient in group if gradient.dtype is dtype) for dtype in dtypes[:2]]
             raise problem(

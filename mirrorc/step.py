@@ -327,7 +327,11 @@ class Step(StepReports):
             warnings.warn(
                 message(
                     f"MC3206: the step was closed in the middle of an accumulation: {accumulated} made no update",
-                    fix=("step(x, y) for the last part, before step.close()", "step.zero_grad(), to drop what is kept"),
+                    "the call that ends an accumulation makes the update",
+                    (
+                        "step(x, y) for the last part, before step.close() or the end of the with block",
+                        "step.zero_grad(), to drop what is kept",
+                    ),
                 ),
                 stacklevel=users_stack_level(),
             )

@@ -153,7 +153,7 @@ def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exce
             ValueError,
             "order='reversed' and passes= cannot be combined",
         ),
-        ({"disable": ["plan-buckets"], "buckets": EqualPacks(2)}, ValueError, "which disable= leaves out"),
+        ({"disable": ["plan-buckets"], "buckets": EqualPacks(2)}, ValueError, "which disable= switches off"),
         ({"buckets": "all"}, TypeError, "buckets='all' is neither"),
         ({"order": "last"}, ValueError, "order is 'last'"),
         (

@@ -194,8 +194,8 @@ class StepReports(ABC):
             raise problem(
                 ExecutionError,
                 "MC5005: no norm was measured yet",
-                "a call of a step with clip_grad_norm= measures it",
-                "mirrorc.compile(..., clip_grad_norm=math.inf), which only measures",
+                "a training call measures it, if the step was compiled with clip_grad_norm=",
+                ("call step(x, y) first", "mirrorc.compile(..., clip_grad_norm=math.inf), which only measures"),
             )
         return norms
 
@@ -340,9 +340,9 @@ class StepReports(ABC):
             does = "accumulates gradients" if executor.program.trains else "evaluates"
             raise problem(
                 ExecutionError,
-                f"MC5005: no step was recorded, for this program {does}",
+                f"MC5005: this program {does}, so there is no recorded step of it",
                 "only programs that update parameters are timed",
-                ("name one of these of step.programs", "profile with torch.profiler"),
+                ("give the program of a training step, see step.programs", "profile with torch.profiler"),
             )
         steps = recorded_steps(executor.recorder if executor is not None else None)
         assert executor is not None, "a step without a program has no recorded steps"

@@ -174,8 +174,8 @@ def _checked(state: Any) -> list[Mapping[str, Any]]:
     if not isinstance(states, Sequence) or isinstance(states, str) or not states:
         raise problem(
             TypeError,
-            f"MC7002: a step's state is a {type(state).__name__}",
-            fix="give the dict of step.state_dict(), or a list of those of all workers",
+            f"MC7002: load_state_dict() of a step was given a {type(state).__name__}",
+            fix=("give what step.state_dict() returned", "a list of these, one of each worker"),
         )
     for one in states:
         if not isinstance(one, Mapping):
@@ -187,9 +187,9 @@ def _checked(state: Any) -> list[Mapping[str, Any]]:
         if set(one) != set(KEYS):
             raise problem(
                 ValueError,
-                f"MC7002: a step's state has other keys than this one, {listed(map(str, one)) or 'none'}",
-                f"it has {listed(KEYS)}",
-                "give what step.state_dict() gave",
+                "MC7002: load_state_dict() of a step was given a dict that is no state of a step",
+                f"its keys are {listed(map(str, one)) or 'none'}; those of a state are {listed(KEYS)}",
+                ("give what step.state_dict() returned", "model.load_state_dict(...), for a state of the model alone"),
             )
     return list(states)
 

@@ -42,7 +42,10 @@ class Transport(Protocol):
         ...
 
 
-_SEE_WHAT_IT_DOES = "see what it does, or mirrorc.Communication(timeout=...) for a longer wait"
+_SEE_WHAT_IT_DOES = (
+    "read its log: it has ended, hangs or is slow",
+    "communication=mirrorc.Communication(timeout=...), for a longer wait",
+)
 
 
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
@@ -123,7 +126,8 @@ def all_say(
         names = listed(worker for worker, key in zip(workers, keys, strict=True) if key in late)
         raise problem(
             CommunicationError,
-            f"MC6203: {names} did not say in time what the other workers wait for",
+            f"MC6203: {names} did not answer in time",
+            "workers compare what they are about to run",
             fix=_SEE_WHAT_IT_DOES,
         )
     return [store.get(key).decode() for key in keys]

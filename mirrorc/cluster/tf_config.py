@@ -59,7 +59,7 @@ def _parsed(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise problem(ValueError, "MC6107: TF_CONFIG is no JSON", str(error), _FIX) from None
     if not isinstance(config, dict):
-        raise problem(ValueError, f"MC6107: TF_CONFIG is {_shown(config)}", fix=_FIX)
+        raise problem(ValueError, f"MC6107: TF_CONFIG is {_shown(config)}, and no JSON object", fix=_FIX)
     return config
 
 

@@ -45,16 +45,13 @@ class TakenValues:
         """
         if written not in (0, agreed.written) and self._ids is not None:
             source = f"worker {agreed.source}"
-            why = (
-                f"has written something else: write the same on all workers, or on {source} alone"
-                if agreed.written
-                else f"has not written: write on all workers, or on {source}"
-            )
+            why = "something else" if agreed.written else "nothing"
             warnings.warn(
                 message(
-                    f"MC3502: what worker {self._team.cluster.rank} wrote since the last step is replaced by "
-                    f"the values of {source}",
-                    f"parameters, buffers or the optimizer's state differ between workers, and {source} {why}",
+                    f"MC3502: parameters, buffers or optimizer state of worker {self._team.cluster.rank} differ from those of "
+                    f"{source}, and are replaced by these",
+                    f"it wrote them since the last step, and {source} wrote {why}",
+                    ("make the same change, such as load_state_dict(), on all workers", f"make it on {source} alone"),
                 ),
                 stacklevel=users_stack_level(),
             )

@@ -26,7 +26,10 @@ def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
     algorithm = algorithm_of(asked["algorithm"])
     if objection := algorithm.objection(len(devices)):
         raise problem(
-            ValueError, f"MC1503: algorithm={algorithm.name!r} cannot be used on {_names(devices)}", objection
+            ValueError,
+            f"MC1503: algorithm={algorithm.name!r} cannot be used on {_names(devices)}",
+            objection,
+            "leave algorithm= out: 'native' fits all devices",
         )
     if algorithm.name == "native":
         return None
@@ -74,24 +77,27 @@ def algorithm_of(algorithm: Any) -> AllReduceAlgorithm:
     """
     if isinstance(algorithm, AllReduceAlgorithm):
         return algorithm
-    there_are = f"give one of {', '.join(map(repr, ALGORITHMS))}, or an object of mirrorc.all_reduce_algorithms"
+    fix = (
+        f"give one of {', '.join(map(repr, ALGORITHMS))}",
+        "give an object of mirrorc.all_reduce_algorithms, such as ReduceToOne(device=1)",
+    )
     if not isinstance(algorithm, str):
-        raise TypeError(f"MC1001: algorithm is {algorithm!r}: {there_are}, such as ReduceToOne(device=1)")
+        raise problem(TypeError, f"MC1001: algorithm is {algorithm!r}, which is no algorithm", fix=fix)
     name = algorithm.partition("{")[0].strip()
     if name in link_names():
         raise problem(
             ValueError,
             f"MC1002: algorithm is {algorithm!r}, which is a link and not an algorithm",
-            fix=(f"mirrorc.Communication(link={algorithm!r})", there_are),
+            fix=(f"mirrorc.Communication(link={algorithm!r})", *fix),
         )
     if name not in ALGORITHMS and ":" not in name:
-        raise ValueError(f"MC1002: algorithm is {algorithm!r}: {there_are}")
+        raise problem(ValueError, f"MC1002: algorithm is {algorithm!r}, which is no algorithm", fix=fix)
     try:
         made = parse_passes(algorithm, ALGORITHMS)
     except ValueError as error:
-        raise problem(ValueError, f"MC1002: algorithm is {algorithm!r}", str(error), there_are) from error
+        raise problem(ValueError, f"MC1002: algorithm is {algorithm!r}", str(error), fix) from error
     if len(made) != 1 or not isinstance(made[0], AllReduceAlgorithm):
-        raise ValueError(f"MC1002: algorithm is {algorithm!r}, which is not one algorithm: {there_are}")
+        raise problem(ValueError, f"MC1002: algorithm is {algorithm!r}, which is not one algorithm", fix=fix)
     return made[0]
 
 

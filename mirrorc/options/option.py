@@ -217,7 +217,7 @@ class Options:
 
     def withdraw(self, name: str) -> None:
         if name in self._builtin:
-            raise ValueError(f"MC4005: {name!r} is an option of mirrorc, and stays")
+            raise ValueError(f"MC4005: {name!r} cannot be withdrawn: it is an option of mirrorc's own")
         del self._records[name]
 
     def by_name(self, asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,8 +271,8 @@ class Options:
                 if name in disabled:
                     raise problem(
                         ValueError,
-                        f"MC1003: {option.text(value)} needs the pass {name!r}, which disable= leaves out",
-                        fix="leave out one of them",
+                        f"MC1003: {option.text(value)} needs the pass {name!r}, which disable= switches off",
+                        fix=(f"take {name!r} out of disable=", f"leave {option.name}= out"),
                     )
             is_there = passes is not None and {*names} <= {getattr(entry, "name", "") for entry in passes}
             if passes is not None and not (option.passes.may_be_in_passes and is_there):

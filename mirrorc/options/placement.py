@@ -57,17 +57,19 @@ def _named(placement: Mapping[str, str | torch.device], model: ModelState, devic
         if owners.setdefault(variable, device) != device:
             raise problem(
                 ValueError,
-                f"MC1505: placement gives {name!r} to {device!r} and {variable!r} to {owners[variable]!r}, "
-                "which are one parameter",
-                fix="name one device for it",
+                f"MC1505: placement gives one shared parameter two devices: {name!r} {device!r}, and {variable!r} "
+                f"{owners[variable]!r}",
+                "both names are of the same tensor",
+                "name one device for both",
             )
     owner = placement.get(REST, LEAST_LOADED)
     rule = _device_name(owner)
     if rule not in (CENTRAL, LEAST_LOADED, CACHED, *known):
         raise problem(
             ValueError,
-            f"MC1505: placement gives {REST!r}, all parameters that are not named, to {owner!r}",
-            fix=f"say {CENTRAL!r}, {LEAST_LOADED!r}, {CACHED!r} or one of the devices {', '.join(known)}",
+            f"MC1505: placement[{REST!r}] is {owner!r}, which is neither a rule nor a device of this step",
+            f"{REST!r} stands for all parameters that placement does not name",
+            f"give {CENTRAL!r}, {LEAST_LOADED!r}, {CACHED!r} or one of the devices {', '.join(known)}",
         )
     return {"placement": rule, "owners": tuple(owners.items())}
 

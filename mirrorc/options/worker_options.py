@@ -53,8 +53,9 @@ def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device]
     if len(names) != number:
         raise problem(
             ValueError,
-            f"MC6104: devices names {counted(len(names), 'device')}, but worker {workers.rank} of the world has {number}",
-            fix=("leave devices out", "World(devices_per_worker=...) with the number of each worker's devices"),
+            f"MC6104: devices= lists {counted(len(names), 'device')}, but worker {workers.rank} of the World has {number}",
+            "World(devices_per_worker=...) fixes each worker's number",
+            ("leave devices= out", "World(devices_per_worker=(2, 2)), a number for each worker"),
         )
     return names
 

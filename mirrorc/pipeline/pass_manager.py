@@ -66,8 +66,14 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
     except MirrorcError:
         raise
     except Exception as error:
-        raise PassError(
-            f"MC4001: pass {compiler_pass.name!r} failed on a {program.stage.name} program: {type(error).__name__}: {error}"
+        raise problem(
+            PassError,
+            f"MC4001: pass {compiler_pass.name!r} failed on a {program.stage.name} program",
+            f"{type(error).__name__}: {error}",
+            (
+                "of a pass of your own, the traceback above has the line",
+                "of a pass of mirrorc, report it with the output of mirrorc doctor",
+            ),
         ) from error
     if not isinstance(after, Program):
         raise PassError(

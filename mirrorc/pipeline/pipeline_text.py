@@ -237,8 +237,11 @@ def _imported_class(name: str) -> Callable[..., Pass]:
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"MC4004: the pass {name!r} cannot be imported: {error}; run from where its module is found"
+        raise problem(
+            ValueError,
+            f"MC4004: the pass {name!r} cannot be imported",
+            str(error),
+            f"start Python in the folder of {module_name}.py, or with that folder in PYTHONPATH",
         ) from error
     except ImportError as error:
         raise problem(

@@ -59,11 +59,11 @@ class GradientHabits:
         if name is not None:
             raise problem(
                 ValueError,
-                f"MC3206: another step has kept a gradient of {name!r} by its accumulate(), which this update would leave out",
-                "",
+                f"MC3206: accumulate() of another step keeps a gradient of {name!r}, which this step's update would leave out",
+                "an update uses what its own step has accumulated",
                 (
-                    "let that step make its update first",
-                    "drop what it has kept, with its zero_grad()",
+                    "other_step(x, y) first, which makes its update",
+                    "other_step.zero_grad(), which drops what it keeps",
                     "to train on the sum of two losses, compile one step whose loss_fn adds them",
                 ),
             )

@@ -60,10 +60,10 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
             raise problem(
                 ValueError,
                 f"MC1215: the state of {kind.__name__} for {name!r} has no {entry!r}",
-                f"it needs one{because} once there is state",
+                f"state that is there must be complete{because}",
                 (
                     f"optimizer.state[parameter][{entry!r}] = torch.zeros_like(parameter)",
-                    "optimizer.state[parameter].clear(), so that it is made anew in the next step",
+                    "optimizer.state[parameter].clear(): the next step makes it anew",
                 ),
             )
     for entry, value in flat_entries(state).items():

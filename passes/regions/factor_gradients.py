@@ -82,7 +82,7 @@ class FactorGradients:
             raise problem(
                 PassError,
                 f"MC2501: sparse gradients of several calls, as that of {min(rows)}, are not kept",
-                fix="look it up with sparse=False",
+                fix="nn.Embedding(..., sparse=False), with an optimizer for dense gradients",
             )
         due = {*rows, *program.gathered, *(program.workers.sent_as_factors if program.trains else ())}
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
@@ -103,13 +103,13 @@ class FactorGradients:
         if missing := due - _factored(graphs[0]):
             name = min(missing)
             remedy = (
-                "look it up with sparse=False"
+                "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
                 if name in rows
                 else "compile with communication=mirrorc.Communication(exchange='dense')"
             )
             raise problem(
                 PassError,
-                f"MC4003: no region gives the gradient of {name} as factors, which workers or the optimizer take",
+                f"MC4003: workers or the optimizer take the gradient of {name} as factors, and it exists only as a whole",
                 f"it is one of those {whole.get(name, 'that are used otherwise, too')}",
                 remedy,
             )

@@ -56,10 +56,11 @@ class PlaceVariables:
         if not program.buckets:
             raise PassError("MC4003: pass 'place-variables' needs a bucket plan: run 'plan-buckets' before it")
         if any(bucket.is_cut for bucket in program.buckets):
-            raise PassError(
-                "MC4003: pass 'place-variables' cannot give parts of gradients to owners: packs end within "
-                "gradients; give plan-buckets "
-                "a plan of whole gradients"
+            raise problem(
+                PassError,
+                "MC4003: pass 'place-variables' needs whole gradients in each bucket, and a bucket ends within a gradient",
+                "the owner of a parameter needs its whole gradient",
+                "give 'plan-buckets' a plan that cuts no gradient, such as ByBytes",
             )
         owner_of = self._owners(program)
         parts = [part for bucket in program.buckets for part in _parts(bucket, owner_of)]

@@ -88,9 +88,12 @@ def _check_rows(bucket: Bucket, gradients: Any) -> None:
         if any(gradient is not None and gradient.target is not ops.index_add for gradient in gradients[slot.variable]):
             raise problem(
                 PassError,
-                f"MC4003: the optimizer takes the gradient of {slot.variable} as rows, and it is whole",
+                f"MC4003: the optimizer needs rows of the gradient of {slot.variable}, and this pipeline makes it dense",
                 "'factor-gradients' must run before 'pack-gradients'; mirrorc.Compiler(exact_order=True) leaves it out",
-                ("keep 'factor-gradients' in the pipeline", "look it up with sparse=False"),
+                (
+                    "keep 'factor-gradients' in the pipeline, without exact_order=True",
+                    "nn.Embedding(..., sparse=False), with an optimizer for dense gradients",
+                ),
             )
 
 

@@ -15,6 +15,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Placement
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import numbered
 
 
@@ -49,8 +50,11 @@ class UpdateAtOwner:
 
     def run(self, program: Program) -> Program:
         if program.workers.are_several:
-            raise PassError(
-                "MC4003: pass 'update-at-owner' leaves updates to devices of one process, and here are several workers"
+            raise problem(
+                PassError,
+                f"MC4003: pass 'update-at-owner' works in one process, and this step has {program.workers.num_workers} workers",
+                "a device cannot update parameters of another process",
+                ("leave 'update-at-owner' out of the pipeline", "train in one process"),
             )
         if program.num_replicas == 1:
             alone = program.evolve(stage=Stage.SCHEDULED)

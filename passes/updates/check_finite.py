@@ -14,6 +14,7 @@ from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_rules import OTHERWISE
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 
 
@@ -58,8 +59,10 @@ class CheckFinite:
 
     def run(self, program: Program) -> Program:
         if any(map(is_checked, calls_to(program.mirrored_graph, ops.commit))):
-            raise PassError(
-                "MC4003: pass 'check-finite' was given a program that is checked already: leave one of them out"
+            raise problem(
+                PassError,
+                "MC4003: pass 'check-finite' was given a program that is checked already",
+                fix="leave one 'check-finite' out of the pipeline",
             )
         graph = copied(program.mirrored_graph)
         program = program.evolve(stage=Stage.SCHEDULED, graph=graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -108,5 +109,8 @@ def _too_late(device: Device, seconds: float, subject: str, missing: Sequence[De
         CommunicationError,
         f"MC5007: {device} waited {seconds:g} s in {subject} for {', '.join(map(str, missing))}",
         "a replica hangs or is far slower",
-        ("see what it does", "mirrorc.Communication(timeout=...)"),
+        (
+            f"py-spy dump --pid {os.getpid()}, which shows where it stands",
+            "communication=mirrorc.Communication(timeout=...), in seconds",
+        ),
     )

@@ -79,6 +79,7 @@ class DevicePool:
                 ExecutionError,
                 f"MC5007: the thread of {self.devices[replica]} cannot use its device",
                 f"{type(error).__name__}: {error}",
+                ("mirrorc doctor, which tries all devices", "leave this device out of devices="),
             ) from error
 
     def run(

@@ -396,7 +396,8 @@ def test_a_step_does_not_leave_out_what_another_has_kept_of_its_parameters() -> 
         with (
             unchanged(model),
             pytest.raises(
-                ValueError, match=r"(?s)another step has kept a gradient of 'weight'.*  or:   .*zero_grad\(\)"
+                ValueError,
+                match=r"(?s)accumulate\(\) of another step keeps a gradient of 'weight'.*  or:   .*zero_grad\(\)",
             ),
         ):
             other(x, target=y)

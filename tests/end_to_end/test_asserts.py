@@ -133,7 +133,10 @@ class Calls(nn.Module):
     ("function", "words"),
     [
         (lambda y: InBackward.apply(y), ("asserts something in backward", "assert it in forward")),
-        (torch.ops.mirrorc_tests.note, ("mirrorc_tests.note", "test_asserts.py:", "call it between steps")),
+        (
+            torch.ops.mirrorc_tests.note,
+            ("mirrorc_tests.note", "test_asserts.py:", "call it in your loop, between steps"),
+        ),
     ],
     ids=["backward", "effect"],
 )

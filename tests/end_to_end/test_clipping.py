@@ -196,7 +196,7 @@ def test_fused_updates_scale_gradients_as_they_read_them(name: str, num_devices:
 def test_a_norm_is_measured_without_a_bound() -> None:
     with (pair := Pair(SGD, 2, clip_grad_norm=math.inf)).step as step:
         with pytest.raises(
-            ExecutionError, match="MC5005: no norm was measured yet\n  why:  a call of a step with clip"
+            ExecutionError, match="MC5005: no norm was measured yet\n  why:  a training call measures it"
         ):
             _ = step.grad_norm
         norm = pair.train(5, lambda net: nn.utils.get_total_norm([p.grad for p in net.parameters()]))

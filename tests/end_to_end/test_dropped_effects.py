@@ -123,7 +123,10 @@ SAID: list[tuple[Callable[[Any, torch.Tensor], object], tuple[str, ...]]] = [
     (lambda net, y: net.log("loss", y.detach()), ("Net changes model.metrics['loss']", "self.metrics[name] = value")),
     (
         lambda net, y: logging.getLogger("mirrorc_tests.net").warning("shape %s", y.shape),
-        ("logger.warning in Net ran once, while the step was traced", 'logging.getLogger("mirrorc_tests.net")'),
+        (
+            "logger.warning in Net ran once, during capture, and runs in no step",
+            'logging.getLogger("mirrorc_tests.net")',
+        ),
     ),
     (lambda net, y: missing["k"].append(1), ("Net changes missing['k']", 'missing["k"].append(1)')),
     (lambda net, y: met.update(["k"]), ("Net changes met['k']", 'met.update(["k"])')),

@@ -270,7 +270,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
     for given in (1.5, True, "2"):
         with pytest.raises(TypeError, match=r"microbatches is .*: give a number of parts"):
             mirrorc.compile(model, 1, microbatches=given, **grouped(common))
-    with pytest.raises(ValueError, match="which disable= leaves out"):
+    with pytest.raises(ValueError, match="which disable= switches off"):
         mirrorc.compile(model, 1, microbatches=2, **grouped({"disable": ["accumulate-microbatches"], **common}))
     with pytest.raises(ValueError, match=r"put mirrorc.passes.AccumulateMicrobatches\(\) there"):
         mirrorc.compile(model, 1, microbatches=2, **grouped({"passes": default_pipeline(), **common}))

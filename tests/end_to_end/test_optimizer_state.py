@@ -544,7 +544,10 @@ def test_hyperparameters_that_need_other_state_are_refused_until_it_is_there() -
 @pytest.mark.slow
 def test_state_that_lacks_an_entry_or_has_another_shape_is_refused() -> None:
     changes: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-        (lambda state: state.pop("exp_avg"), "'second.weight' has no 'exp_avg'\n.* needs one once there is state"),
+        (
+            lambda state: state.pop("exp_avg"),
+            "'second.weight' has no 'exp_avg'\n.* state that is there must be complete",
+        ),
         (lambda state: state.pop("step"), "'second.weight' has no 'step'"),
         (lambda state: state.update(exp_avg=torch.zeros(())), r"'exp_avg' of AdamW for 'second.weight' is \[\], but"),
         (lambda state: state.update(exp_avg_sq=0.0), "'exp_avg_sq' of AdamW for 'second.weight' is float, but"),

@@ -120,7 +120,7 @@ REFUSED = [
         lambda model, x, y: mirrorc.summed(y.sum()) * 2,
         r"MC2402: something is computed of a value that is marked by mirrorc.summed",
     ),
-    (lambda model, x, y: y.sum().item(), r"'outputs.more.also', which .* differs between shards of one shape"),
+    (lambda model, x, y: y.sum().item(), r"'outputs.more.also', which .* differs between two shards of equal shape"),
 ]
 
 

@@ -205,7 +205,7 @@ def test_a_state_goes_on_with_other_numbers_of_devices(num_before: int, number: 
 @pytest.mark.parametrize(
     ("buffers", "error", "message"),
     [
-        ([1], TypeError, r"MC7002: replica_buffers of a step's state is \[1\]"),
+        ([1], TypeError, r"MC7002: replica_buffers in the state of a step is a list"),
         ({"mean": torch.zeros(6)}, TypeError, "'mean' in replica_buffers of a step's state is no such buffer"),
         ({"mean": {"model": 1, "replicas": []}}, TypeError, "is no such buffer\n  fix:  give what state_dict"),
         (
@@ -334,9 +334,9 @@ def test_nothing_is_changed_when_a_state_does_not_fit(tmp_path: Path) -> None:
         wrong = copy.deepcopy(before)
         wrong["optimizers"][1]["param_groups"].append({"params": [1]})
         cases: list[tuple[Any, type[Exception], str]] = [
-            (3, TypeError, "MC7002: a step's state is a int"),
+            (3, TypeError, "MC7002: load_state_dict\\(\\) of a step was given a int"),
             ([3], TypeError, "one of the states is a int"),
-            ({"model": 1}, ValueError, "other keys than this one, model\n.*\n  fix:  give what"),
+            ({"model": 1}, ValueError, "is no state of a step\n  why:  its keys are model; .*\n  fix:  give what"),
             ({**before, "model": {}}, ValueError, "is of another model: .* lacks 'layer.weight' and 1 more"),
             ({**before, "loss_fn": {"temperature": torch.ones(2)}}, ValueError, r"has the shape \[2\] there, and \[\]"),
             ({**before, "other_buffers": {}}, ValueError, "lacks 'count'"),

@@ -60,7 +60,7 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
         (
             {"algorithm": "ring", "disable": ["ring"]},
             ValueError,
-            "needs the pass 'ring', which disable= leaves out",
+            "needs the pass 'ring', which disable= switches off",
         ),
         (
             {"algorithm": "ring", "exact_order": True},

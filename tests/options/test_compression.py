@@ -264,7 +264,7 @@ class Fractional(FirstElements):
     [
         (
             Undecorated,
-            "an instance of Undecorated, which is no frozen dataclass\n  why:  workers compare the texts of their payloads",
+            "an instance of Undecorated, which is no frozen dataclass\n  why:  workers compare its repr",
         ),
         (Unsized, "an instance of Unsized, which has no num_bytes()\n"),
         (Unsent, "an instance of Unsent, which has no exchange()\n"),

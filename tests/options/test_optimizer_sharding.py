@@ -167,7 +167,7 @@ def test_gpus_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_without_the_pass_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs the pass 'shard-optimizer', which disable= leaves out"):
+    with pytest.raises(ValueError, match="needs the pass 'shard-optimizer', which disable= switches off"):
         step_of(disable=("shard-optimizer",))
     torch.manual_seed(0)
     model = nn.Linear(5, 4)

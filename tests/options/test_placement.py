@@ -99,12 +99,12 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         (
             {"*": "mirrored"},
             {},
-            "all parameters that are not named, to 'mirrored'\n  fix:  say 'central', 'least-loaded', 'cached' or one of the",
+            "is 'mirrored', which is neither a rule nor a device of this step\n  why:  '*' stands for all parameters",
         ),
         (
             {"table.weight": "cpu:0", "head.weight": "cpu:1"},
             {},
-            "which are one parameter\n  fix:  name one device for it",
+            "both names are of the same tensor\n  fix:  name one device for both",
         ),
         ("central", {"passes": default_pipeline()}, "placement='central' and passes= cannot be combined"),
         (
@@ -163,7 +163,9 @@ def test_owners_may_be_devices_of_torch() -> None:
     said = r"placement gives 'body.weight' to device\(type='cpu', index=7\).*\n  fix:  name one of cpu:0"
     with pytest.raises(ValueError, match=said):
         step_of({"body.weight": torch.device("cpu", 7)})
-    with pytest.raises(ValueError, match=r"to device\(type='cuda', index=1\)\n  fix:  say 'central', 'least-loaded'"):
+    with pytest.raises(
+        ValueError, match=r"is device\(type='cuda', index=1\), .*\n.*\n  fix:  give 'central', 'least-loaded'"
+    ):
         step_of({"*": torch.device("cuda", 1)})
 
 

@@ -86,7 +86,7 @@ def test_each_worker_of_a_world_has_its_program() -> None:
         ({"world": World(3), "rank": -1}, ValueError, "rank is -1, but the world has 3 workers"),
         ({"world": World(3), "rank": "1"}, TypeError, "rank is '1', but the world has 3 workers"),
         ({"world": World(3), "rank": 1.5}, TypeError, "rank is 1.5, but the world has 3 workers"),
-        ({"world": World(2, 2), "devices": 1}, ValueError, "devices names 1 device, but worker 0 of the world has 2"),
+        ({"world": World(2, 2), "devices": 1}, ValueError, "devices= lists 1 device, but worker 0 of the World has 2"),
         ({"exchange": "factors"}, TypeError, "'exchange' is a field of a group\n  fix:  communication="),
         ({"microbatch": 2}, TypeError, "unexpected keyword argument 'microbatch'"),
     ],

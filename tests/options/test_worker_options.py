@@ -192,7 +192,7 @@ def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
     ("options", "said"),
     [
         ({"rank": 3}, "rank is 3, but the world has 3 workers"),
-        ({"devices": ["cpu:0"]}, "devices names 1 device, but worker 1 of the world has 2\n  fix:  leave devices out"),
+        ({"devices": ["cpu:0"]}, "devices= lists 1 device, but worker 1 of the World has 2"),
         ({"cuda_graphs": True}, "cuda_graphs=True"),
         (
             {"disable": ["share-parameters"]},

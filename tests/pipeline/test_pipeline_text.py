@@ -321,9 +321,15 @@ def test_what_goes_wrong_in_a_script_is_explained(
         ("plan-buckets{buckets=-1}", r"buckets is -1: give a positive number"),
         ("plan-buckets outline", r"is no pass: write name, or name\{option=value"),
         ("plan-buckets{", r"is no pass"),
-        ("nowhere.at.all:Pass", r"the pass 'nowhere.at.all:Pass' cannot be imported: .*; run from where"),
+        (
+            "nowhere.at.all:Pass",
+            r"the pass 'nowhere.at.all:Pass' cannot be imported\n  why:  .*\n  fix:  start Python in the folder of nowhere",
+        ),
         (f"{__name__}:Missing", r"cannot be imported: .*Missing.*; write module:Class"),
-        ("json.gone:Pass", r"cannot be imported: there is no module 'json.gone'; run from where its module is found"),
+        (
+            "json.gone:Pass",
+            r"cannot be imported\n  why:  there is no module 'json.gone'\n  fix:  start Python in the folder of json.gone.py",
+        ),
     ],
 )
 def test_malformed_pipelines_are_refused(text: str, message: str) -> None:

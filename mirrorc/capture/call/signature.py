@@ -63,8 +63,9 @@ class Signature:
         if is_target:
             raise problem(
                 TypeError,
-                f"MC1301: the last argument may be the target, or one of {self._name}.forward{self._of_forward}",
-                fix="name it: target=..., or by its name there",
+                f"MC1301: is the last argument the target, or one of {self._name}.forward{self._of_forward}?",
+                "both are possible in an evaluation",
+                ("target=...", "name it as forward does"),
             )
         if trains and is_input:
             raise problem(

@@ -92,7 +92,7 @@ def raised_by_user(
             f"torch refuses a single example on one device, too: {reason}",
             (
                 "DataLoader(..., drop_last=True)",
-                "give batches of two examples or more, and as many in each part of a PerReplica",
+                "give each device two examples or more, in each part of a PerReplica, too",
             ),
             at=at,
         )
@@ -200,8 +200,8 @@ def _checked_loss(loss: Any, model_name: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() == 0:
         raise problem(
             CaptureError,
-            f"MC2201: {model_name} gives no loss",
-            "without loss_fn the model returns it: as a tensor, the first item of a tuple, or in a dict or object as '.loss'",
+            f"MC2201: {model_name} returns no loss, and there is no loss_fn",
+            "without loss_fn a model must return its loss: a tensor, a tuple's first item, or '.loss' of a dict or an object",
             ("pass the labels to the model", "mirrorc.compile(..., loss_fn=...), a function loss_fn(output, target)"),
         )
     if loss.numel() != 1:
@@ -233,7 +233,7 @@ def sparse_gradient(name: str, model_name: str, subject: str) -> str:
     return message(
         f"MC2501: the gradient of {name!r} in {model_name} is sparse",
         f"{subject} are dense",
-        "look it up with sparse=False",
+        "nn.Embedding(..., sparse=False), or the same of F.embedding",
     )
 
 

@@ -220,10 +220,11 @@ def _of_calls(calls: Sequence[PythonCall], model_name: str) -> list[Note]:
         frame = _users_frame(call.stack)
         if frame is None or not call.repeats or "site-packages" in frame.filename:
             continue  # libraries log such things once
-        done = "ran once, while the step was traced" if call.has_run else "was left out"
+        done = "ran once, during capture, and runs in no step" if call.has_run else "runs in no step"
         text = message(
-            f"MC3302: {call.name} in {model_name} {done}: a captured step does not call it",
-            fix="call it between steps",
+            f"MC3302: {call.name} in {model_name} {done}",
+            "a captured step consists of tensor operations",
+            "call it in your loop, between steps",
             at=line_of(frame),
         )
         notes.append(Note.at(frame, text))

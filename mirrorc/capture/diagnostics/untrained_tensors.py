@@ -36,9 +36,9 @@ def untrained_tensors(
             frame = _users_frame(node)
             raise problem(
                 CaptureError,
-                f"MC2305: forward or loss of {model_name} reads {name}, computed outside of the step with a gradient",
-                f"a captured step has no such backward ({tensor.grad_fn.name()})",
-                ("compute it in forward or in the loss", "detach it"),
+                f"MC2305: forward or loss of {model_name} reads {name}, computed before the step, with a gradient",
+                f"a step runs no backward of what was computed outside of it ({tensor.grad_fn.name()})",
+                ("compute it in forward or in the loss", "use its .detach(), if nothing before it is trained"),
                 at=line_of(frame) if frame is not None else "",
             )
     frame = _users_frame(untrained[0][0])

@@ -91,10 +91,9 @@ class Recorded:
 
 def reached_text(model_name: str, name: str) -> str:
     return message(
-        f"MC2306: forward or loss of {model_name} reaches the parameter {name!r} past the model's modules, by a "
-        "global, closure or object",
-        "each replica has modules of its own",
-        ("reach it through self", "make the loss a module that holds the model as a submodule"),
+        f"MC2306: forward or loss of {model_name} uses the parameter {name!r} through a global, a closure or an object",
+        "each replica has modules of its own, and that is not the replica's parameter",
+        ("use it through self", "make the loss a module that holds the model as a submodule"),
     )
 
 

@@ -127,10 +127,10 @@ def _common_outputs(
         if name:
             raise problem(
                 CaptureError,
-                f"MC2401: {name!r}, which {model_name} or its loss returns, differs between shards of one shape",
+                f"MC2401: {name!r}, which {model_name} or its loss returns, differs between two shards of equal shape",
                 "its structure, its shape, or a Python number in it depends on the data",
                 (
-                    "return tensors whose shapes depend on those of the inputs alone, and tensors instead of .item()",
+                    "return tensors, not .item() of them, and shapes that depend on the inputs' shapes alone",
                     "leave return_outputs out",
                 ),
             )

@@ -49,9 +49,9 @@ def _refuse(target: Any, node: fx.Node, model_name: str) -> NoReturn:
         raise shape_depends_on_values(model_name, source_line(node))
     raise problem(
         CaptureError,
-        f"MC2506: {model_name} calls {target}, which gives nothing",
-        "a captured step would not do what it is called for",
-        ("call it between steps", "let it return a tensor that the loss depends on"),
+        f"MC2506: {model_name} calls {target}, which returns nothing",
+        "a captured step leaves out calls whose result nothing uses",
+        ("call it in your loop, between steps", "let it return a tensor that the loss depends on"),
         at=source_line(node),
     )
 

@@ -111,7 +111,7 @@ def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], mo
             raise problem(
                 CaptureError,
                 f"MC2503: {model_name} calls {_say(node)} for one shard size, and {_say(same)} for another",
-                "all replicas must make the same exchanges in the same order",
+                "replicas with different collectives would wait for each other",
                 EVEN_BATCHES,
             )
         types = [value_type(meeting.all_input_nodes[0].meta["val"]) for meeting in (node, same)]
@@ -134,7 +134,7 @@ def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], mo
         raise problem(
             CaptureError,
             f"MC2503: {model_name} calls {_say(more)} for a shard of one size, and not for another",
-            "all replicas meet as often",
+            "replicas that call it would wait for those that do not",
             EVEN_BATCHES,
         )
 

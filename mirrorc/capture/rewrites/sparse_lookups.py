@@ -89,8 +89,8 @@ def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], mo
             raise problem(
                 CaptureError,
                 f"MC2501: an embedding_bag of {model_name} takes argument {leaf.path!r} as offsets",
-                "they count indices of the whole batch, and a shard, split along dim 0, has other indices",
-                "give each bag a row of 2-D indices, filled up with padding_idx",
+                "offsets are positions among the indices of the whole batch, and a shard has only some of these",
+                "pass 2-D indices, a row for each bag, padded with padding_idx",
             )
 
 

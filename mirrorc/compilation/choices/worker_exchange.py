@@ -117,9 +117,9 @@ class ExchangeChoice(JointChoice):
         if names and self._options.exchange == "dense":
             raise problem(
                 ValueError,
-                f"MC1003: exchange='dense' cannot send the gradient of {names[0]!r}, which is looked up with sparse=True",
-                "the optimizer takes rows of it, and workers send whole gradients",
-                ("leave exchange= out", "sparse=False"),
+                f"MC1003: exchange='dense' cannot send the gradient of {names[0]!r}, an embedding with sparse=True",
+                "its optimizer takes rows of a gradient, and 'dense' sends whole ones",
+                ("leave exchange= out", "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"),
             )
         if names and not carries_between_workers(self._options.devices, ops.gather_factors):
             raise problem(

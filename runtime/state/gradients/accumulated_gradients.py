@@ -122,7 +122,7 @@ class AccumulatedGradients:
                 ValueError,
                 f"MC3206: step.accumulate() has kept a gradient of {missing[0]!r}, which this step does not train",
                 "it was frozen since, or this batch does not reach it",
-                ("let the accumulation end with a step that trains it", "step.zero_grad(), to drop what is kept"),
+                ("train it in the call that ends the accumulation", "step.zero_grad(), to drop what is kept"),
             )
 
     def fit(self, plan: tuple[Bucket, ...]) -> None:

@@ -82,10 +82,10 @@ class TornState:
         missing += [f"the state of {listed(optimizers)}"] if optimizers else []
         raise problem(
             ExecutionError,
-            "MC5010: a step has failed while it updated: some parameters are those before it, others those after it",
+            "MC5010: a step has failed in the middle of its update: some parameters are new, others old",
             self.clause,
-            "load a checkpoint with load_state_dict of model and optimizer",
-            now=f"nothing uses, shows or saves them until all are restored; missing: {listed(missing)}",
+            "load a checkpoint: model.load_state_dict(...) and optimizer.load_state_dict(...)",
+            now=f"no step runs or saves until all are restored; still to be restored: {listed(missing)}",
         )
 
     def end(self) -> None:

@@ -53,8 +53,8 @@ class SavedBuffers:
         if not isinstance(state, Mapping):
             raise problem(
                 TypeError,
-                f"MC7002: replica_buffers of a step's state is {state!r:.80}",
-                fix="give the dict of step.state_dict()",
+                f"MC7002: replica_buffers in the state of a step is a {type(state).__name__}, not a dict",
+                fix="give what step.state_dict() returned, unchanged",
             )
         for name, buffer in state.items():
             _check(name, buffer, store)

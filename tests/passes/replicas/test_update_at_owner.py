@@ -119,7 +119,7 @@ def test_it_refuses_what_it_cannot_leave_to_owners() -> None:
         UpdateAtOwner().run(
             program.evolve(buckets=tuple(dataclasses.replace(bucket, owner=None) for bucket in program.buckets))
         )
-    with pytest.raises(PassError, match="here are several workers"):
+    with pytest.raises(PassError, match="this step has 2 workers"):
         UpdateAtOwner().run(program.evolve(workers=World(2, 2).worker(0)))
     shared = run_up_to("schedule-overlap", handmade(2, WEIGHTS))
     with pytest.raises(PassError, match="takes programs that are not placed yet\n  why:  this one is already"):
