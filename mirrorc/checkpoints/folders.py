@@ -61,7 +61,7 @@ def sync(path: Path) -> None:
 
 
 def _alone() -> warnings.catch_warnings:
-    """Silences torch's warning that it saves and loads in one process, as it is told."""
+    """Silences torch's warning about saving and loading in one process, which is intended."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
