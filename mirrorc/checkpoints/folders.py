@@ -52,7 +52,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Returns when a folder's names are on the disk."""
+    """Waits until the names in a folder are on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -66,7 +66,6 @@ def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
 
 
 def is_source(line: str) -> bool:
-    """Tests for a line that quotes the user's source."""
     return line.startswith("    # ") and not line.startswith("    # -- ")
 
 

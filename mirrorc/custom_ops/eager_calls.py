@@ -53,7 +53,7 @@ class OpaqueBackward(Protocol):
 
 class OpaqueRuns(Protocol):
     def begin_step(self, used: UsedParameters) -> None:
-        """Called before the runs of a step."""
+        pass
 
     def forward(
         self,

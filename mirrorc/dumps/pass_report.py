@@ -26,7 +26,7 @@ class PassReport:
 
     @cached_property
     def is_changed(self) -> bool:
-        """True if the printed program differs from the one before, or one of them cannot be printed."""
+        """True if the printed program differs from the one before, or either cannot be printed."""
         if self.before is None or self.before.stage is not self.after.stage:
             return True
         if _has_only_other_remarks(self.before, self.after):

@@ -11,7 +11,6 @@ E = TypeVar("E", bound=Exception)
 def problem(
     kind: type[E], what: str, why: str = "", fix: str | Sequence[str] = "", *, at: str = "", now: str = ""
 ) -> E:
-    """An exception with a `message`."""
     return kind(message(what, why, fix, at=at, now=now))
 
 
