@@ -16,7 +16,7 @@ from mirrorc.messages.problem import message, problem
 from mirrorc.messages.wording import listed
 
 _SECONDS_BETWEEN_LOOKS = 0.02
-_LONGEST_READING_SECONDS = 5.0  # worker 0, which may host the store, stays this long until all have read
+_LONGEST_READING_SECONDS = 5.0  # at most, worker 0 waits for all to read: it may host the store
 _DIGEST_BITS = 63
 
 Facts = Sequence[tuple[str, str]]
@@ -28,7 +28,7 @@ def digest(text: str) -> int:
 
 
 class Transport(Protocol):
-    """Exchanges facts between workers, which all call its methods in the same order."""
+    """Exchanges facts between workers. All workers call its methods in the same order."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...
@@ -46,7 +46,7 @@ _SEE_WHAT_IT_DOES = "see what it does, or mirrorc.Communication(timeout=...) for
 
 
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
-    """Raises the same error in all workers if their facts, or the order of these, differ."""
+    """Raises the same CommunicationError in all workers if their facts, or the facts' order, differ."""
     text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
     digests = over.digests(topic, text)
     other = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)
@@ -130,7 +130,7 @@ def all_say(
 
 
 def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts) -> str:
-    """Describes the first difference between two workers' facts, of which the first is the topic; empty if they are equal."""
+    """Describes the first difference between two workers' facts; empty if equal. The first fact is the topic."""
     topic = facts[0][1]
     for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
         if fact != other_fact:

@@ -1,4 +1,4 @@
-"""Opens the rendezvous store in a bounded time that Ctrl-C can cut short."""
+"""Opens the rendezvous store in a bounded time. Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _await_listener(place: Place, deadline: float) -> None:
 
 
 class OwnConnection:
-    """A second connection to a store, whose requests do not wait for those of other threads.
+    """A second connection to a store. Its requests do not wait for other threads' requests.
 
     Raises:
         RuntimeError, TimeoutError: the store is lost, or does not answer in time.
