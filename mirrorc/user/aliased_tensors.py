@@ -83,7 +83,7 @@ def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 
 def _have_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Spans must overlap. Columns of one matrix have no common elements."""
+    """For tensors with overlapping spans: columns of one matrix, for example, have no common elements."""
     if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
         return True
     return bool(torch.isin(_addresses(a), _addresses(b)).any())

@@ -73,7 +73,7 @@ class GradientHabits:
         return next((name for name in names if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
-        """Before a step, warns that it drops gradients of the user's backward, unless an optimizer's own step uses them."""
+        """Warns before a step that drops gradients of the user's backward, unless an optimizer's own step uses them."""
         groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._with_gradients and not are_used:
