@@ -31,7 +31,7 @@ from mirrorc.user.trained_loss import TrainedLoss
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """``is_stale`` says whether the user has changed the optimizer's state since the last step."""
+    """``is_stale``: the user has changed the optimizer's state since the last step."""
 
     specialization: Specialization
     call: Call
@@ -84,7 +84,7 @@ class TrainingCalls:
         return compiled.executor.program
 
     def take_part(self, coordinator: TeamCoordinator) -> bool:
-        """Runs one call of the other workers without examples; False if there was none.
+        """Takes part, without examples, in one call of the other workers; False if there was no call.
 
         Raises:
             ExecutionError: this worker has made no call, or would exchange something else than in its last call.
@@ -117,7 +117,7 @@ class TrainingCalls:
         return CompiledCall(specialization, call, shards, purpose, is_stale)
 
     def _exchange_header(self, compiled: CompiledCall) -> Purpose | None:
-        """The purpose to compile for anew; None if all workers' programs match."""
+        """The purpose to recompile for; None if all workers' programs match."""
         call, shards = compiled.call, compiled.shards
         self._coordinator.note_call(call)
         retry = self._coordinator.exchange_header(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)

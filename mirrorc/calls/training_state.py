@@ -143,7 +143,7 @@ class TrainingState:
     def _unsent_loader(
         self, workers: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None
     ) -> Callable[[], object]:
-        """A function that loads what the earlier run had not sent; checked before."""
+        """Checks the gradients that the earlier run had not sent; returns a function that loads them."""
         is_compressed = any(isinstance(stage, SendLargest | SendPayload) for stage in self._options.pipeline)
         num_before = max(one["num_workers"] for one in workers)
         if not is_compressed or self._num_workers == 1:
