@@ -94,7 +94,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Commit:
-    """The moment at which the last device comes to the commit."""
+    """The moment when the last device reaches the commit."""
 
     ms: float
     device: str

@@ -157,7 +157,7 @@ def _places(
 
 
 def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
-    """The variables of a call's ``products``, by result index. Other regions add rows to these results."""
+    """The variables of a call's ``products``, by result index."""
     return {part.args[1]: products[part] for part in node.users if part in products}  # type: ignore[misc]
 
 
@@ -168,7 +168,6 @@ def _name_parts(node: fx.Node, products: Mapping[fx.Node, str]) -> None:
 
 
 def _adding_rows(region: Region, places: Sequence[int]) -> Region:
-    """Adds rows to arguments in place, for the results at ``places``."""
     graph = copied(region.graph_module.graph)
     results: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for place in places:

@@ -43,7 +43,7 @@ class WorkerCompression:
         raise NotImplementedError
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        """Replaces an exchange; returns the new launch."""
+        """Returns the new launch."""
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
