@@ -14,7 +14,7 @@ from mirrorc.verifier.rules.dataflow import KnownFlows
 
 
 class VerifiedGraphs:
-    """The graphs of the last verified program, and known dataflow. Most passes leave most regions unchanged."""
+    """The last verified program's graphs, and known dataflow. Most passes leave most regions unchanged."""
 
     def __init__(self) -> None:
         self.flows = KnownFlows()

@@ -1,4 +1,4 @@
-"""Value numbering: values that are computed in the same way have equal numbers."""
+"""Value numbering: values computed in the same way have equal numbers."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Expressions:
         return self.number("microbatch_seed", ("value", seed), index)
 
     def applied(self, target: Any, *args: Any) -> int:
-        """The number of an operator's result. Arguments are value numbers (`int`), lists of value numbers, or floats."""
+        """Arguments are value numbers (`int`), lists of value numbers, or floats."""
         wrapped = [Number(a) if type(a) is int else [Number(i) for i in a] if isinstance(a, list) else a for a in args]
         return self._number_application(target, tuple(wrapped), {}, {})
 
     def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
-        """The number of each value; for an inlined region call, the numbers of its results."""
+        """The number of each node's value; for an inlined region call, a tuple of numbers."""
         numbered: dict[fx.Node, Any] = dict(arguments or {})
         for node in graph.nodes:
             if node in numbered or node.op == "output":

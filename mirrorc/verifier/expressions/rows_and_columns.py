@@ -22,7 +22,7 @@ class Number:
 
 
 class NumberedRows:
-    """The shape and dtype of each expression, and the operators that make rows."""
+    """Notes each expression's shape and dtype, and the operators that make rows."""
 
     def __init__(self, number_application: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number_application = number_application
@@ -63,7 +63,7 @@ def _op_of(node: fx.Node, numbered: Mapping[fx.Node, Any]) -> ValueOp[Number]:
 
 
 class NumberedColumns:
-    """For each padded value, the columns before its padding: how many there are, and their number."""
+    """Notes the columns before the padding of each padded value: their count, and their value number."""
 
     def __init__(self, number: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number = number
