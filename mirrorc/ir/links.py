@@ -140,7 +140,6 @@ def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> s
 
 
 def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.DEVICES) -> None:
-    """Raises ValueError for a link that is unknown, or cannot join these devices."""
     if link is None:
         return
     objection = link_named(link).objection(devices, spans)

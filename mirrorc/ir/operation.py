@@ -39,8 +39,8 @@ class Kind(enum.Enum):
     FACTORED = "factored"  # gives a gradient as factors
     PACK = "pack"  # fills a bucket
     LAUNCH = "launch"  # begins communication
-    WAIT = "wait"  # ends it
-    UPDATE = "update"  # writes parameters, or the sums of gradients that are kept for their update
+    WAIT = "wait"  # ends communication
+    UPDATE = "update"  # writes parameters, or accumulates gradients
     WRITE = "write"  # writes other variables
 
 

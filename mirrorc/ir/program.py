@@ -57,14 +57,14 @@ class Stage(enum.IntEnum):
 
 
 class Property(enum.Enum):
-    """Established by passes. Messages show the value."""
+    """Established by passes. Messages show the member's value."""
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
     EXCHANGED = "exchanged"  # updates take sums over all workers
     COMPRESSED = "compressed"  # workers exchange sums in a narrower dtype, or a part of each
     SHARDED = "sharded"  # each worker updates its part of the buckets alone, and all gather the new parameters
-    CLIPPED = "clipped"  # gradients are bounded as they are to be
+    CLIPPED = "clipped"  # gradients are clipped
     UNSCALED = "unscaled"  # the loss is scaled, and gradients are divided by the scale
     CHECKED = "checked"  # each commit depends on whether losses and gradients are finite
     LINKED = "linked"  # every collective has a link
@@ -75,7 +75,7 @@ class Property(enum.Enum):
 
 
 class Accumulation(enum.StrEnum):
-    """Saved and printed programs have the value."""
+    """Saved and printed programs contain the member's value."""
 
     NONE = "none"  # the program updates with its own gradients alone
     ADDS = "accumulating"  # the program adds its gradients to the accumulated ones, and updates nothing
@@ -92,7 +92,7 @@ class Region:
 
 
 class ArgumentKind(enum.StrEnum):
-    """Saved and printed programs have the value."""
+    """Saved and printed programs contain the member's value."""
 
     BATCH = "batch"  # a shard, or a tensor that is given whole
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent

@@ -33,7 +33,7 @@ def set_type(program: Program, node: fx.Node) -> None:
 
 
 def reinfer_type(node: fx.Node) -> None:
-    """Infers a type after a change of layout; a view that the layout does not permit becomes a reshape."""
+    """After a change of layout: a view that the layout does not permit becomes a reshape."""
     try:
         node.meta["val"] = _run_fake(node)
     except TypeError:

@@ -46,7 +46,7 @@ class PlacementFacts:
 
     Attributes:
         word, description: for messages.
-        in_table: for the table of buckets; empty for the default.
+        in_table: text in the table of buckets; empty for the default.
         owner: maps a replica to the replica whose memory holds its parameters.
         updates_by_shares: a replica updates only its share.
         is_written_last: parameters are written after the last read of every other device.
@@ -118,7 +118,7 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How a parameter is updated. Gradients in one bucket have equal rules.
+    """Gradients in one bucket have equal rules.
 
     Attributes:
         label: such as ``AdamW group 0``.
@@ -145,7 +145,7 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class Variable:
-    """A parameter or buffer. Tied weights are one variable, under their first name.
+    """Tied weights are one variable, under their first name.
 
     Attributes:
         strides: of the dense layout.
