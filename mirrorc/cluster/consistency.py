@@ -34,11 +34,11 @@ class Transport(Protocol):
     def workers(self) -> Sequence[Worker]: ...
 
     def digests(self, topic: str, text: str) -> Sequence[int]:
-        """The digests of all workers' texts, by rank."""
+        """Digests of all workers' texts, by rank."""
         ...
 
     def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
-        """The texts of the workers ``ranks``; called only if digests differ."""
+        """Called only if digests differ."""
         ...
 
 
@@ -63,7 +63,7 @@ class StoreTransport:
     """Exchanges facts through a store. Each comparison needs its own prefix of the store.
 
     Args:
-        look: polled while waiting; an error that it raises ends the wait.
+        look: polled while waiting; its error ends the wait.
     """
 
     def __init__(
@@ -115,7 +115,6 @@ def all_say(
     deadline: float,
     look: Callable[[], object] = _nothing,
 ) -> list[str]:
-    """See `Cluster.all_say`."""
     store.set(f"said/{rank}", text)
     keys = [f"said/{other}" for other in range(len(workers))]
     late = _await(store, keys, deadline, look)

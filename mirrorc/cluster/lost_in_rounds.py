@@ -14,7 +14,7 @@ from mirrorc.cluster.membership import Worker, local_system
 
 _FEWEST_SECONDS_BETWEEN_BEATS = 1.0
 _MOST_BEATS_PER_SECOND = 100.0  # of all workers together, at one store
-_SILENT_BEATS = 30  # after which a worker is not waited for: Python may hold its threads up for long
+_SILENT_BEATS = 30  # missed until a worker counts as lost: Python may block its threads for long
 _SECONDS_BETWEEN_LOOKS = 0.2
 _LONGEST_TEXT = 600  # of an error in a message to the others
 
@@ -40,8 +40,6 @@ class Presence:
 
 
 class Lookout:
-    """Detects lost workers while this worker waits for others in the common store."""
-
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, pace: Pace) -> None:
         self._others = [worker for worker in workers if worker.rank != rank]
         self._system, self._pace = local_system(), pace

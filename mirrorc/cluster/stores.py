@@ -47,7 +47,7 @@ def _opened(place: Place, seconds: float) -> Any:
         is_master=place.hosts_store,
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
-        multi_tenant=True,  # torch.distributed may open it, too, in this process
+        multi_tenant=True,  # torch.distributed may open the store in this process, too
     )
 
 
@@ -98,7 +98,7 @@ class OwnConnection:
 
     @property
     def is_lost(self) -> bool:
-        """True if the store's host has closed the connection. Later requests would make torch warn."""
+        """True once the store's host has closed the connection: further requests would make torch warn."""
         return is_any_closed(self._sockets)
 
 
@@ -110,5 +110,5 @@ def _port(store: Any) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error. Torch appends addresses of its code."""
+    """Torch appends addresses of its code in further lines."""
     return (str(error).splitlines() or [type(error).__name__])[0]
