@@ -17,7 +17,7 @@ from mirrorc.torch_internals import is_dense, num_users
 
 
 def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses two tensors with common elements if a step moves one of them, or copies it for each replica."""
+    """Refuses two tensors with common elements if a step moves one, or copies one for each replica."""
     spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
     reaching: list[tuple[str, int, int, str]] = []
     for span in spans:
@@ -30,7 +30,6 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
 
 
 def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses to move tensors out of shared memory: other processes would keep the old values."""
     shared = [name for name in moving if tensors[name].device.type == "cpu" and tensors[name].is_shared()]
     if shared:
         raise problem(

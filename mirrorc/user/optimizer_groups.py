@@ -26,7 +26,7 @@ class OptimizerGroups:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        self._numbered: list[tuple[int, int]] = []  # for each number, which optimizer, and the group's index there
+        self._numbered: list[tuple[int, int]] = []  # by number: the optimizer's index, and the group's index in it
         self._number_groups()
 
     def _number_groups(self) -> None:
@@ -89,7 +89,6 @@ class OptimizerGroups:
         return (*each, self.are_elementwise())
 
     def check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Refuses parameters of another model, and parameters in two optimizers."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         held_by: dict[int, int] = {}
         for which, optimizer in enumerate(self.optimizers):
@@ -221,7 +220,7 @@ def _label(groups: OptimizerGroups, number: int) -> str:
 def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
     """The current hyperparameters of each group as text: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
 
-    None and False are left out. Tensors of several elements are printed by shape and checksum, other objects by class.
+    Tensors of several elements are printed by shape and checksum, other objects by class.
     """
     return {
         _label(groups, number): ", ".join(

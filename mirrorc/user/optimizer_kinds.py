@@ -37,7 +37,7 @@ _KNOWN = {*(entry for entries in _REQUIRED.values() for entry in entries), *(ent
 
 
 def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries that a parameter's state must have unless it is empty."""
+    """The entries that a parameter's nonempty state must have."""
     switched = [entry for switch, entry in _SWITCHES if kind is not torch.optim.SGD and group.get(switch)]
     return (*_REQUIRED[kind], *switched)
 
@@ -93,10 +93,7 @@ def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer may run on whole buckets.
-
-    Its class is in `ELEMENTWISE`, its step is torch's and without hooks, and it is neither differentiable nor capturable.
-    """
+    """True if an optimizer may run on whole buckets."""
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)

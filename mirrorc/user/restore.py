@@ -34,8 +34,8 @@ def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
     ``grad`` of parameters and buffers; and values of buffers.
 
     Args:
-        deep: whether to restore all objects that the modules refer to, also indirectly, except for globals, classes,
-            iterators, Python generators and most objects of libraries.
+        deep: restores all objects that the modules hold, also indirectly, except globals, classes, iterators, Python
+            generators and most objects of libraries.
     """
     objects = _HeldObjects(root).actions if deep else _attributes(root)
     with put_back_after([*objects, *_variables(root)]):
@@ -118,7 +118,6 @@ class _SavedValue:
 
 
 def can_keep_value(tensor: torch.Tensor) -> bool:
-    """True if a tensor's value can be copied, compared and written."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_inference())
@@ -206,7 +205,7 @@ class _HeldObjects:
             held += self._held_by_cell(value)
         if _is_looked_into(kind):
             held += [content for slot in slots_of(kind) for content in self._held_by_slot(value, slot)]
-            with contextlib.suppress(AttributeError):  # a proxy has none of its own, nor have objects with slots alone
+            with contextlib.suppress(AttributeError):  # proxies and objects with slots alone have none
                 held.append(object.__getattribute__(value, "__dict__"))
         return held
 
