@@ -84,7 +84,7 @@ class ExclusiveCalls:
             )
 
     def close(self, interrupt: Callable[[], None], end_threads: Callable[[], None]) -> None:
-        """Refuses further calls, interrupts a call in another thread, and waits up to 5 seconds for it."""
+        """Refuses further calls. Interrupts a call in another thread, and waits up to 5 seconds for its end."""
         self.is_closed = True
         running = self._callers.now.get("now")
         if running is not None and running[1] is self and running[0] != threading.get_ident():

@@ -23,7 +23,7 @@ class ProgramRuns:
         pool: None before the first run.
         last: the program of the last call, or of `prepare`.
         last_update: the last program that updates.
-        num_updates: the number of runs of programs that update.
+        num_updates: runs of programs that update.
     """
 
     def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:

@@ -27,7 +27,7 @@ def random_state(devices: Sequence[Device]) -> dict[str, Any]:
 
 
 def load_random_state(state: Mapping[str, Any], devices: Sequence[Device]) -> None:
-    """Loads a result of `random_state`; GPUs beyond those of the earlier run keep their streams."""
+    """GPUs that the earlier run did not have keep their streams."""
     numpy_state = {**state["numpy"], "state": {**state["numpy"]["state"]}}
     numpy_state["state"]["key"] = numpy_state["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state(numpy_state)

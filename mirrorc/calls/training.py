@@ -59,10 +59,10 @@ class TrainingCalls:
         self._signature, self._state = signature, state
         self._specializer, self._coordinator, self._runs = specializer, coordinator, runs
         self._lock, self._habits, self._modes = lock, habits, modes
-        self._last: Executor | None = None  # of the last call, or of the last one in which this worker took part
+        self._last: Executor | None = None  # of the last call that this worker made or took part in
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
-        """Runs one training call. Looks up other programs until those of all workers match."""
+        """Looks up other programs until the programs of all workers match."""
         with self._coordinator.call(), self._specializer.choices.in_call():
             while True:
                 self._begin(purpose)
