@@ -66,7 +66,7 @@ class StepCosts:
     link: LinkSpeed
 
     def durations(self, program: Program) -> ProgramDurations:
-        """For a lowered program of the same model; raises `UnknownCostError` if a phase of a replica was not measured."""
+        """For a lowered program of the same model. Raises `UnknownCostError` if a phase of a replica was not measured."""
         return ProgramDurations(self, program)
 
 

@@ -23,7 +23,7 @@ class Maker(Enum):
     SHARES = "by shares at the wait"
     """A share of the sum over all replicas."""
     GATHERED = "at the wait"
-    """The whole sum over all replicas; of a table with a row-wise optimizer, the rows looked up by any replica."""
+    """The whole sum over all replicas; for a table with a row-wise optimizer, only rows that some replica looked up."""
     PACK = "by pack"
     """Each replica's whole gradient, in its bucket."""
     AT_ONCE = "at once"

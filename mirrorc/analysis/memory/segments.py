@@ -1,4 +1,4 @@
-"""Segments of forward, and prices of their recomputation."""
+"""Segments of forward, and the costs of their recomputation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Choice:
 
     Attributes:
         saved: operators whose results are stored if backward needs them; the segment's other operators are recomputed.
-        num_bytes: the bytes that it saves storing.
+        num_bytes: the bytes that need not be stored.
         seconds: of recomputation.
     """
 
