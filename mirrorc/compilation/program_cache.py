@@ -129,7 +129,7 @@ class Specialization:
         return [of_graphs[shard or 0] for shard in self.shard_of_replica]  # absent replicas read none
 
     def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> tuple[torch.Tensor, Any]:
-        """The loss and the outputs; outputs that are not kept are None."""
+        """Outputs that are not kept are None."""
         if self.outputs is None:
             return loss, None
         try:
@@ -147,7 +147,6 @@ class Specialization:
             ) from error
 
     def evaluated(self, call: Call, shards: Shards) -> tuple[torch.Tensor | None, Any]:
-        """The loss (None without one) and the outputs."""
         assert self.outputs is not None, "an evaluation gathers what it gives"
         try:
             gathered = self.executor.outputs.take(shards.num_examples)

@@ -42,7 +42,7 @@ _MOST_KINDS = 4096  # kinds of calls with a known number of other workers' rows
 
 
 class Specializer:
-    """The compiled programs of a step, by kind of call.
+    """The compiled programs of a step.
 
     Args:
         interrupts: holds back Ctrl-C during Dynamo's guards: a guard counts any error as a failure.

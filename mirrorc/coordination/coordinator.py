@@ -59,9 +59,7 @@ class Coordinator(Protocol):
 
     def compare_replicas(self, program: Program) -> None: ...
 
-    def examples(self, local: int) -> Examples:
-        """The numbers of examples over all workers."""
-        ...
+    def examples(self, local: int) -> Examples: ...
 
     def seed(self, local: int | None) -> int | None:
         """``local`` is None if the program draws no random numbers."""

@@ -41,7 +41,7 @@ class BlockCalls(Protocol):
     def exit_block(self) -> None: ...
 
     def meet_turn(self, number: int) -> Agreement:
-        """Meets all workers before a call of the block's step ``number``; returns their agreement."""
+        """Meets all workers before a call of the block's step ``number``."""
         ...
 
     def abandon(self, error: BaseException) -> None:

@@ -186,7 +186,7 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
 
 
 def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
-    """The bytes that determine a call's time; may be 0."""
+    """The bytes that determine a call's time."""
     if node.target in (*ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.commit):
         return 0
     if "bucket" not in node.kwargs:

@@ -30,7 +30,7 @@ _SCALE = 1e15  # of seconds, in capacities
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of recomputation for a segment.
+    """What a segment recomputes.
 
     Attributes:
         saved: operators whose results are stored if backward needs them; the segment's other operators are recomputed.
