@@ -18,7 +18,7 @@ _LONGEST_CLOSING_SECONDS = 5.0
 
 
 class ExclusiveCalls:
-    """Runs one call at a time. The steps over the same variables share ``callers``."""
+    """Runs one call at a time. Steps over the same variables share ``callers``."""
 
     def __init__(self, guard: InterruptGuard, callers: Callers) -> None:
         self._guard = guard
@@ -28,7 +28,7 @@ class ExclusiveCalls:
         self.is_closed = False
 
     def run(self, function: Callable[[], _T], end_threads: Callable[[], None]) -> _T:
-        """Runs a function while no other call of the step runs, with the guard's handler of Ctrl-C.
+        """Runs a function with the guard's handler of Ctrl-C; raises ExecutionError if another call is running.
 
         An interrupt may come between any two Python calls. So acquire and release are one operation each within the
         ``try``, and the ``finally`` defers interrupts.
@@ -84,7 +84,7 @@ class ExclusiveCalls:
             )
 
     def close(self, interrupt: Callable[[], None], end_threads: Callable[[], None]) -> None:
-        """Refuses further calls, interrupts a call in another thread, and waits up to 5 seconds for it."""
+        """Refuses further calls. Interrupts a call in another thread, and waits up to 5 seconds for its end."""
         self.is_closed = True
         running = self._callers.now.get("now")
         if running is not None and running[1] is self and running[0] != threading.get_ident():

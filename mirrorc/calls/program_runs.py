@@ -23,7 +23,7 @@ class ProgramRuns:
         pool: None before the first run.
         last: the program of the last call, or of `prepare`.
         last_update: the last program that updates.
-        num_updates: the number of runs of programs that update.
+        num_updates: runs of programs that update.
     """
 
     def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:
@@ -33,19 +33,18 @@ class ProgramRuns:
         self.last: Executor | None = None
         self.last_update: Executor | None = None
         self.num_updates = 0
-        # In the order of their last calls; other threads read it while a step runs. A program that the cache has dropped is
-        # gone here, too.
+        # In the order of their last calls. Other threads read this while a step runs. Weak, as the cache may drop programs.
         self._called: tuple[weakref.ref[Executor], ...] = ()
         self._main: Executor | None = None
 
     @property
     def called(self) -> list[Executor]:
-        """The programs of the cache, the one of the last call last."""
+        """The cached programs; that of the last call comes last."""
         return [executor for reference in self._called if (executor := reference()) is not None]
 
     @property
     def main(self) -> Executor | None:
-        """The program that has updated most often, of several the last one; without any update, that of the last call."""
+        """The program with the most updates, on a tie the last to run; before any update, that of the last call."""
         return self._main or self.last
 
     def note_prepared(self, executor: Executor) -> None:

@@ -15,7 +15,7 @@ KEYS = ("torch", "cuda", "python", "numpy")
 
 
 def random_state(devices: Sequence[Device]) -> dict[str, Any]:
-    """The states of the default generators; of tensors and numbers alone, so that ``weights_only=True`` loads them."""
+    """The states of the default generators, as tensors and numbers alone: ``weights_only=True`` loads them."""
     numpy_state = np.random.get_state(legacy=False)
     numpy_state["state"]["key"] = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
     return {
@@ -27,7 +27,7 @@ def random_state(devices: Sequence[Device]) -> dict[str, Any]:
 
 
 def load_random_state(state: Mapping[str, Any], devices: Sequence[Device]) -> None:
-    """Loads a result of `random_state`; GPUs beyond those of the earlier run keep their streams."""
+    """GPUs that the earlier run did not have keep their streams."""
     numpy_state = {**state["numpy"], "state": {**state["numpy"]["state"]}}
     numpy_state["state"]["key"] = numpy_state["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state(numpy_state)
@@ -38,7 +38,7 @@ def load_random_state(state: Mapping[str, Any], devices: Sequence[Device]) -> No
 
 
 def _gpus(devices: Sequence[Device]) -> list[torch.device]:
-    """The GPUs of the devices, each once; several logical devices share one."""
+    """Each GPU once: several logical devices may share a GPU."""
     return list(dict.fromkeys(device.torch_device for device in devices if device.torch_device.type == "cuda"))
 
 

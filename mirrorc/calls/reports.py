@@ -161,7 +161,7 @@ class StepReports(ABC):
         self._state.refuse_if_torn()
         if not self._state.store.has(program):
             self._exclusively(lambda: last.state.prepare_for(program))
-        elif self._state.is_behind and not self._state.callers.now:  # a call that runs sees to it
+        elif self._state.is_behind and not self._state.callers.now:  # a running call catches up itself
             self._exclusively(self._state.catch_up)
         return mirrored_variables(program, self._state.store, self._model.names)
 

@@ -31,7 +31,7 @@ from mirrorc.user.trained_loss import TrainedLoss
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """``is_stale`` says whether the user has changed the optimizer's state since the last step."""
+    """``is_stale``: the user has changed the optimizer's state since the last step."""
 
     specialization: Specialization
     call: Call
@@ -59,10 +59,10 @@ class TrainingCalls:
         self._signature, self._state = signature, state
         self._specializer, self._coordinator, self._runs = specializer, coordinator, runs
         self._lock, self._habits, self._modes = lock, habits, modes
-        self._last: Executor | None = None  # of the last call, or of the last one in which this worker took part
+        self._last: Executor | None = None  # of the last call that this worker made or took part in
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
-        """Runs one training call. Looks up other programs until those of all workers match."""
+        """Looks up other programs until the programs of all workers match."""
         with self._coordinator.call(), self._specializer.choices.in_call():
             while True:
                 self._begin(purpose)
@@ -84,7 +84,7 @@ class TrainingCalls:
         return compiled.executor.program
 
     def take_part(self, coordinator: TeamCoordinator) -> bool:
-        """Runs one call of the other workers without examples; False if there was none.
+        """Takes part, without examples, in one call of the other workers; False if there was no call.
 
         Raises:
             ExecutionError: this worker has made no call, or would exchange something else than in its last call.
@@ -117,7 +117,7 @@ class TrainingCalls:
         return CompiledCall(specialization, call, shards, purpose, is_stale)
 
     def _exchange_header(self, compiled: CompiledCall) -> Purpose | None:
-        """The purpose to compile for anew; None if all workers' programs match."""
+        """The purpose to recompile for; None if all workers' programs match."""
         call, shards = compiled.call, compiled.shards
         self._coordinator.note_call(call)
         retry = self._coordinator.exchange_header(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)

@@ -29,7 +29,7 @@ KEYS = ("model", "loss_fn", "other_buffers", "optimizers", "scaler", "choices", 
 
 
 class TrainingState:
-    """Collects and loads the training state of one step; its caller holds the step's lock."""
+    """The caller must hold the step's lock."""
 
     def __init__(
         self, options: StepOptions, model: ModelState, state: StepState, choices: SavedChoices, sizes: ChangingSizes
@@ -41,7 +41,6 @@ class TrainingState:
         self._rank, self._num_workers = workers.rank, workers.num_workers
 
     def state_dict(self) -> dict[str, Any]:
-        """See `mirrorc.Step.state_dict`."""
         if self._state.accumulated.num_calls:
             raise problem(
                 ExecutionError,
@@ -70,7 +69,6 @@ class TrainingState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """See `mirrorc.Step.load_state_dict`."""
         states = _checked(state)
         own = next((one for one in states if one["worker"]["rank"] == self._rank), None)
         common = own if own is not None else states[0]
@@ -118,7 +116,7 @@ class TrainingState:
             )
 
     def _load_values(self, state: Mapping[str, Any]) -> None:
-        """Loads model, optimizers and scaler; puts all of them back if one fails."""
+        """Puts all values back if one fails to load."""
         undo: list[Callable[[], object]] = []
         try:
             for part, module in self._modules.items():
@@ -143,7 +141,7 @@ class TrainingState:
     def _unsent_loader(
         self, workers: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None
     ) -> Callable[[], object]:
-        """A function that loads what the earlier run had not sent; checked before."""
+        """Checks the gradients that the earlier run had not sent; returns a function that loads them."""
         is_compressed = any(isinstance(stage, SendLargest | SendPayload) for stage in self._options.pipeline)
         num_before = max(one["num_workers"] for one in workers)
         if not is_compressed or self._num_workers == 1:

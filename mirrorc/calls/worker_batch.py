@@ -43,7 +43,7 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
 
 
 def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
-    """See `shard_batch`; each replica gets ``fewest`` examples, if the batch has as many."""
+    """See `shard_batch`. Each replica gets at least ``fewest`` examples, if the batch has enough."""
     if not workers.are_several:
         return batch
     call = flatten_call(["batch"], (batch,), {})

@@ -11,7 +11,7 @@ from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGra
 
 
 class ZeroableGradients:
-    """Accumulated gradients that ``zero_grad`` of optimizer and model drops, but not during a call."""
+    """``zero_grad`` of optimizer or model drops these gradients, except during a call."""
 
     def __init__(
         self, accumulated: AccumulatedGradients, tensors: Mapping[str, torch.Tensor], calls: ExclusiveCalls
@@ -23,7 +23,6 @@ class ZeroableGradients:
         return self._accumulated.num_calls > 0
 
     def first_of(self, ids: Collection[int]) -> str | None:
-        """The first parameter with one of these ids that has an accumulated gradient."""
         names = self._accumulated.names
         return next((name for name, tensor in self._tensors.items() if id(tensor) in ids and name in names), None)
 

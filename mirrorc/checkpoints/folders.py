@@ -52,7 +52,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Returns when a folder's names are on the disk."""
+    """Waits until the names in a folder are on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -61,7 +61,7 @@ def sync(path: Path) -> None:
 
 
 def _alone() -> warnings.catch_warnings:
-    """Silences torch's warning that it saves and loads in one process, as it is told."""
+    """Silences torch's warning about saving and loading in one process, which is intended."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 

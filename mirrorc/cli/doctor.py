@@ -46,7 +46,7 @@ def doctor(
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """Begins with what needs no torch, which may be what fails."""
+    """Facts that need no torch come first, because importing torch may fail."""
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     names = ("mirrorc", "torch", "networkx", "numpy", "rich", "typer", "jinja2")
     yield "versions", ", ".join([*map(_version, names), f"Python {platform.python_version()}"])

@@ -1,4 +1,4 @@
-"""How a command ends that cannot do what it is asked."""
+"""Ends commands that fail, with a message."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ def _import_modules(names: list[str] | None) -> list[str] | None:
 
 
 def _search_this_folder() -> None:
-    """Lets Python import modules from the working folder."""
     if "" not in sys.path:
         sys.path.insert(0, "")
 

@@ -16,7 +16,7 @@ from mirrorc.messages.problem import message, problem
 from mirrorc.messages.wording import listed
 
 _SECONDS_BETWEEN_LOOKS = 0.02
-_LONGEST_READING_SECONDS = 5.0  # worker 0, which may host the store, stays this long until all have read
+_LONGEST_READING_SECONDS = 5.0  # at most, worker 0 waits for all to read: it may host the store
 _DIGEST_BITS = 63
 
 Facts = Sequence[tuple[str, str]]
@@ -28,17 +28,17 @@ def digest(text: str) -> int:
 
 
 class Transport(Protocol):
-    """Exchanges facts between workers, which all call its methods in the same order."""
+    """Exchanges facts between workers. All workers call its methods in the same order."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...
 
     def digests(self, topic: str, text: str) -> Sequence[int]:
-        """The digests of all workers' texts, by rank."""
+        """Digests of all workers' texts, by rank."""
         ...
 
     def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
-        """The texts of the workers ``ranks``; called only if digests differ."""
+        """Called only if digests differ."""
         ...
 
 
@@ -49,7 +49,7 @@ _SEE_WHAT_IT_DOES = (
 
 
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
-    """Raises the same error in all workers if their facts, or the order of these, differ."""
+    """Raises the same CommunicationError in all workers if their facts, or the facts' order, differ."""
     text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
     digests = over.digests(topic, text)
     other = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)
@@ -66,7 +66,7 @@ class StoreTransport:
     """Exchanges facts through a store. Each comparison needs its own prefix of the store.
 
     Args:
-        look: polled while waiting; an error that it raises ends the wait.
+        look: polled while waiting; its error ends the wait.
     """
 
     def __init__(
@@ -118,7 +118,6 @@ def all_say(
     deadline: float,
     look: Callable[[], object] = _nothing,
 ) -> list[str]:
-    """See `Cluster.all_say`."""
     store.set(f"said/{rank}", text)
     keys = [f"said/{other}" for other in range(len(workers))]
     late = _await(store, keys, deadline, look)
@@ -134,7 +133,7 @@ def all_say(
 
 
 def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts) -> str:
-    """Describes the first difference between two workers' facts, of which the first is the topic; empty if they are equal."""
+    """Describes the first difference between two workers' facts; empty if equal. The first fact is the topic."""
     topic = facts[0][1]
     for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
         if fact != other_fact:

@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_CONNECTING_SECONDS = 20.0
 _LONGEST_ANSWER_SECONDS = 3.0  # of the store
-_SHORTEST_ANSWER_SECONDS = 0.3  # where a heartbeat has waited for it: this process may have been stopped meanwhile
-_LONGEST_READING_SECONDS = 5.0  # for which a worker that has failed stays, so that the others can read why
-_LONGEST_WRITING_POLLS = 20  # of a numbered message: its worker may have ended before it was there
+_SHORTEST_ANSWER_SECONDS = 0.3  # if a heartbeat has waited long already: this process may have been stopped
+_LONGEST_READING_SECONDS = 5.0  # a failed worker stays this long, so that others can read why
+_LONGEST_WRITING_POLLS = 20  # for a numbered message: its worker may have ended before writing it
 _SECONDS_BETWEEN_TRIES = 0.02
 _MOST_ERRORS = 5  # of the store, one after the other
 _NUM_MESSAGES = "messages"
@@ -30,7 +30,7 @@ class Pace:
 
     Attributes:
         silence: time without a new heartbeat after which a worker counts as lost.
-        longest_gap: the most silence counted between two reads: the reader itself may have been stopped.
+        longest_gap: the most silence counted between two reads, as the reader itself may have been stopped.
         sampling: between two reads by the detector's thread; infinite if only the waiting thread reads.
     """
 
@@ -41,7 +41,7 @@ class Pace:
 
 
 class Messages:
-    """The workers' messages in a store, which all workers read in the same order.
+    """The workers' messages in a store. All workers read them in the same order.
 
     Attributes:
         gone: ranks of workers that need not read further messages.
@@ -81,7 +81,7 @@ class Messages:
 
 
 class Beats:
-    """Reads the heartbeats of the other workers. Threads may share it."""
+    """Reads the heartbeats of the other workers. Thread-safe."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._store, self._pace = store, pace
@@ -125,8 +125,8 @@ class Listener(Protocol):
 class FailureDetector:
     """Sends this worker's heartbeats from a thread, and passes the other workers' messages to a listener.
 
-    A process has one detector for each step, and one for its rounds, which tolerates long silence: Python may block
-    threads.
+    A process has one detector for each step, and one for its rounds. The latter tolerates long silence, as Python may
+    block threads.
     """
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace, listener: Listener | None = None) -> None:
@@ -184,8 +184,8 @@ class FailureDetector:
     def find_silent(self, is_known: Callable[[], bool], slack_seconds: float) -> list[int] | None:
         """Returns the ranks that send no heartbeats; None if the store does not answer.
 
-        Takes some seconds, or ``slack_seconds`` if the thread has long waited for the store. Returns an empty list as
-        soon as ``is_known`` says that the failure is known.
+        Takes some seconds, or ``slack_seconds`` if the thread has long waited for the store. Returns an empty list once
+        ``is_known()`` is true: the failure is known.
         """
         seconds = self._pace.silence + slack_seconds
         try:
@@ -196,7 +196,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """Waits for an overdue answer: the store hangs, or this worker was stopped and gets it now."""
+        """Waits for an overdue answer: the store hangs, or this worker was stopped and gets the answer now."""
         asked_at, until = self._asked_at, time.monotonic() + slack_seconds
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return

@@ -28,7 +28,7 @@ from mirrorc.messages.problem import problem
 
 _BY_GROUP = "the process group"
 _LIFE = "life"  # the part of the store for signs of life
-_LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to send all the verdict
+_LONGEST_VERDICT_SECONDS = 10.0  # on top of the wait for others, to send the verdict
 
 _joining = threading.Lock()
 _joined: dict[Any, Cluster] = {}  # by process, group and place
@@ -165,7 +165,7 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
 
 
 def _roll_call(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
-    """``number`` counts attempts to join, equally many on workers with a common store."""
+    """``number`` counts attempts to join; it is equal on all workers with a common store."""
     seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
     try:
         return in_bounded_time(lambda: _roll_call_in_start(opened, place, deadline, number), seconds)

@@ -1,4 +1,4 @@
-"""Detects lost workers while others wait for them in a round. Each process announces its own end."""
+"""Detects lost workers in rounds. Each process announces its own end."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mirrorc.cluster.membership import Worker, local_system
 
 _FEWEST_SECONDS_BETWEEN_BEATS = 1.0
 _MOST_BEATS_PER_SECOND = 100.0  # of all workers together, at one store
-_SILENT_BEATS = 30  # after which a worker is not waited for: Python may hold its threads up for long
+_SILENT_BEATS = 30  # missed until a worker counts as lost: Python may block its threads for long
 _SECONDS_BETWEEN_LOOKS = 0.2
 _LONGEST_TEXT = 600  # of an error in a message to the others
 
 
 def pace_of_rounds(num_workers: int) -> Pace:
-    """Heartbeat times for rounds, in which all workers do a task together. They tolerate long compilations."""
+    """Heartbeat times that tolerate long compilations."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(interval, silence=_SILENT_BEATS * interval, longest_gap=interval)
 
 
 class Presence:
-    """Sends heartbeats until this process ends, and then publishes why, if possible."""
+    """Sends heartbeats until this process ends, then publishes the reason, if possible."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._rank, self._pid = rank, os.getpid()
@@ -35,14 +35,11 @@ class Presence:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Runs at exit; does nothing in a forked child."""
         if os.getpid() == self._pid:
             self.detector.leave(f"{self._rank} its process has ended{cause_of_exit()}")
 
 
 class Lookout:
-    """Detects lost workers while this worker waits for others in the common store."""
-
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, pace: Pace) -> None:
         self._others = [worker for worker in workers if worker.rank != rank]
         self._system, self._pace = local_system(), pace
@@ -52,7 +49,7 @@ class Lookout:
         self._ends: dict[int, str] = {}
 
     def gone(self) -> dict[int, str]:
-        """Why workers were lost, as clauses, by rank; empty between reads of the store, which come at intervals."""
+        """Why workers were lost, by rank, as clauses. Reads the store at intervals; empty in between."""
         now = time.monotonic()
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return {}

@@ -1,4 +1,4 @@
-"""The roll call, a rendezvous in a store with one verdict for all workers."""
+"""The roll call: a rendezvous in a store, with one verdict for all workers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def call_roll(
 ) -> list[Worker]:
     """Waits for all workers, and returns them by rank.
 
-    The first worker to see that all have come, or that some do not match, writes the verdict. Later workers are refused.
+    One worker writes the verdict: the first to see all workers, a mismatch or the deadline. Later workers are refused.
 
     Raises:
         CommunicationError: a worker is late or does not match, or the store was lost. All present workers raise it.
@@ -130,7 +130,7 @@ def _call_roll(
 
 
 def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
-    """None while workers are missing. The host waits for ``num_readers`` readers, which are none after a timeout."""
+    """None while more workers may come. The store's host waits for ``num_readers`` readers, and for all that came."""
     missing, members = _missing(came, place), sorted(came)
     wrong = disagreement(list(came.values()))
     if wrong or not missing:

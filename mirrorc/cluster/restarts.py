@@ -1,4 +1,4 @@
-"""Numbers the starts of workers whose store has outlived an earlier start."""
+"""Numbers the workers' starts, as a store may outlive a start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUM_STARTS, _NUM_KNOCKS = "starts", "knocks"
 class Start:
     """A numbered start of the workers, opened by the chief.
 
-    torchrun's agents restart failed workers but keep the store, and each counts only its own workers' restarts. So
+    torchrun's agents restart failed workers but keep the store. Each agent counts only its own workers' restarts. So
     other workers knock, and join the start whose chief answers.
     """
 
@@ -25,7 +25,7 @@ class Start:
         self.number: int = store.add(_NUM_STARTS, 1)
 
     def answer(self) -> None:
-        """The chief calls it repeatedly while it waits."""
+        """Answers new knocks. The chief calls this repeatedly while it waits."""
         knocks = self._store.add(_NUM_KNOCKS, 0)
         if knocks != self._num_heard:
             self._store.set(_heard(self.number), str(knocks))

@@ -1,4 +1,4 @@
-"""Common tasks of all workers: a failure of one worker ends the wait of the other workers."""
+"""Common tasks of all workers: if one worker fails, the others stop waiting."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mirrorc.messages.problem import message, problem
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to send all the result
-_LONGEST_READING_SECONDS = 5.0  # worker 0, which may host the store, stays this long until all have read the failure
+_LONGEST_VERDICT_SECONDS = 10.0  # on top of the wait for others, to send the result
+_LONGEST_READING_SECONDS = 5.0  # at most, worker 0 waits for all to read the failure: it may host the store
 _SECONDS_BETWEEN_LOOKS = 0.02
 _FAILURE, _NUM_AWARE = "failure", "aware"
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""Opens the rendezvous store in a bounded time that Ctrl-C can cut short."""
+"""Opens the rendezvous store in a bounded time. Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _opened(place: Place, seconds: float) -> Any:
         is_master=place.hosts_store,
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
-        multi_tenant=True,  # torch.distributed may open it, too, in this process
+        multi_tenant=True,  # torch.distributed may open the store in this process, too
     )
 
 
@@ -81,7 +81,7 @@ def _await_listener(place: Place, deadline: float) -> None:
 
 
 class OwnConnection:
-    """A second connection to a store, whose requests do not wait for those of other threads.
+    """A second connection to a store. Its requests do not wait for other threads' requests.
 
     Raises:
         RuntimeError, TimeoutError: the store is lost, or does not answer in time.
@@ -98,7 +98,7 @@ class OwnConnection:
 
     @property
     def is_lost(self) -> bool:
-        """True if the store's host has closed the connection. Later requests would make torch warn."""
+        """True once the store's host has closed the connection: further requests would make torch warn."""
         return is_any_closed(self._sockets)
 
 
@@ -110,5 +110,5 @@ def _port(store: Any) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error. Torch appends addresses of its code."""
+    """Torch appends addresses of its code in further lines."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -58,7 +58,7 @@ def argument_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Changed bodies of regions; at CAPTURED, changed graphs of one device."""
+    """Changed bodies of regions; at stage CAPTURED, changed graphs of one device."""
     yield from _captured_changes(old, new)
     if bool(old.regions) != bool(new.regions) and old.stage == new.stage:
         yield f"bodies of regions are printed in the {'new' if new.regions else 'old'} text alone and were not compared"

@@ -18,7 +18,7 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @dataclass(frozen=True)
 class BucketPairs:
-    """The buckets of two programs by index; ``new_of`` maps old indices to counterparts."""
+    """Buckets by index; ``new_of`` maps old indices to new ones."""
 
     old: Mapping[int, PrintedBucket]
     new: Mapping[int, PrintedBucket]

@@ -82,7 +82,7 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
 def diff_files(old: Path, new: Path) -> str:
     """The differences of two files, each a saved or a printed program; empty if there are none.
 
-    Two saved programs are compared with bodies of regions. Beside a printed program, only printed parts are compared.
+    Two saved programs are compared with bodies of regions. Against a printed program, only its printed parts are compared.
 
     Raises:
         OSError: a file cannot be read.

@@ -14,10 +14,10 @@ from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, split_
 
 PACK, WAIT, WRITE, FACTORED = (kind.value for kind in (Kind.PACK, Kind.WAIT, Kind.WRITE, Kind.FACTORED))
 
-_VARIANT = re.compile(r"\.shard\d+$")  # of a region for another shape of a shard
+_VARIANT = re.compile(r"\.shard\d+$")  # ends a region's name for another shard shape
 
 Key = tuple[str, str, int]
-"""Identifies an event in two programs: its kind; its bucket, region or gradient; its number among such events of a device."""
+"""Identifies an event in both programs: kind; bucket, region or gradient; number among such events of a device."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _moves_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterat
 
 
 def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The first of ``choices``, kinds of events, that both schedules have in the same order."""
+    """The first choice of event kinds whose events both schedules have in the same order."""
     for kinds in choices:
         keys = [[event.key for event in schedule.of(*kinds)] for schedule in (old, new)]
         if keys[0] == keys[1] and keys[0]:
@@ -273,7 +273,7 @@ def _factored_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 def _call_changes(old: Mapping[Key, PrintedLine], new: Mapping[Key, PrintedLine]) -> Iterator[str]:
     for key in new:
         if _gradients(old[key]) != _gradients(new[key]):
-            continue  # backward is cut at other places, which the changes of buckets say
+            continue  # backward is cut at other places, as the changes of buckets report
         for verb, was, now in (
             ("gives", old[key].outcome, new[key].outcome),
             ("is given", old[key].inside, new[key].inside),

@@ -18,7 +18,7 @@ _MEASURED = re.compile(r" · after .+?(?= · stage )| · \d+(?:\.\d+)? ms$")
 
 @dataclass
 class _Part:
-    """A text's top, a function or a region: its lines, and their numbers in the text."""
+    """A text's top, a function or a region; ``numbers`` are line numbers of the text."""
 
     lines: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
@@ -45,9 +45,9 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
 
 
 def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
-    """Parts of a text by name, without the pass, the time, the dump's report and source lines."""
+    """Parts of a text by name. The pass, its time, the dump's report and source lines are left out."""
     parts: dict[str, _Part] = {"": _Part()}
-    part, above = parts[""], _Part()  # above: the lines between an empty one and a function, which belong to it
+    part, above = parts[""], _Part()  # above: lines from an empty line to a function, part of the function
     is_above = False
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         if line.startswith(("def ", "region ")):
@@ -66,7 +66,6 @@ def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
 
 
 def is_source(line: str) -> bool:
-    """Tests for a line that quotes the user's source."""
     return line.startswith("    # ") and not line.startswith("    # -- ")
 
 

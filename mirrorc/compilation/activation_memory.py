@@ -1,4 +1,4 @@
-"""Searches for a program within a bound on activation memory."""
+"""Searches for a program within a bound on each device's activation memory."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ _Compiled = TypeVar("_Compiled")
 
 
 class BoundedPrograms(Generic[_Compiled]):
-    """Searches for a program of a call whose activations stay within a bound on each device.
+    """The first program keeps all activations. `ChooseCheckpoints` predicts memory from the captured graph.
 
-    `ChooseCheckpoints` predicts memory from the captured graph; `report_memory` counts it once the regions are
-    compiled. The first program keeps all activations. Each count calibrates the next prediction.
+    `report_memory` counts the bytes once regions are compiled. Each count calibrates the next prediction.
 
     Args:
         bound: bytes as an int; a fraction of ``most`` as a float.
         most_before: ``most`` of earlier calls.
 
     Attributes:
-        most: the largest peak of a first program, in this call or earlier ones; set by `find`.
+        most: the largest peak of programs that keep all activations, in this call or earlier ones; set by `find`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class BoundedPrograms(Generic[_Compiled]):
 
         Raises:
             CaptureError: the model runs as plain PyTorch, so no graph has the values that forward keeps.
-            PassError: no program keeps within the bound.
+            PassError: no program found stays within the bound.
         """
         self._refuse_opaque()
         choice = _Choice()

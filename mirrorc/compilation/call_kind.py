@@ -1,4 +1,4 @@
-"""The purpose of a step's call, which selects the passes and the program's state."""
+"""Purposes of a step's calls. A purpose selects the passes and the program's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirrorc.runtime.state.step_state import StepState
 
 
 class Purpose(enum.Enum):
-    """The purpose of a call. Values are names in messages."""
+    """Values are names in messages."""
 
     STEP = "step"  # to update with the gradients of its batch
     ACCUMULATION = "accumulation"  # to add the batch's gradients to the accumulated ones

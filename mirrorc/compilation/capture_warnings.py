@@ -22,7 +22,7 @@ class CaptureWarnings:
         self._listed: set[str] = set()
 
     def warn_of_listed_examples(self, call: Call, num_examples: int) -> None:
-        """A list of containers, such as the targets of a detector: its length may be the batch's by chance."""
+        """A list of containers, such as a detector's targets, may have the batch's length by chance."""
         items: dict[str, set[str]] = {}
         for leaf in call.leaves:
             if leaf.split and (match := _ITEM.match(leaf.path)):

@@ -65,7 +65,7 @@ class _Compiled:
 
 
 def _are_alike(one: Key, other: Key) -> bool:
-    """True if two keys differ in types of shards at most."""
+    """True if two keys are equal, except perhaps in types of shards."""
     return one[0] == other[0] and one[2:] == other[2:]
 
 
@@ -97,7 +97,7 @@ class Specialization:
         guards: tested with the plain values in `training_call`.
         shard_of_replica: the index of each replica's captured graph; None for a replica without examples.
         loss_dtype: None for an evaluation.
-        batch: the call that it was compiled for.
+        batch: the call for which the program was compiled.
     """
 
     executor: Executor
@@ -120,7 +120,7 @@ class Specialization:
         return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
-        """For each replica, as of the last check of the guards."""
+        """By replica, as read by the last check of the guards."""
         of_graphs = self.guards.numbers_by_graph()
         if not any(of_graphs):
             return []
@@ -129,7 +129,7 @@ class Specialization:
         return [of_graphs[shard or 0] for shard in self.shard_of_replica]  # absent replicas read none
 
     def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> tuple[torch.Tensor, Any]:
-        """The loss, and the outputs; None if they are not kept."""
+        """Outputs that are not kept are None."""
         if self.outputs is None:
             return loss, None
         try:
@@ -147,7 +147,6 @@ class Specialization:
             ) from error
 
     def evaluated(self, call: Call, shards: Shards) -> tuple[torch.Tensor | None, Any]:
-        """The loss, None if there is none, and the outputs."""
         assert self.outputs is not None, "an evaluation gathers what it gives"
         try:
             gathered = self.executor.outputs.take(shards.num_examples)
@@ -174,10 +173,10 @@ class Specialization:
 
 
 class Specializations:
-    """An LRU cache of specializations. Those of one key differ in their guards.
+    """An LRU cache. Specializations of one key differ in their guards.
 
     Args:
-        has_numbers_as_sizes: whether each size has its own program, because the user has not requested symbols.
+        has_numbers_as_sizes: whether each size has its own program, because of ``dynamic=False``.
     """
 
     def __init__(self, subject: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
@@ -190,13 +189,13 @@ class Specializations:
         self._read_plain: set[str] = set()  # names of plain values that failed guards
 
     def get(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
-        """The specialization that is known to serve a key and plain values, or None; marks it as used."""
+        """The specialization that is known to serve a key and plain values, or None. Marks it as used."""
         return self._usable(self._homes.get(key, key), plain)
 
     def fitting(
         self, key: Key, plain: Mapping[str, Any], shards: Shards, symbolic: SymbolicDims
     ) -> Specialization | None:
-        """One with these symbolic sizes that fits the shards, or None; the cache remembers the keys that it serves."""
+        """A specialization with these symbolic sizes that fits the shards, or None. Later, `get` finds it for the key."""
         home = self._homes.get(key, key)
         for other, entries in reversed(list(self._by_key.items())):
             is_alike = _are_alike(other, key) and entries[-1].symbolic == symbolic
@@ -213,7 +212,7 @@ class Specializations:
             del self._homes[next(iter(self._homes))]
 
     def _forget_homes(self, key: Key, symbolic: SymbolicDims) -> None:
-        """Programs with other symbols than the newest serve no more, as in a run that is resumed, which has none of them."""
+        """Calls no longer find programs with older symbols: a resumed run would not have these programs."""
         older = {
             other
             for other, entries in self._by_key.items()
@@ -253,9 +252,7 @@ class Specializations:
         attributes: Mapping[str, tuple[type, Any]] | None = None,
         reasons: Sequence[str] = (),
     ) -> list[Executor]:
-        """Adds a program, or replaces ``instead``; returns the evicted programs. ``reasons`` say why changing numbers
-        are not inputs.
-        """
+        """Returns the programs that leave the cache. ``reasons`` say why changing numbers are not inputs."""
         called = key
         if new.sizes is not None:  # the cached key may belong to other sizes
             key = (key[0], ("symbolic", next(self._numbers)), *key[2:])
@@ -285,7 +282,7 @@ class Specializations:
         return dropped
 
     def changes(self, key: Key, call: Call, shards: Shards) -> str:
-        """Describes how a call differs from that of the nearest cached program, of which the last used is the first."""
+        """Describes how a call differs from the call of the nearest cached program; of equally near ones, the last used."""
         if not self._by_key:
             return FIRST_CALL
         places = range(2 + len(_OTHER_PARTS))

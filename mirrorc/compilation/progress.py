@@ -23,16 +23,15 @@ PATIENCE_SECONDS = 2.0
 """The shortest compilation that reports progress on a terminal or in the log."""
 
 PATIENCE_ELSEWHERE_SECONDS = 10.0
-"""The shortest that is worth a line that stays."""
+"""The shortest compilation that reports progress elsewhere, in a line that stays."""
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Progress(Instrument):
-    """Writes the progress of a compilation to standard error, in a thread.
+    """A thread that shows the progress; it polls `is_over` ten times a second.
 
-    Setting `is_over` suffices to end it, because an interrupt may arrive between any two Python calls. The thread polls
-    it ten times a second.
+    Setting `is_over` suffices to end the thread, because an interrupt may arrive between any two Python calls.
     """
 
     def __init__(self, subject: str, changes: str, *, is_shown: bool) -> None:

@@ -1,6 +1,6 @@
 """Looks up compiled programs by kind and purpose of a call; compiles on a miss.
 
-A new shape is a new key (`Specializer._key`), unless a program with symbolic sizes fits (`Specializations.get`).
+A new shape has a new key (`Specializer._key`) and is compiled, unless a program with symbolic sizes fits.
 """
 
 from __future__ import annotations
@@ -42,14 +42,11 @@ _MOST_KINDS = 4096  # kinds of calls with a known number of other workers' rows
 
 
 class Specializer:
-    """The compiled programs of a step, by kind of call.
+    """The compiled programs of a step.
 
     Args:
-        interrupts: holds back Ctrl-C during Dynamo's guards, which count an error as a failure.
+        interrupts: holds back Ctrl-C during Dynamo's guards: a guard counts any error as a failure.
         team: None for a process on its own.
-
-    Attributes:
-        num_compilations: by purpose.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class Specializer:
     def specialization_for(
         self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP
     ) -> tuple[Specialization, Shards]:
-        """Returns the specialization for a call, and the shards to run it on; compiles on a miss.
+        """Returns the specialization, and the shards on which it runs.
 
         If torch refuses a shard of one example, the batch is split among fewer replicas.
 
@@ -90,7 +87,7 @@ class Specializer:
             return self._cached_or_compiled(call, shards, is_stale, purpose)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        """Captures run in this context; its modes are part of the cache key."""
+        """The context of captures; its modes are part of the cache key."""
         if self._options.autocast is None:
             return nullcontext()
         return torch.autocast(self._options.devices[0].torch_device.type, self._options.autocast)
@@ -196,7 +193,7 @@ class Specializer:
         return len({shard_types(tensors, device.torch_device) for tensors, device, count in each if count}) <= 1
 
     def _why_numbers(self, shards: Shards, purpose: Purpose) -> str:
-        """Empty if models could have symbolic sizes in this call."""
+        """Empty if sizes may be symbols in this call."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
         if self._numbers.inputs:
@@ -215,7 +212,7 @@ class Specializer:
         return self._key(call, shards, purpose) if freed else key
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
-        """Notes the rows that other workers gather, which are in shapes of programs."""
+        """Notes the numbers of rows that other workers gather: shapes in programs depend on them."""
         with self._autocast():
             self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
         if len(self._rows_elsewhere) > _MOST_KINDS:

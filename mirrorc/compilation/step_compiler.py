@@ -64,7 +64,6 @@ class StepCompiler:
     Args:
         state: shared by all programs of the step.
         numbers: the Python numbers that have changed between calls.
-        team: None for a process on its own.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class StepCompiler:
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
     ) -> Specialization:
-        """Compiles a call's program. On failure, the model's tensors return to their former devices.
+        """If compilation fails, the model's tensors return to their former devices.
 
         Args:
             changes: how this call differs from earlier calls, in words.
@@ -310,7 +309,6 @@ class StepCompiler:
         )
 
     def keep_only(self, programs: Sequence[Program]) -> None:
-        """Forgets the compiled regions and variables of all other programs."""
         self._regions.keep_only(region for program in programs for region in program.regions.values())
         self._state.keep_only({name for program in programs for name in program.variables})
 
@@ -348,7 +346,7 @@ def _log_times(subject: str, program: Program, times: Sequence[float]) -> None:
 
 
 def _fewer_parts(program: Program, microbatches: int) -> list[str]:
-    """A remark if shards are too small for as many microbatches as the user wants; a pass says so if none has several."""
+    """A remark if a shard has fewer examples than ``microbatches``. If no shard has several parts, a pass says so instead."""
     few = [
         f"{device.name} runs {counted(len(sizes), 'part')}"
         for device, sizes in zip(program.devices, program.microbatches, strict=False)

@@ -66,7 +66,7 @@ class Announcements:
         has_left: bool,
         batch: int,
     ) -> tuple[Header, dict[str, Details]]:
-        """The header of a training call, with its facts; arguments as in `TeamCoordinator.exchange_header`."""
+        """``executor`` and ``num_examples`` are as in `TeamCoordinator.exchange_header`."""
         program, tensors = executor.program, self._state.store.tensors
         if tensors.keys() != self._variables.texts.keys():
             self._variables = Facts(shapes(tensors))
@@ -106,9 +106,7 @@ class Announcements:
         }
 
     def besides(self, name: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
-        """The header, with its facts, of a call that does not train. Values are taken over if workers differ in
-        ``has_changed``.
-        """
+        """A header for a call that does not train. If workers differ in ``has_changed``, they agree to take over values."""
         facts = Facts({"the call": name})
         header = Header(
             self._team.num_calls,
@@ -126,7 +124,7 @@ class Announcements:
         return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """The header, with its facts, before a call of step ``number`` in a block of `mirrorc.join`."""
+        """A header for the meeting before a call in a block of `mirrorc.join`; ``number`` is the index of the step."""
         num_examples = 0 if has_left else 1  # a call without any would be refused
         header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
         return header, {

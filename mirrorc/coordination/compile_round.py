@@ -14,11 +14,11 @@ _DOING = "mirrorc.compile"
 
 
 class JointCompilation(AbstractContextManager["JointCompilation"]):
-    """A context around one call of `mirrorc.compile`, whose errors reach the other workers.
+    """An exception in this context reaches the other workers.
 
     Args:
-        distributed: the option; an invalid value is as "auto".
-        communication: another object is as its default, and is refused within the context.
+        distributed: an invalid value counts as "auto".
+        communication: an object of another type counts as the default; code in the context refuses it.
 
     Raises:
         ValueError: on entering, the description of the workers is wrong, or contradicts ``distributed``.

@@ -22,7 +22,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class Coordinator(Protocol):
-    """The stages of a training call in which workers meet; `LocalCoordinator` meets nobody."""
+    """The stages of a training call in which workers meet."""
 
     @property
     def team(self) -> Team | None:
@@ -50,7 +50,7 @@ class Coordinator(Protocol):
         ...
 
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
-        """Waits for the headers of all workers; may broadcast the parameters of one.
+        """Exchanges headers with all workers; may then broadcast one worker's values.
 
         Returns:
             The program to look up before the next try; None if the call goes on with this program.
@@ -59,12 +59,10 @@ class Coordinator(Protocol):
 
     def compare_replicas(self, program: Program) -> None: ...
 
-    def examples(self, local: int) -> Examples:
-        """The numbers of examples over all workers."""
-        ...
+    def examples(self, local: int) -> Examples: ...
 
     def seed(self, local: int | None) -> int | None:
-        """The seed for this call; ``local`` is None if the program draws no random numbers."""
+        """``local`` is None if the program draws no random numbers."""
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:

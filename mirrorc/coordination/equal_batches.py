@@ -26,7 +26,7 @@ class EqualBatches:
         self._num_calls = self._num_equal = 0
 
     def digest(self, call: Call) -> int:
-        """A digest of the arguments that are split over replicas; 0 if there are none, or nothing is compared any more."""
+        """A digest of the arguments that are split over replicas; 0 without such arguments, or after the last comparison."""
         if self._num_calls >= _NUM_CALLS:
             return 0
         tensors = [t for leaf in call.leaves if leaf.split for t in (leaf.tensor, *leaf.per_replica) if t is not None]
@@ -40,7 +40,6 @@ class EqualBatches:
         return int.from_bytes(hashed.digest())
 
     def note(self, digests: Sequence[int]) -> None:
-        """Notes the digests of a call, by rank."""
         if self._num_calls >= _NUM_CALLS:
             return
         self._num_calls += 1
@@ -64,7 +63,7 @@ class EqualBatches:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to `_MOST_SAMPLES` elements, as bytes. Their places are random, as a stride could meet borders of images alone."""
+    """The bytes of up to `_MOST_SAMPLES` elements, at random places: evenly spaced elements could all be borders of images."""
     chosen = tensor.detach()
     if chosen.numel() > _MOST_SAMPLES:
         places = torch.randint(chosen.numel(), (_MOST_SAMPLES,), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Facts that must be alike on all workers of a step, and their digests."""
+"""Facts that must be equal on all workers of a step, and their digests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def written_buffers(program: Program) -> list[Variable]:
 
 
 def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
-    """Facts on model and options that must agree. Values of tensors may differ: the chief's are broadcast."""
+    """Facts about model and options that must be equal on all workers. Tensors may differ: the chief's are broadcast."""
     frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
     variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
     names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -97,7 +97,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
 
 
 def _text_of_pass(stage: Any) -> str:
-    """Drops addresses, which differ between workers. So functions are compared by name only."""
+    """Drops memory addresses, because workers differ in them. Functions are thus compared by name only."""
     return _ADDRESS.sub("", repr(stage))
 
 

@@ -15,16 +15,17 @@ _KEYS = ("num_workers", "rank", "unsent")
 def unsent_of_worker(
     states: Sequence[Mapping[str, Any]], rank: int, num_workers: int, parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The unsent gradients that one worker loads: a sum over the earlier ranks equal to its rank modulo ``num_workers``.
+    """Sums the unsent gradients of each earlier rank r with ``r % num_workers == rank``.
 
     Args:
-        states: ``worker`` of `mirrorc.Step.state_dict` of all workers of the earlier run, in any order.
+        states: the entry ``worker`` of `mirrorc.Step.state_dict`, from each worker of the earlier run, in any order.
 
     Returns:
-        This worker's unsent gradients, and the state of payloads, alike on all workers; both by variable.
+        This worker's unsent gradients, and the payloads' state, which is equal on all workers; both by variable.
 
     Raises:
-        TypeError, ValueError: ``states`` lack some workers of one run, or belong to another model.
+        TypeError: a state is not such an entry.
+        ValueError: ``states`` lack a worker of the run, or belong to another model.
     """
     of_ranks, first = _checked(states, parameters)
     unsent: dict[str, torch.Tensor] = {}

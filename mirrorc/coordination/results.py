@@ -13,7 +13,7 @@ from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 
 
 def total_loss(control: ControlCollectives, local: torch.Tensor | None) -> torch.Tensor:
-    """A float64 scalar on the host; ``local`` is None without examples."""
+    """The workers' sum, a float64 scalar on the host; ``local`` is None without examples."""
     total = torch.zeros((), dtype=torch.float64)
     if local is not None:
         total.copy_(local.detach())
@@ -24,7 +24,7 @@ def total_loss(control: ControlCollectives, local: torch.Tensor | None) -> torch
 def show_buffers(
     control: ControlCollectives, program: Program, state: StepState, agreed: Agreement, num_present: int
 ) -> None:
-    """Gives written buffers the same values on all workers: their mean, or those of the first worker with examples."""
+    """Gives written buffers equal values on all workers: the mean, or the values of the first worker with examples."""
     kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
     for variable in written_buffers(program):
         kinds.setdefault((variable.aggregation, variable.dtype), []).append(variable)

@@ -1,4 +1,4 @@
-"""Broadcasts one worker's values before a step where workers would differ."""
+"""Broadcasts one worker's values before a step if workers would differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class TakenValues:
-    """Tracks which variables are alike on all workers, and broadcasts values anew."""
+    """Tracks which variables are equal on all workers, and broadcasts values anew."""
 
     def __init__(self, options: StepOptions, state: StepState, team: Team) -> None:
         self._options, self._state, self._team = options, state, team
@@ -38,7 +38,7 @@ class TakenValues:
         """Broadcasts parameters, buffers, optimizer state and the scaler from the agreement's source.
 
         Args:
-            written: digest of the user's writes since the last step; 0 for none.
+            written: see `Announcements.written`.
 
         Raises:
             CommunicationError: shards of the optimizer's state may be of different steps; all workers raise it.

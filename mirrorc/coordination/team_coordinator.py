@@ -45,24 +45,24 @@ _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 @dataclass(frozen=True)
 class Retry:
-    """The program to look up for the next meeting of a call; ``rows_elsewhere`` is None if unknown."""
+    """The program that a worker looks up before a call's next meeting; ``rows_elsewhere`` is None if unknown."""
 
     accumulation: Accumulation
     rows_elsewhere: RowsElsewhere | None
 
 
 class TeamCoordinator:
-    """Coordinates the training calls of one step on several workers, which all make the same calls.
+    """All workers make the same calls.
 
     Workers meet once each has its program, before anything changes. They meet again after a broadcast, or if programs
     did not match.
 
-    Optimizers that are not element-wise run on every worker, because a chief with the only state might leave its loop
-    first. They get the same sums and random numbers. Before each call, workers compare the parameters that they update.
+    An optimizer that is not element-wise runs on every worker: if the chief alone had its state, the chief might leave
+    its loop first. All workers give it the same sums and random numbers, and compare its parameters before each call.
 
     Attributes:
-        call_without_examples: the last call, stripped of its examples; None before the first call.
-        rows_elsewhere: numbers of rows that the other workers gather in this call; None if unknown or without gathers.
+        call_without_examples: the last call without its examples; None before the first call.
+        rows_elsewhere: numbers of rows that other workers gather in this call; None if unknown, or if nothing is gathered.
     """
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
@@ -136,7 +136,7 @@ class TeamCoordinator:
     # A call, from its beginning to its end
 
     def begin_call(self) -> None:
-        """In a block of several steps, workers first agree on the step.
+        """In a block of several steps, workers first agree on which step is called.
 
         Raises:
             ExecutionError: this thread is in the block of other steps.
@@ -148,7 +148,7 @@ class TeamCoordinator:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """At its end, the context guards parameters that a failure has left between two steps."""
+        """At its end, guards parameters that a failure has left between two steps: saving them raises."""
         torn_before, had_parted = self._state.torn, self.team.have_parted
         self._num_meetings = self._num_row_meetings = 0
         try:
@@ -180,11 +180,11 @@ class TeamCoordinator:
     def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
         """Returns None if all programs match and the call goes on.
 
-        May broadcast the values of the chief, or of the worker whose user has written some; then returns a retry.
+        If users' writes differ, or a worker has new variables, broadcasts one worker's values and returns a retry.
 
         Args:
-            executor: that of the last call, on a worker that has left its loop.
-            num_examples: for each replica; empty on a worker that has left its loop.
+            executor: on a worker that has left its loop, the last call's.
+            num_examples: by replica; empty on a worker that has left its loop.
             is_stale: whether the user has changed the optimizer's state since the last step.
         """
         self._num_meetings += 1
@@ -214,7 +214,7 @@ class TeamCoordinator:
         return Retry(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """True if all programs were compiled for the rows that workers gather in this call."""
+        """True if all programs were compiled for the numbers of rows that workers gather in this call."""
         rows = self.team.gathered_rows
         if not rows[0]:
             return True
@@ -246,7 +246,7 @@ class TeamCoordinator:
             self._state.optimizers.gather(self.team.control.all_gather)
 
     def compare_replicas(self, program: Program) -> None:
-        """Compares the workers' copies of variables and optimizer state, if this step is due.
+        """Every ``check_replicas_every`` steps, compares the workers' copies of variables and optimizer state.
 
         Leaves out buffers that the program writes: an evaluation may have written them on one worker.
 

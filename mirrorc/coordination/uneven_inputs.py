@@ -19,7 +19,7 @@ _current_block: ContextVar[Block | None] = ContextVar("the block around the code
 
 
 class BlockCalls(Protocol):
-    """A step over several workers, as its block uses it."""
+    """What a block of `mirrorc.join` needs of a step over several workers."""
 
     @property
     def cluster(self) -> Cluster: ...
@@ -35,13 +35,13 @@ class BlockCalls(Protocol):
         ...
 
     def leave_loop(self) -> None:
-        """Marks this worker's loop as ended; it then takes part in calls of other workers."""
+        """Marks this worker's loop as ended; the worker then takes part in calls of other workers."""
         ...
 
     def exit_block(self) -> None: ...
 
     def meet_turn(self, number: int) -> Agreement:
-        """Meets all workers before a call of the block's step ``number``; returns their agreement."""
+        """Meets all workers before a call of the block's step ``number``."""
         ...
 
     def abandon(self, error: BaseException) -> None:
@@ -51,11 +51,7 @@ class BlockCalls(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedStep:
-    """A step in a block.
-
-    Attributes:
-        take_part: takes part in one call of the other workers; False if there was none.
-    """
+    """``take_part`` takes part in one call of the other workers; False if there was none."""
 
     calls: BlockCalls
     take_part: Callable[[], bool]
@@ -109,7 +105,7 @@ class Block:
 
 
 def refuse_within_others(calls: BlockCalls, action: str) -> None:
-    """Raises in a block of other steps, where some workers may have left. ``action`` is a clause of the error."""
+    """Raises ExecutionError in a block of other steps: some workers may have left it. ``action`` is a clause of the error."""
     block = _current_block.get()
     if block is not None and calls not in block.calls:
         raise problem(
@@ -122,12 +118,12 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
 
 @contextmanager
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
-    """A context for a loop. At its end, a worker takes part in calls of other workers until all loops have ended.
+    """A context for a loop. After its own loop, a worker takes part in calls of other workers until all loops have ended.
 
-    An exception in it ends the next call of the other workers. Without ``steps``, it does nothing.
+    An exception in the context ends the next call of the other workers. Without ``steps``, the context does nothing.
 
     Raises:
-        ExecutionError: it is entered within another such context.
+        ExecutionError: the context is entered within another one.
     """
     if not steps:
         yield
@@ -161,7 +157,7 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
 
 @contextmanager
 def _restored_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
-    """Restores the same objects."""
+    """Puts the same objects back into the groups, not copies."""
     groups = optimizers.hyperparameters
     before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     try:

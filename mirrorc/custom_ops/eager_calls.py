@@ -15,7 +15,7 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 class UsedParameters:
-    """The parameters that some replica has used. Their gradients are zero on other replicas; unused parameters get no update."""
+    """Parameters that a replica has used in this step. Other replicas give zero gradients; unused parameters get no update."""
 
     def __init__(self) -> None:
         self._used = set[int]()
@@ -53,7 +53,7 @@ class OpaqueBackward(Protocol):
 
 class OpaqueRuns(Protocol):
     def begin_step(self, used: UsedParameters) -> None:
-        """Called before the runs of a step."""
+        pass
 
     def forward(
         self,
@@ -71,7 +71,7 @@ class OpaqueRuns(Protocol):
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Returns the same without a token; there may be no loss."""
+        """As `forward`, without a token; there may be no loss."""
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
         """``tangent`` is the gradient of the loss."""

@@ -21,7 +21,8 @@ _generator_locks: dict[torch.device, threading.Lock] = {}
 STATES_LOCK = threading.Lock()
 """Held while a device's thread reads or writes a generator's state.
 
-Torch waits for the generator's lock while it holds the GIL. A reader may lose the GIL to garbage collection: a deadlock.
+A reader holds the generator's own lock, and may lose the GIL to garbage collection. Torch waits for that lock while it holds
+the GIL: a deadlock.
 """
 
 

@@ -45,7 +45,7 @@ def _forward(
     if not is_recorded:
         with autocast:
             return _results(kind, values, states, parameters, lengths, *options)
-    # of its own: other operators may write into the memory of arguments before backward
+    # copies: other operators may write into the arguments' memory before backward
     values, states = values.clone(memory_format=torch.contiguous_format), [state.clone() for state in states]
     leaves = [tensor.detach().requires_grad_() for tensor in (values, *states, *parameters)]
     states, parameters = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
@@ -98,17 +98,17 @@ def _fake_forward(
     units = states[-1].shape[0] * -(-states[-1].shape[2] // 16) * 16  # oneDNN fills its rows up
     recorded = values.numel() + hidden.numel() + time * batch * units * _RECORDED[kind]
     memory = torch.empty(recorded * values.dtype.itemsize // 8 + 1, dtype=torch.int64, device="cpu")
-    return [*results, memory.as_strided((), ())]  # in accounts of memory, the token has that of the run
+    return [*results, memory.as_strided((), ())]  # estimates of memory count the run's memory as the token's
 
 
 def _backward(
     gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], token: torch.Tensor, places: Sequence[int]
 ) -> list[torch.Tensor]:
     run = _runs[token]
-    # once more for each backward of equal forwards that have become one
+    # the graph is retained: equal forwards may be one call, with a backward for each
     results = torch.autograd.grad(run.results, [run.leaves[i] for i in places], list(gradients), retain_graph=True)
     distinct: list[torch.Tensor] = []
-    for result in results:  # those of both biases may be one tensor
+    for result in results:  # the gradients of both biases may be one tensor
         is_shared = any(result is other for other in distinct)
         distinct.append(result.clone() if is_shared else result.contiguous())
     return distinct
@@ -157,8 +157,8 @@ recurrent = torch.ops.mirrorc.recurrent.default
 Args:
     values: the input [time, batch, features].
     kind: the name of torch's function, such as ``"lstm"``.
-    lengths: of the sequences, int64 [batch], or None.
-    products: the dtype in which autocast multiplies, or None.
+    lengths: the sequences' lengths, int64 [batch], or None.
+    products: the dtype of autocast, or None.
     is_recorded: whether a backward may follow.
 
 Returns:
@@ -168,5 +168,5 @@ Returns:
 recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
 """Gradients of the inputs of `recurrent` at ``places`` among its values, states and parameters.
 
-``gradients`` are those of the results of `recurrent`, without the token. A backward may run several times.
+``gradients`` are gradients of the results of `recurrent`, without the token. A backward may run several times.
 """

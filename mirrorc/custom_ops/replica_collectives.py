@@ -98,7 +98,7 @@ all_gather_value = _register(
 own_rows_of_sum = _register(
     "own_rows_of_sum(Tensor value, int rows) -> Tensor", _rows_alone, _fake_rows, _gradient_of_rows
 )
-"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum: the transpose of `all_gather_value`."""
+"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum over all replicas; transposes `all_gather_value`."""
 
 replica_number = _register(
     "replica_number(Tensor like) -> Tensor", lambda like: torch.zeros_like(_alone(like)), torch.empty_like

@@ -1,4 +1,4 @@
-"""An operator that checks the lengths of sequences as packing does."""
+"""An operator that checks lengths as `pack_padded_sequence` does."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _cell(text: str) -> str:
 
 
 class PrintAfter(Instrument):
-    """Prints the program after some passes (None for all) on standard error, in color if it is a terminal."""
+    """Prints the program on standard error after the named passes (None for all), in color on a terminal."""
 
     def __init__(self, names: Collection[str] | None) -> None:
         self.names = names

@@ -73,7 +73,7 @@ class _Directory:
         """Locks, empties and returns the next folder that no other process has locked."""
         with self._choosing():
             folder = self.path / f"program-{next(filter(self._lock, self._numbers))}"
-            _empty(folder)  # another process may have written to it and ended since this one opened the directory
+            _empty(folder)  # since this process opened the directory, another one may have written here and ended
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 

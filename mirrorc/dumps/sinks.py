@@ -61,7 +61,7 @@ def dump_sinks(directory: Path | None) -> list[Sink]:
 
 
 def warn_of_lost_dump(error: OSError) -> None:
-    """A failed dump is no reason to end a training run."""
+    """Warns, because a failed dump is no reason to end a training run."""
     warnings.warn(
         message(
             "MC7103: a dump of the program cannot be written",

@@ -22,7 +22,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class RowType:
-    """One row of a factor. Workers differ only in the number of rows."""
+    """One row of a gradient's factor. Workers differ only in the number of rows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -80,8 +80,8 @@ class Bucket:
         num_elements: with padding.
         sent_factors: by slot; empty if workers send sums.
         part: the elements that this worker updates; None if it updates all.
-        owner: the replica that alone updates it, now or after a later pass.
-        packs: empty if the bucket is one pack. A gradient may lie in several.
+        owner: the only replica that updates the bucket, now or after a later pass.
+        packs: empty if the bucket is one pack. A gradient may span several packs.
     """
 
     index: int
@@ -105,7 +105,7 @@ class Bucket:
         return len(self.packs) > 1
 
     def slots_in(self, pack: Pack) -> list[Slot]:
-        """The slots that a pack overlaps. The padding after a slot counts as its elements."""
+        """Padding after a slot belongs to the slot."""
         ends = [*(slot.offset for slot in self.slots[1:]), self.num_elements]
         return [
             slot for slot, end in zip(self.slots, ends, strict=True) if slot.offset < pack.stop and pack.start < end

@@ -1,4 +1,4 @@
-"""Activation checkpoints: operators of forward that backward runs again."""
+"""Activation checkpoints: forward operators that backward runs again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of gradients that are computed from factors, smaller tensors of each microbatch."""
+"""Forms of gradients that are computed from factors: smaller tensors, for each microbatch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GradientForm(ABC):
 
     @abstractmethod
     def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
-        """The gradient as factors of this form; None if it has another form, or if anything else uses the whole gradient."""
+        """The factors of a gradient of this form; None for another form, or if other nodes use the whole gradient."""
 
     @abstractmethod
     def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
@@ -88,7 +88,7 @@ class GradientForm(ABC):
 
 
 FORMS: dict[Any, GradientForm] = {}
-"""In the order in which they are tried."""
+"""Tried in this order."""
 
 
 def register(form: GradientForm) -> None:
@@ -139,7 +139,7 @@ def details_of(gradient: fx.Node) -> dict[str, Any]:
 
 
 def matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The `mm` that gives a gradient, maybe through views that restore its layout; None if it has other users."""
+    """The `mm` node that computes a gradient, maybe through views; None without one, or if it has other users."""
     node = gradient
     while node.target in SAME_MEMORY and len(node.users) == 1:
         source = node.args[0]

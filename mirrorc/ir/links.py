@@ -34,12 +34,12 @@ class Link:
     """A transport of collectives.
 
     Attributes:
-        device_type: of torch; None for any.
-        why_not: why it cannot join these devices; empty if it can.
+        device_type: torch's name of it; None for any.
+        why_not: why the link cannot join some devices; empty if it can.
         preference: the highest is the default. None for a link used only by name.
         reads_shared_memory: replicas read each other's buckets in place.
         moves_by_itself: transfers overlap with computation.
-        carries: ``send`` includes ``recv``.
+        carries: operations; ``send`` includes ``recv``.
         falls_back_to: the link for all other operations.
         keeps_operands: operands stay allocated until the next step.
     """
@@ -126,7 +126,7 @@ def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
 
 
 def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> str:
-    """Empty if a worker can send factors. ``link`` joins its own devices."""
+    """Empty if a worker can send factors. ``link`` joins the worker's own devices."""
     if not carries_between_workers(devices, ops.gather_factors):
         return "what joins workers there adds up whole buckets, and gathers no factors"
     if (
@@ -140,7 +140,6 @@ def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> s
 
 
 def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.DEVICES) -> None:
-    """Raises ValueError for a link that is unknown, or cannot join these devices."""
     if link is None:
         return
     objection = link_named(link).objection(devices, spans)

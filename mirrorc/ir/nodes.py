@@ -1,4 +1,4 @@
-"""Properties of nodes."""
+"""Properties of FX nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """The operation and this bucket's keywords, for a `getitem` of an operation with one result per bucket; else None."""
+    """For a `getitem` of an operation with one result per bucket: operation and keywords for this bucket; else None."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):
@@ -118,7 +118,7 @@ def is_early(commit: fx.Node) -> bool:
 def users_of_sum(wait: fx.Node) -> list[fx.Node]:
     seen: dict[fx.Node, None] = {}
     waiting = [wait]
-    while waiting:  # each value once: the ways from one value to another may be as many as 2 to the number of additions
+    while waiting:  # visits each value once: with each addition, the number of paths may double
         users = [user for user in waiting.pop().users if user not in seen]
         seen.update(dict.fromkeys(users))
         waiting.extend(user for user in users if is_computed(user) or user.target is operator.getitem)

@@ -1,4 +1,4 @@
-r"""Declares the operations of the IR, each as one record, from which all tables of operations are derived.
+r"""Declares the operations of the IR. All tables of operations are derived from these declarations.
 
 Only the signature and the docstring of a declaring function are used::
 
@@ -39,8 +39,8 @@ class Kind(enum.Enum):
     FACTORED = "factored"  # gives a gradient as factors
     PACK = "pack"  # fills a bucket
     LAUNCH = "launch"  # begins communication
-    WAIT = "wait"  # ends it
-    UPDATE = "update"  # writes parameters, or the sums of gradients that are kept for their update
+    WAIT = "wait"  # ends communication
+    UPDATE = "update"  # writes parameters, or accumulates gradients
     WRITE = "write"  # writes other variables
 
 
@@ -73,13 +73,13 @@ class Printed(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation of the IR; its ``symbol`` is the target of its nodes.
+    """An operation of the IR; ``symbol`` is the target of its FX nodes.
 
     Attributes:
-        since, until: the first and the last stage with it.
-        gives: None for the type recorded on the node.
-        operands: their number; None for any number; or the keyword whose list has an item per operand.
-        keywords: those always required, except ``replica``.
+        since, until: the first and the last stage with this operation.
+        gives: the type rule; None if the type is recorded on the node.
+        operands: how many; None for any number; or the keyword whose list has an item per operand.
+        keywords: the required ones, except ``replica``.
         stem, called, awaited: see `mirrorc.ir.names`.
         value: see `mirrorc.printing.printed_values`.
     """
@@ -131,7 +131,7 @@ def operation(
 
     Args:
         operands_for: the keyword whose list has an item per operand.
-        hidden: not printed.
+        hidden: keywords that are not printed.
     """
 
     def declare(function: Callable[..., Any]) -> Symbol:
@@ -205,7 +205,7 @@ def operation_of(target: Any) -> Operation | None:
 
 
 class Selection(Collection[Symbol]):
-    """The symbols of operations that satisfy a condition, later ones included."""
+    """The symbols of all operations that satisfy a condition, also of operations declared later."""
 
     def __init__(self, condition: Callable[[Operation], bool]) -> None:
         self._condition = condition

@@ -19,12 +19,12 @@ from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.messages.wording import notebook_html
 
 CAPTURE = "capture"
-"""The name in place of a pass in remarks on capture."""
+"""Stands for the pass in remarks on capture."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """A remark of a pass. ``is_kept``: later programs print it, too."""
+    """``is_kept``: later programs print the remark, too."""
 
     text: str
     by: str = ""
@@ -35,7 +35,7 @@ class Remark:
 
 
 LOSS_OUTPUT = "loss"
-"""An evaluation's loss among its outputs; all others begin with ``outputs``."""
+"""Name of an evaluation's loss among the outputs; all other names begin with ``outputs``."""
 
 
 class Stage(enum.IntEnum):
@@ -52,19 +52,19 @@ class Stage(enum.IntEnum):
 
     @property
     def refines(self) -> Stage | None:
-        """The stage whose passes also take this one."""
+        """The stage whose passes also take programs of this stage."""
         return Stage.UPDATED if self is Stage.SCHEDULED else None
 
 
 class Property(enum.Enum):
-    """Established by passes. Messages show the value."""
+    """Established by passes. Messages show the member's value."""
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
     EXCHANGED = "exchanged"  # updates take sums over all workers
     COMPRESSED = "compressed"  # workers exchange sums in a narrower dtype, or a part of each
     SHARDED = "sharded"  # each worker updates its part of the buckets alone, and all gather the new parameters
-    CLIPPED = "clipped"  # gradients are bounded as they are to be
+    CLIPPED = "clipped"  # gradients are clipped
     UNSCALED = "unscaled"  # the loss is scaled, and gradients are divided by the scale
     CHECKED = "checked"  # each commit depends on whether losses and gradients are finite
     LINKED = "linked"  # every collective has a link
@@ -75,18 +75,16 @@ class Property(enum.Enum):
 
 
 class Accumulation(enum.StrEnum):
-    """Saved and printed programs have the value."""
+    """Saved and printed programs contain the member's value."""
 
-    NONE = "none"  # it updates with its own gradients alone
-    ADDS = "accumulating"  # it adds its gradients to those that are kept, and updates nothing
-    ENDS = "after accumulation"  # it updates with its own gradients and those that are kept
+    NONE = "none"  # the program updates with its own gradients alone
+    ADDS = "accumulating"  # the program adds its gradients to the accumulated ones, and updates nothing
+    ENDS = "after accumulation"  # the program updates with its own and the accumulated gradients
 
 
 @dataclass(frozen=True)
 class Region:
-    """A piece of forward or backward that all replicas share, such as ``fwd_0``. ``bwd_2_shard1`` is for the second shard
-    shape.
-    """
+    """A piece of forward or backward, shared by replicas: ``fwd_0``, or ``bwd_2_shard1`` for the second shard shape."""
 
     name: str
     phase: str
@@ -94,12 +92,12 @@ class Region:
 
 
 class ArgumentKind(enum.StrEnum):
-    """Saved and printed programs have the value."""
+    """Saved and printed programs contain the member's value."""
 
     BATCH = "batch"  # a shard, or a tensor that is given whole
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
-    SIZE = "size"  # a number that is computed of the sizes of the replica's shard, a Python number
-    NUMBER = "number"  # a Python number that may be another one in each step, as a scalar of 64 bits
+    SIZE = "size"  # a Python number computed from the sizes of the replica's shard
+    NUMBER = "number"  # a Python number that may change in each step, as a scalar of 64 bits
     SEED = "seed"  # the replica's random stream in this step
     REPLICA = "replica_id"  # the replica's place among those that have examples, a scalar of int64
     NUM_REPLICAS = "num_replicas"  # how many replicas have examples, a scalar of int64

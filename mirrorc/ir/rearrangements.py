@@ -9,12 +9,12 @@ aten = torch.ops.aten
 TRANSPOSITIONS = (aten.t.default, aten.permute.default, aten.transpose.int)
 
 VIEWS_IN_ORDER = (aten.view.default, aten._unsafe_view.default)
-"""They fail if the layout of the elements does not allow the shape."""
+"""Operators that fail if the strides do not allow the shape."""
 
 SAME_MEMORY = (*TRANSPOSITIONS, *VIEWS_IN_ORDER)
 """Operators that never copy."""
 
 RESHAPES = (*VIEWS_IN_ORDER, aten.reshape.default)
-"""They keep the order of the elements; ``reshape`` may copy."""
+"""Operators that keep the order of the elements; ``reshape`` may copy."""
 
 REARRANGEMENTS = (*TRANSPOSITIONS, *RESHAPES)

@@ -1,4 +1,4 @@
-"""Tags that match a send and its receipt."""
+"""Tags that match each send with its receive."""
 
 from __future__ import annotations
 

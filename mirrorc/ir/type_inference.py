@@ -1,4 +1,4 @@
-"""Infers the type of any node with fake tensors."""
+"""Infers the types of nodes, with fake tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mirrorc.torch_internals import knowledge_of, quiet_fake_tensors, size_of_ke
 
 
 def set_type(program: Program, node: fx.Node) -> None:
-    """Records the inferred (fake) value, or raises TypeError."""
+    """Records the inferred fake value on the node, or raises TypeError."""
     if is_compute(node):
         node.meta["val"] = _run_fake(node)
     elif is_region_call(node):
@@ -33,7 +33,7 @@ def set_type(program: Program, node: fx.Node) -> None:
 
 
 def reinfer_type(node: fx.Node) -> None:
-    """Infers a type after a change of layout; a view that the layout does not permit becomes a reshape."""
+    """After a change of layout: a view that the layout does not permit becomes a reshape."""
     try:
         node.meta["val"] = _run_fake(node)
     except TypeError:
@@ -96,11 +96,11 @@ def infer_type(program: Program, node: fx.Node) -> ValueType:
 
 _MOST_SEEN = 4096
 _seen: dict[Any, ValueType] = {}
-"""Deep models repeat a few types of arguments many times."""
+"""A cache: deep models repeat a few types of arguments many times."""
 
 
 _seen_of_symbols: WeakKeyDictionary[Any, dict[Any, ValueType]] = WeakKeyDictionary()
-"""Knowledge of symbols differs from graph to graph."""
+"""A cache for each shape environment: knowledge of symbols differs between graphs."""
 
 
 def _operator_type(node: fx.Node) -> ValueType:

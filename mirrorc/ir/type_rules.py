@@ -1,4 +1,4 @@
-"""The types of operations' values, from their arguments and the program's tables."""
+"""Type rules of operations: a value's type, from the operation's arguments and the program's tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _flat(node: fx.Node, num_elements: int, dtype: torch.dtype) -> ValueType:
 
 
 def region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
-    """Checks the node's arguments, too."""
+    """Also checks the call's arguments."""
     name = region_of(node)
     if name not in program.regions:
         raise TypeError(f"it calls {name}, which is no region of the program")

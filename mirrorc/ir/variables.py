@@ -1,4 +1,4 @@
-"""Parameters and buffers, where they live, and how they are updated."""
+"""Parameters and buffers: where they live, and how they are updated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 SHARE_ELEMENTS = 64
-"""Shares begin at multiples of this, so that two devices never write to the same cache line."""
+"""Shares begin at multiples of so many elements: two devices never write to the same cache line."""
 
 
 def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
@@ -20,7 +20,7 @@ def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, i
 
 
 OUTSIDE = "outside."
-"""The prefix of names of variables of modules outside of the model."""
+"""Prefix of a variable's name if its module is outside of the model."""
 
 
 class Role(enum.Enum):
@@ -37,7 +37,7 @@ class Aggregation(enum.Enum):
     NONE = "none"
     MEAN = "mean"
     FIRST = "first"  # replica 0's
-    SAME = "same"  # that of any replica: each writes the same, and one that did not run takes it over
+    SAME = "same"  # any replica's: all write the same value, and replicas that did not run take it over
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class PlacementFacts:
 
     Attributes:
         word, description: for messages.
-        in_table: for the table of buckets; empty for the default.
-        owner: maps a replica to the one whose memory holds its parameters.
+        in_table: text in the table of buckets; empty for the default.
+        owner: maps a replica to the replica whose memory holds its parameters.
         updates_by_shares: a replica updates only its share.
         is_written_last: parameters are written after the last read of every other device.
         has_owner: the bucket's owner makes all updates; other replicas copy the result.
@@ -84,7 +84,7 @@ def _all_to_owner(num_elements: int, replica: int, num_replicas: int, owner: int
 
 
 class Placement(enum.Enum):
-    """Where a bucket's parameters and updates are. Saved programs have the member's name."""
+    """Where a bucket's parameters and updates are. Saved programs contain the member's name."""
 
     MIRRORED = PlacementFacts(
         word="mirrored",
@@ -118,7 +118,7 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """The rule by which a parameter is updated. Gradients in one bucket have equal rules.
+    """Gradients in one bucket have equal rules.
 
     Attributes:
         label: such as ``AdamW group 0``.
@@ -126,7 +126,7 @@ class UpdateRule:
         state_class: equal for optimizer states with the same entries and equal scalars.
         elementwise: the update may run on a whole bucket at once.
         takes_rows: the optimizer gets a table's gradient as a sparse tensor.
-        writes_rows: it then writes only the looked-up rows.
+        writes_rows: the optimizer then writes only the looked-up rows.
         may_be_unused: a step leaves out the parameter if no replica has used it.
     """
 
@@ -145,10 +145,10 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class Variable:
-    """A parameter or buffer. Tied weights are one variable, under their first name.
+    """Tied weights are one variable, under their first name.
 
     Attributes:
-        strides: its dense layout.
+        strides: of the dense layout.
         synchronization: per-replica for buffers that the forward writes.
         aggregation: how a per-replica variable becomes one value.
         update: None if nothing updates it.

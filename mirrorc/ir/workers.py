@@ -61,13 +61,13 @@ def _count(name: str, number: Any) -> int:
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a program; ``rank`` is the one that runs it. Replicas are numbered over all workers, by rank.
+    """The workers of a program; worker ``rank`` runs the program. Replicas are numbered over all workers, by rank.
 
     Attributes:
         devices_per_worker: empty if a process trains on its own.
-        sent_as_factors: variables with gradients sent as factors.
+        sent_as_factors: variables whose gradients workers send as factors.
         shards_optimizer: each worker updates a part of each bucket.
-        gradient_order: as in the chief's backward.
+        gradient_order: variables in the order of the chief's backward.
     """
 
     devices_per_worker: tuple[int, ...] = ()

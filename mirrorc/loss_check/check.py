@@ -1,4 +1,4 @@
-"""`check_loss` compares loss and gradients of a whole batch with those of its shards."""
+"""Compares loss and gradients of a whole batch with sums over its shards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ASKS = message(
 )
 _REMEDY = "make the loss a mean over examples, or name the other sum by loss_reduction="
 _SHOWN = 5  # gradients in the printed form
-_SMALLEST_SCALE = 1e-2  # of the largest gradient of all: one that is zero but for rounding differs by nothing
+_SMALLEST_SCALE = 1e-2  # of the largest gradient: rounding errors in a gradient of zero do not count
 
 
 @dataclass(frozen=True, repr=False)

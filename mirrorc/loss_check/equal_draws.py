@@ -1,4 +1,4 @@
-"""Gives each example equal random numbers."""
+"""Gives every example in all runs the random numbers of the first example in the first run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ _DRAWS = (
 
 
 class EqualDraws:
-    """Gives every example in all runs the random numbers of the first example in the first run."""
-
     def __init__(self) -> None:
         self.unequal: set[str] = set()
         self._first: list[torch.Tensor] = []

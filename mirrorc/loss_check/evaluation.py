@@ -23,7 +23,7 @@ from mirrorc.user.restore import restored
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Loss and gradients in 64 bits; ``scale`` is the size of the summands of the loss."""
+    """Loss and gradients in 64 bits; ``scale`` is the loss's largest summand, in absolute value."""
 
     loss: float
     gradients: dict[str, torch.Tensor]

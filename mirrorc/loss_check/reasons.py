@@ -15,7 +15,7 @@ def reasons_for(
     is_normalization: bool,
     is_repeatable: bool,
 ) -> tuple[str, ...]:
-    """``fitting_reduction`` is the other ``loss_reduction`` if batch and shards agree under it, else None."""
+    """``fitting_reduction``: the other ``loss_reduction`` if batch and shards agree with it, else None."""
     if fitting_reduction is not None:
         return (
             f"with loss_reduction={fitting_reduction!r} they are the same: the loss is a {fitting_reduction} over its examples",

@@ -11,7 +11,6 @@ E = TypeVar("E", bound=Exception)
 def problem(
     kind: type[E], what: str, why: str = "", fix: str | Sequence[str] = "", *, at: str = "", now: str = ""
 ) -> E:
-    """An exception with a `message`."""
     return kind(message(what, why, fix, at=at, now=now))
 
 
@@ -30,7 +29,7 @@ def message(what: str, why: str = "", fix: str | Sequence[str] = "", *, at: str 
 
 
 def with_line(text: str, label: str, line: str) -> str:
-    """A message with one more line: a place behind what happened, a fix at the end, anything else before the fixes."""
+    """A message with one more line: "at" as the second line, "fix" at the end, other labels before the fixes."""
     if label == "fix":
         return text + _line("or" if "\n  fix: " in text else label, line)
     head, mark, fixes = text.partition("\n" if label == "at" else "\n  fix: ")

@@ -45,7 +45,7 @@ def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
 
 
 def notebook_html(summary: str, text: str) -> str:
-    """A text that opens with a click."""
+    """HTML of a summary; a click on it opens the text."""
     return f"<details><summary>{html.escape(summary)}</summary><pre>{html.escape(text)}</pre></details>"
 
 

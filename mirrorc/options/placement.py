@@ -32,7 +32,7 @@ def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dic
 
 
 def _named(placement: Mapping[str, str | torch.device], model: ModelState, devices: Sequence[Device]) -> dict[str, Any]:
-    """The arguments for a dict of owners, in which a tied parameter may have any of its names."""
+    """The arguments for a dict of owners. The dict may name a tied parameter by any of its names."""
     known = [device.name for device in devices]
     owners: dict[str, str] = {}
     for name, owner in placement.items():

@@ -68,7 +68,7 @@ def check_whole(
 
 
 def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device]) -> Iterator[tuple[str, str]]:
-    """The missing passes, with the reasons; none if there are passes from outside, which may do their work."""
+    """Missing passes with reasons; none if a pass is from outside, because that pass may do the work."""
     if not all(type(entry) in PASSES.values() for entry in pipeline):
         return
     names = [entry.name for entry in pipeline]

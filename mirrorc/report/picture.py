@@ -19,7 +19,7 @@ _TICKS = 8
 
 @dataclass(frozen=True)
 class Bar:
-    """``line`` and ``flight`` tie it to others: a line of the program, and a place in `StepReport.flights`."""
+    """A bar of a call or a flight. ``line`` is a line of the program, ``flight`` an index in `StepReport.flights`."""
 
     x: float
     width: float
@@ -53,7 +53,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Curve:
-    """``points``: of a polyline in a box of 1000 to 100."""
+    """``points``: a polyline in a box of 1000 by 100."""
 
     y: int
     height: int
@@ -181,7 +181,7 @@ class _Drawing:
 
 
 def _nice(length: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+    """Rounds up to 1, 2 or 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(max(length, 1e-6)))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= length)
 

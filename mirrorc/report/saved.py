@@ -1,4 +1,4 @@
-"""Reports of files: of earlier reports, and of saved programs, whose step is predicted."""
+"""Reports from files: earlier reports, and saved programs with predicted steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_report(path: str | os.PathLike[str]) -> StepReport:
 
 
 def predicted_report(program: Program, facts: Mapping[str, str]) -> StepReport:
-    """Without times if the program is not lowered, or has no step that can be predicted."""
+    """The report has no times if the program is not lowered, or its step cannot be predicted."""
     if program.stage is Stage.LOWERED and program.trains:
         try:
             step, stands_on = predicted_step(program, measured_machine())

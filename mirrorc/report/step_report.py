@@ -26,9 +26,9 @@ class ReportedCall:
 
     Attributes:
         part: see `mirrorc.runtime.profiling.accounting.PARTS`.
-        late_ms: the beginning of a wait or commit, until the last device that it needs is there.
-        line: the number of its line in the printed program.
-        flight: its place in `StepReport.flights`, for a launch or a wait.
+        late_ms: how long a wait or commit waits for the last device; 0 for other calls.
+        line: the call's line number in the printed program.
+        flight: an index in `StepReport.flights`, for a launch or a wait.
         num_bytes: the most bytes of activations during the call; None if unknown.
     """
 
@@ -52,7 +52,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A wait, and the launch that it needs last."""
+    """A wait on ``replica``, and the last launch that it needs, on ``source``."""
 
     source: int
     launched_ms: float
@@ -66,8 +66,8 @@ class Flight:
     """A collective or message in flight.
 
     Attributes:
-        filled_ms: the start of the first call that makes its value, such as a region whose gradients fill the bucket.
-        first_ms, last_ms: the first and the last launch.
+        filled_ms: the start of the first region that fills the bucket; without one, ``first_ms``.
+        first_ms, last_ms: the ends of the first and the last launch.
         moves_by_itself: False for a link that moves nothing before the wait.
     """
 
@@ -84,7 +84,7 @@ class Flight:
 
     @property
     def waited_ms(self) -> float:
-        """The beginning of the first wait after the last launch."""
+        """The beginning of the first wait, but not before the last launch."""
         return max(self.last_ms, min((arrival.waited_ms for arrival in self.arrivals), default=self.last_ms))
 
     @property
@@ -94,7 +94,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Commit:
-    """The moment at which the last device comes to the commit."""
+    """The moment when the last device reaches the commit."""
 
     ms: float
     device: str
@@ -107,7 +107,6 @@ class StepReport:
     Attributes:
         program: its printed form.
         prediction: the basis of times that were not recorded; empty for recorded times.
-        step_ms: of the shown step.
         metrics: as of `mirrorc.Step.metrics`.
     """
 
@@ -153,7 +152,7 @@ def step_report(
 
 
 def _numbers_of_lines(program: Program, text: str) -> list[Mapping[fx.Node, int]]:
-    """For each device, the number of each call's line. A folded line stands for several calls."""
+    """For each device, the line number of each call. A folded line stands for several calls."""
     printed = read_program_text(text)
     numbers: list[Mapping[fx.Node, int]] = []
     for device, module in zip(program.devices, program.device_graphs.values(), strict=True):

@@ -79,7 +79,7 @@ class ProgramSnapshot:
             raise TypeError(
                 f"MC7201: mirror_snapshot holds the text of a program and is compared with a {type(program).__name__}: {remedy}"
             )
-        schedule = program.evolve(optimizer_groups={})  # which is the same whatever the learning rate is
+        schedule = program.evolve(optimizer_groups={})  # the text must not depend on the learning rate
         text = schedule.to_text(regions=self._regions, slots=True, sources=False)
         return bool((self._assertion(name=self._name) if self._name else self._assertion) == text)
 

@@ -17,7 +17,7 @@ from mirrorc.torch_internals import is_dense, num_users
 
 
 def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses two tensors with common elements if a step moves one of them, or copies it for each replica."""
+    """Refuses two tensors with common elements if a step moves one, or copies one for each replica."""
     spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
     reaching: list[tuple[str, int, int, str]] = []
     for span in spans:
@@ -30,7 +30,6 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
 
 
 def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses to move tensors out of shared memory: other processes would keep the old values."""
     shared = [name for name in moving if tensors[name].device.type == "cpu" and tensors[name].is_shared()]
     if shared:
         raise problem(
@@ -83,7 +82,7 @@ def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 
 def _have_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Spans must overlap. Columns of one matrix have no common elements."""
+    """For tensors with overlapping spans: columns of one matrix, for example, have no common elements."""
     if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
         return True
     return bool(torch.isin(_addresses(a), _addresses(b)).any())

@@ -26,7 +26,7 @@ class PendingGradients(Protocol):
     def has_any(self) -> bool: ...
 
     def first_of(self, ids: Collection[int]) -> str | None:
-        """The name of the first parameter with one of these ids that has a gradient, or None."""
+        """The name of the first parameter with one of these ids and a gradient."""
         ...
 
     def drop(self, ids: Collection[int]) -> None: ...
@@ -36,7 +36,7 @@ class GradientHabits:
     """Warns once of each habit of a training loop that has no effect beside a compiled step.
 
     Attributes:
-        has_trained: whether the step has run; there are no warnings before.
+        has_trained: the step has run; no warnings come before.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups, pending: PendingGradients) -> None:
@@ -51,7 +51,6 @@ class GradientHabits:
         observe_zero_grad(_tell_of_zeroed)
 
     def refuse_gradients_of_others(self) -> None:
-        """Refuses an update that would leave out gradients accumulated by another step."""
         ids = {id(p) for group in self._groups.hyperparameters for p in group["params"]}
         if self._first_of_others(ids) is not None:
             gc.collect()  # gradients of unreachable steps do not count
@@ -73,7 +72,7 @@ class GradientHabits:
         return next((name for name in names if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
-        """Before a step, warns that it drops gradients of the user's backward, unless an optimizer's own step uses them."""
+        """Warns before a step that drops gradients of the user's backward, unless an optimizer's own step uses them."""
         groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._with_gradients and not are_used:
@@ -88,7 +87,7 @@ class GradientHabits:
             )
 
     def note_step(self) -> None:
-        """After a step, clears the gradients that `look_for_gradients` has found."""
+        """Clears the gradients that `look_for_gradients` has found."""
         for parameter in self._with_gradients:
             parameter.grad = None
         self._with_gradients = []

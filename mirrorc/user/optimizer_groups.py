@@ -26,7 +26,7 @@ class OptimizerGroups:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        self._numbered: list[tuple[int, int]] = []  # for each number, which optimizer, and the group's index there
+        self._numbered: list[tuple[int, int]] = []  # by number: the optimizer's index, and the group's index in it
         self._number_groups()
 
     def _number_groups(self) -> None:
@@ -40,7 +40,7 @@ class OptimizerGroups:
         return len(self._numbered)
 
     def fused(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of groups whose float32 parameters torch's fused kernels update on such devices."""
+        """The numbers of groups whose float32 parameters torch's fused kernels update on devices of this type."""
         held = [(number, *self[number]) for number in range(len(self))]
         return tuple(
             n
@@ -70,16 +70,16 @@ class OptimizerGroups:
     def are_elementwise(self) -> tuple[bool, ...]:
         """For each optimizer, whether it may run on whole buckets.
 
-        If one of several has hooks or a replaced step, none may: these may read all optimizers' parameters.
+        If one of several has hooks or a replaced step, none may: such code may read all optimizers' parameters.
         """
         if len(self.optimizers) > 1 and any(has_step_hooks(o) or not has_torchs_step(o) for o in self.optimizers):
             return (False,) * len(self.optimizers)
         return tuple(is_elementwise(optimizer) for optimizer in self.optimizers)
 
     def write_rows(self) -> tuple[bool, ...]:
-        """For each group, whether a step writes only those rows of a table that its sparse gradient has.
+        """For each group, whether an update with a sparse gradient writes only the gradient's rows.
 
-        If an optimizer has hooks or a replaced step, no group does: these may write all tables.
+        If an optimizer has hooks or a replaced step, no group does: such code may write all tables.
         """
         are_torchs = all(has_torchs_step(o) and not has_step_hooks(o) for o in self.optimizers)
         return tuple(are_torchs and writes_rows(*self[number]) for number in range(len(self)))
@@ -89,7 +89,6 @@ class OptimizerGroups:
         return (*each, self.are_elementwise())
 
     def check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Refuses parameters of another model, and parameters in two optimizers."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         held_by: dict[int, int] = {}
         for which, optimizer in enumerate(self.optimizers):
@@ -192,7 +191,7 @@ def update_rules(
     elementwise = dict(zip(map(id, groups.optimizers), groups.are_elementwise(), strict=True))
     number_of = {id(p): number for number in range(len(groups)) for p in _group(groups, number)["params"]}
     write_rows = groups.write_rows() if sparse else ()
-    classes: dict[int, dict[Any, int]] = {}  # group -> state -> class, so that a group's do not depend on other groups
+    classes: dict[int, dict[Any, int]] = {}  # group -> state -> class, numbered within the group
     rules = {}
     for name in updated:
         parameter = parameters[name]
@@ -221,7 +220,7 @@ def _label(groups: OptimizerGroups, number: int) -> str:
 def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
     """The current hyperparameters of each group as text: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
 
-    None and False are left out. Tensors of several elements are printed by shape and checksum, other objects by class.
+    Tensors of several elements are printed by shape and checksum, other objects by class.
     """
     return {
         _label(groups, number): ", ".join(

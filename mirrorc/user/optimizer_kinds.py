@@ -37,18 +37,18 @@ _KNOWN = {*(entry for entries in _REQUIRED.values() for entry in entries), *(ent
 
 
 def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries that a parameter's state must have unless it is empty."""
+    """The entries that a parameter's nonempty state must have."""
     switched = [entry for switch, entry in _SWITCHES if kind is not torch.optim.SGD and group.get(switch)]
     return (*_REQUIRED[kind], *switched)
 
 
 def state_switches(groups: Iterable[Mapping[str, Any]]) -> list[tuple[bool, bool, bool]]:
-    """For each group, whether amsgrad, centered and momentum, which require more state, are off."""
+    """For each group, whether amsgrad, centered and momentum are off. Each requires more state."""
     return [(not g.get("amsgrad"), not g.get("centered"), not g.get("momentum")) for g in groups]
 
 
 def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, parameter: torch.Tensor) -> None:
-    """Refuses state with which an element-wise optimizer could not update a parameter."""
+    """Refuses state that an element-wise optimizer could not use."""
     state, kind = optimizer.state.get(parameter), type(optimizer)
     if not state:
         return
@@ -93,10 +93,7 @@ def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer may run on whole buckets.
-
-    Its class is in `ELEMENTWISE`, its step is torch's and without hooks, and it is neither differentiable nor capturable.
-    """
+    """True if an optimizer may run on whole buckets."""
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
@@ -148,16 +145,16 @@ def check_gradient_of(
 
 
 def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A table's gradient as a coalesced sparse tensor, from the indices of its k rows and their values, flat or not."""
+    """A table's gradient as a coalesced sparse tensor, from ``indices`` [k] and values of these k rows, flat or not."""
     values = rows.view(len(indices), *shape[1:])
     return torch.sparse_coo_tensor(indices[None], values, tuple(shape), is_coalesced=True, check_invariants=False)
 
 
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
-    """True if torch's fused kernels update a group's parameters of a dtype on devices of a type.
+    """True if torch's fused kernels update a group's parameters of this dtype on such devices.
 
-    With ``fused=None``, and not ``foreach``, they do for dtypes that all fused kernels support: 32 and 64 bits on CPUs,
-    also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.
+    With ``fused=None`` and without ``foreach``, the kernels run for dtypes that all of them support: 32 and 64 bits on
+    CPUs, also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):

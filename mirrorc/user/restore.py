@@ -19,23 +19,23 @@ from torch import nn
 from mirrorc.user.slots import slots_of
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
-"""Collections whose contents are restored where they are attributes of modules."""
+"""Types of module attributes whose contents are restored."""
 
 _BASES = (OrderedDict, dict, list, set, deque)  # a subclass before its base
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collections"}
-"""Libraries whose objects are not searched, except for those of `torch.nn.Module`."""
+"""Libraries whose objects are not searched, except for modules, functions and `SimpleNamespace`."""
 
 
 @contextlib.contextmanager
 def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
     """Undoes the changes of a block to a module and its submodules, also if the block fails.
 
-    Restored are attributes and tables of modules, and contents of collections among these; memory, shape,
-    ``requires_grad`` and ``grad`` of parameters and buffers; and values of buffers.
+    Restores attributes of modules and the contents of collections among them; memory, shape, ``requires_grad`` and
+    ``grad`` of parameters and buffers; and values of buffers.
 
     Args:
-        deep: whether to restore all objects that the modules refer to, also indirectly, except for globals, classes,
-            iterators, Python generators and most objects of libraries.
+        deep: restores all objects that the modules hold, also indirectly, except globals, classes, iterators, Python
+            generators and most objects of libraries.
     """
     objects = _HeldObjects(root).actions if deep else _attributes(root)
     with put_back_after([*objects, *_variables(root)]):
@@ -112,13 +112,12 @@ class _SavedValue:
         if not torch.equal(_bytes_of(self._tensor), _bytes_of(self._value)):
             elements, value = self._tensor.detach(), self._value
             for dim, stride in enumerate(elements.stride()):
-                if stride == 0:  # its entries are one and the same, which torch does not write twice
+                if stride == 0:  # all entries are one element, which torch refuses to write twice
                     elements, value = elements.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
             elements.copy_(value)
 
 
 def can_keep_value(tensor: torch.Tensor) -> bool:
-    """True if a tensor's value can be copied, compared and written."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_inference())
@@ -206,7 +205,7 @@ class _HeldObjects:
             held += self._held_by_cell(value)
         if _is_looked_into(kind):
             held += [content for slot in slots_of(kind) for content in self._held_by_slot(value, slot)]
-            with contextlib.suppress(AttributeError):  # a proxy has none of its own, nor have objects with slots alone
+            with contextlib.suppress(AttributeError):  # proxies and objects with slots alone have none
                 held.append(object.__getattribute__(value, "__dict__"))
         return held
 

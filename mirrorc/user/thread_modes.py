@@ -12,14 +12,14 @@ from mirrorc.torch_internals import dispatch_modes, has_hooks_on_saved_tensors
 
 
 class CallersModes:
-    """``captures`` says whether the step runs a captured backward, not that of plain PyTorch."""
+    """``captures``: the step runs a captured backward, not plain PyTorch's."""
 
     def __init__(self, *, captures: bool) -> None:
         self._captures = captures
         self._warned: set[str] = set()
 
     def look(self, *, trains: bool) -> None:
-        """``trains`` says whether the step saves values for backward."""
+        """``trains``: the step saves values for backward."""
         for kind in dispatch_modes():
             self._warn(
                 kind,

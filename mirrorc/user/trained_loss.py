@@ -13,10 +13,10 @@ from mirrorc.torch_internals import no_torch_function
 
 
 class TrainedLoss(torch.Tensor):
-    """A loss whose backward the step has done already, so that ``loss.backward()`` of a loop or a library only warns.
+    """A loss whose backward the step has already run: ``loss.backward()`` only warns.
 
-    Scaled by a number, as libraries do for accumulation, it stays such a loss. What is computed from it otherwise, copied
-    or saved is a plain tensor.
+    Multiplied or divided by a number, as libraries do for accumulation, it stays a `TrainedLoss`. All other results,
+    copies and saved values are plain tensors.
     """
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from mirrorc.verifier.rules.dataflow import KnownFlows
 
 
 class VerifiedGraphs:
-    """The graphs of the last verified program, and known dataflow. Most passes leave most regions unchanged."""
+    """The last verified program's graphs, and known dataflow. Most passes leave most regions unchanged."""
 
     def __init__(self) -> None:
         self.flows = KnownFlows()
@@ -23,7 +23,7 @@ class VerifiedGraphs:
         self._last: list[Any] = []  # the contents of the last program
 
     def refresh(self) -> None:
-        """Notes which verified graphs have changed since. Passes must return new graphs instead."""
+        """Notes which verified graphs were changed in place. Passes must return new graphs instead."""
         self._changed = {
             key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
         }
@@ -49,7 +49,7 @@ class VerifiedGraphs:
 
 
 def _parts(graph: fx.Graph) -> list[Any]:
-    """Compared by identity: arguments are immutable, so a changed one is another object."""
+    """Parts are compared by identity: arguments are immutable, so a changed argument is a new object."""
     return [part for node in graph.nodes for part in (node, node.target, node.args, node.kwargs, node.meta.get("val"))]
 
 

@@ -28,9 +28,9 @@ def verify(
     """Checks every rule of a program's stage.
 
     Args:
-        after: the pass that returned the program, for the message.
-        before: the pass's input, which must have the same computation; None if there is no pass.
-        checked: verified graphs to skip; receives this program's. None skips nothing.
+        after: name of the pass that returned the program, for the message.
+        before: the program before the pass; must compute the same. None if there is no pass.
+        checked: verified graphs to skip; this program's graphs are added. None skips nothing.
         keeps_dataflow: if False, rules about dataflow are skipped.
 
     Raises:
@@ -42,11 +42,11 @@ def verify(
             changed = Rule(input_programs_are_not_changed, scope=Scope.PASS)
             _refuse_first(program, _changed_in_place(before, checked), changed, after)
     bodies = [region.graph_module.graph for region in program.regions.values()]
-    plain = program.graphs() if program.stage < Stage.OUTLINED else []  # these graphs do not depend on tables
+    plain = program.graphs() if program.stage < Stage.OUTLINED else []  # independent of the program's tables
     graphs = [] if plain else program.graphs()
     graphs += [graph for graph in (*plain, *bodies) if checked is None or not checked.has(graph)]
     flows = checked.flows if checked is not None else KnownFlows()
-    is_known = checked is not None and checked.is_last(program)  # the pass has found nothing to do
+    is_known = checked is not None and checked.is_last(program)  # the pass has changed nothing
     for rule in rules():
         if not rule.holds_at(program.stage) or (rule.is_about_dataflow and not keeps_dataflow):
             continue
@@ -94,8 +94,6 @@ def _refuse_first(program: Program, violations: Iterator[Violation], rule: Rule,
 
 
 class Verify(Instrument):
-    """Verifies the captured program, and the program after every pass."""
-
     def __init__(self) -> None:
         self._checked = VerifiedGraphs()
 

@@ -121,7 +121,7 @@ def _sums(program: Program) -> list[fx.Node]:
 
 
 def _rounds_begun(program: Program) -> dict[tuple[int, object], int]:
-    """The first unused round by bucket and pack: spread-copies may have sent parameters in earlier ones."""
+    """The first unused round by bucket and pack: spread-copies may send parameters in earlier rounds."""
     rounds: dict[tuple[int, object], int] = {}
     for send in sends_in(program.mirrored_graph):
         route = route_of(program, send)

@@ -100,14 +100,14 @@ class _Search:
         return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
 
     def _rank(self, peak: Peak) -> tuple[bool, float, int]:
-        """Sorts by time within the bound, then by memory beyond it."""
+        """Peaks within the bound come first, by time; then the other peaks, by memory."""
         exceeds = peak.num_bytes > self._max_bytes
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
     def _tries(self, segments: Sequence[Segment]) -> Iterator[tuple[Levels, Peak]]:
-        """Bisects the ladder for the first choice within the bound; samples the ladder if its end exceeds the bound."""
+        """Bisects the ladder for the first peak within the bound. If even the last one exceeds the bound, samples the ladder."""
         ladder = _ladder(segments)
-        low, high = 0, len(ladder) - 1  # the choice of low exceeds the bound
+        low, high = 0, len(ladder) - 1  # the peak at low exceeds the bound
         peak = self._timeline.peak(self._checkpoints(segments, ladder[high]))
         yield ladder[high], peak
         if peak.num_bytes > self._max_bytes:  # a lower price may still take less, as fewer values return at once
@@ -158,7 +158,7 @@ class _Search:
 
 
 def _ladder(segments: Sequence[Segment]) -> list[Levels]:
-    """Levels from no recomputation to the most; each raises one segment by one choice, the cheapest per byte first."""
+    """Levels from no recomputation to the most. Each step raises one segment by one, the least time per byte first."""
     steps: list[tuple[float, int, int]] = []
     for i, segment in enumerate(segments):
         before, seconds, price = 0, 0.0, 0.0

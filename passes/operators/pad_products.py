@@ -67,7 +67,7 @@ class PadProducts:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Tests for an output of the graph, which may be rearranged: gradients of weights are transposed."""
+    """Tests whether the graph returns the node, maybe rearranged: gradients of weights are transposed."""
     users = node.users
     return any(user.op == "output" or (user.target in REARRANGEMENTS and _is_result(user)) for user in users)
 

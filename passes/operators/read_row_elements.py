@@ -50,7 +50,7 @@ class ReadRowElements:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """`RowValues` for nodes; new nodes come before ``replaced``."""
+    """`RowValues` for FX nodes; `apply` inserts nodes before ``replaced``."""
 
     program: Program
     replaced: fx.Node

@@ -64,7 +64,7 @@ def _recompute(program: Program, graph: fx.Graph) -> list[str]:
 
 
 class _Recomputation:
-    """Decides values of forward in order, sources before users."""
+    """Decides which values of forward are recomputed, sources before users."""
 
     def __init__(self, graph: fx.Graph, first_of_backward: fx.Node) -> None:
         nodes = list(graph.nodes)
@@ -98,7 +98,7 @@ class _Recomputation:
         return not self._backward.isdisjoint(users) and all(map(is_fused, users))
 
     def _operators(self, value: fx.Node) -> list[fx.Node]:
-        """The cheap operators and views to rerun for a value, in order, back to small values and those in memory."""
+        """The cheap operators and views to rerun for a value, in order. The search ends at small, stored or expensive values."""
         root, operators, waiting = owner_of(value), {value}, [value]
         while waiting:
             for source in waiting.pop().all_input_nodes:

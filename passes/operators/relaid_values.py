@@ -1,4 +1,4 @@
-"""Values with a new layout."""
+"""Gives values of a graph new layouts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ aten = torch.ops.aten
 
 
 class DependsOnStrides(Exception):
-    """The result of a node depends on the layout of its arguments; the exception's text is the node's name."""
+    """A node's result depends on the strides of its arguments; the exception's text is the node's name."""
 
 
 class RelaidValues:
-    """Gives values of a graph new layouts, in graph order."""
-
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.num_copies = 0
@@ -29,7 +27,7 @@ class RelaidValues:
         self._restored: dict[fx.Node, fx.Node] = {}  # for changed values, their copies in the former layout
 
     def run(self) -> None:
-        """Calls `change` on each node, and infers new types. Raises `DependsOnStrides`."""
+        """Calls `change` on each node, in graph order, and infers new types. Raises `DependsOnStrides`."""
         for node in list(self.graph.nodes):
             if reads_strides(node.target):
                 raise DependsOnStrides(node.name)

@@ -128,7 +128,7 @@ def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
 
 
 class _ShardGraph:
-    """The graph of a shard; ``shards`` are its microbatches' graphs, ``sizes`` their numbers of examples."""
+    """The graph of a shard; ``shards`` are indices of the microbatches' graphs, ``sizes`` their numbers of examples."""
 
     def __init__(self, program: Program, regions: _Regions, shards: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         self._program, self._regions, self._sizes = program, regions, sizes
@@ -200,12 +200,12 @@ class _ShardGraph:
         return whole
 
     def _slot(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """The slot, or the gradient that earlier microbatches wrote into it."""
+        """The slot, or the earlier microbatches' gradient that lies there."""
         earlier: fx.Node | None = before["gradients"][node.kwargs["variable"]] if before is not None else None
         return earlier if earlier is not None and slot_of(earlier) is not None else self._shared_copy(node)
 
     def _read(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """The variable as the previous microbatch wrote it, else a read; always a read for `Aggregation.SAME`."""
+        """A read, or the value that the previous microbatch wrote; always a read for `Aggregation.SAME`."""
         name = str(node.kwargs["variable"])
         written = before["writes"].get(name) if before is not None else None
         is_same = written is not None and self._program.variables[name].aggregation is Aggregation.SAME
@@ -232,7 +232,7 @@ class _ShardGraph:
         return region_call
 
     def _factored(self, index: int, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> Any:
-        """None before the last microbatch, whose gradient has the factors of all."""
+        """Collects factors. Returns None, but at the last microbatch the gradient with all factors."""
         factors = self._factors.setdefault(str(node.kwargs["variable"]), [])
         factors += [values[factor] for factor in node.args]  # type: ignore[index]
         if index + 1 < len(self._sizes):

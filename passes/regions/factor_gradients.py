@@ -126,7 +126,7 @@ class FactorGradients:
         due: Collection[str],
         why_not: str,
     ) -> tuple[dict[fx.Node, str], dict[str, str]]:
-        """The variables whose gradients may become factors, by node, and reasons for whole ones, by variable."""
+        """Variables whose gradients may become factors, by node; reasons why others stay whole, by variable."""
         cut = {slot.variable for bucket in program.buckets if bucket.is_cut for slot in bucket.slots}
         names, whole = {}, {}
         for graph in graphs:
@@ -143,7 +143,7 @@ class FactorGradients:
         return names, whole
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
-        """The reason why devices compute no shares from factors; empty if they do, or have no shares."""
+        """The reason why gradients stay whole unless they must be factors; empty if there is none."""
         if program.accumulation is not Accumulation.NONE:
             return (
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
@@ -215,10 +215,10 @@ class _Split:
     """A region that returns factors instead of some gradients.
 
     Attributes:
-        remaining, arguments: the former indices of the results and arguments that remain.
+        remaining, arguments: the former indices of the remaining results and arguments.
         results: the remaining results, then the factors.
         factored: the factored gradients, by former result index.
-        outer_arguments: the arguments in all calls, by former placeholder.
+        outer_arguments: for each former placeholder, its argument in each call.
     """
 
     remaining: list[int]

@@ -144,9 +144,9 @@ def _places(
     slots: Mapping[str, tuple[int, Slot]],
     left: list[str],
 ) -> dict[int, Slot]:
-    """The slots, by result index, of results that are gradients or ``products`` in every call.
+    """The slots by result index, for results that are gradients or ``products`` in every call.
 
-    ``left`` gets the variables whose gradients have other uses.
+    Adds the variables whose gradients have other uses to ``left``.
     """
     places: list[dict[int, str]] = []
     for node in nodes:
@@ -157,7 +157,7 @@ def _places(
 
 
 def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
-    """The variables of a call's ``products``, by result index; other regions add rows to these."""
+    """The variables of a call's ``products``, by result index."""
     return {part.args[1]: products[part] for part in node.users if part in products}  # type: ignore[misc]
 
 
@@ -168,7 +168,6 @@ def _name_parts(node: fx.Node, products: Mapping[fx.Node, str]) -> None:
 
 
 def _adding_rows(region: Region, places: Sequence[int]) -> Region:
-    """Makes the results at ``places`` in-place additions of rows to an argument."""
     graph = copied(region.graph_module.graph)
     results: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for place in places:

@@ -72,7 +72,7 @@ class PlaceVariables:
         return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
 
     def _owners(self, program: Program) -> dict[str, int]:
-        """``self.owners`` may name variables in no bucket: a call may leave out a layer."""
+        """Ignores variables of ``self.owners`` without a bucket: a call may leave out a layer."""
         replicas = {device.name: replica for replica, device in enumerate(program.devices)}
         named = dict(self.owners)
         for name, device in named.items():

@@ -33,7 +33,7 @@ from mirrorc.packing import (
 )
 
 _Kind = tuple[torch.dtype, UpdateRule, bool, str]
-"""Dtype, update rule, whether factors are exchanged, and the table if its optimizer takes rows."""
+"""Dtype, update rule, whether factors are exchanged, and the variable's name if the optimizer takes its rows."""
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 _LEAST_PART = 16  # a bucket below a sixteenth of its cap is not worth a message
@@ -41,7 +41,7 @@ _LEAST_PART = 16  # a bucket below a sixteenth of its cap is not worth a message
 
 @dataclass
 class _Grouping:
-    """The variables of each bucket; ``num_packs`` of cut buckets, by first variable."""
+    """``closed`` has the variables of each bucket; ``num_packs`` is for buckets to cut, by first variable."""
 
     closed: list[list[Variable]]
     remarks: list[str]
@@ -204,7 +204,7 @@ def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collecti
 def _equal(
     plan: EqualPacks | EqualSplits, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]
 ) -> _Grouping:
-    """Buckets to be cut; where the plan declines, each gradient has a bucket."""
+    """A bucket per kind, to be cut into packs; where the plan declines, a bucket per gradient."""
     number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
     alone = [[program.variables[gradient.name]] for gradient in gradients]
     if number == 0:

@@ -90,7 +90,7 @@ class ReuseArguments:
         return program.evolve(regions=regions).with_remarks(remark)
 
     def _reuses(self, body: fx.Graph, places: set[int]) -> dict[str, str]:
-        """The names of values to write, by the argument to write into; no value twice."""
+        """For each argument to overwrite, the name of the value written there; no value twice."""
         reuses: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
@@ -105,7 +105,7 @@ def _is_large(value: Any, min_bytes: int) -> bool:
 
 
 def _last_made_of(argument: fx.Node) -> fx.Node | None:
-    """The last elementwise result from an argument; None if other users read the memory, or the result does not fit."""
+    """The last elementwise result from an argument; None if it does not fit, or other operators read earlier values."""
     reached, value = {argument}, argument
     order = list(argument.graph.nodes)
     for node in order[order.index(argument) + 1 :]:
@@ -127,7 +127,7 @@ def _fits(value: fx.Node, argument: fx.Node) -> bool:
 
 
 def _reads_memory(user: fx.Node) -> bool:
-    """Tests for a product, also behind a view or into a slot: backends store its operands."""
+    """Tests for a product, also behind a view or into a slot: backends store a product's operands."""
     if stored_product(user) is user or user.target in _INTO_SLOTS:
         return True
     return is_compute(user) and viewed(user) is not None and any(_reads_memory(other) for other in user.users)

@@ -49,7 +49,7 @@ class ScheduleOverlap:
 
 
 def _move_waits(collective: fx.Node) -> None:
-    """Moves a collective's waits right before their first uses; unused waits follow the last used one."""
+    """Unused waits follow the last used one."""
     waits = [user for user in collective.users if user.target is ops.wait]
     used = [node for node in waits if node.users]
     for node in used:

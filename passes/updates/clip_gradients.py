@@ -173,7 +173,7 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A reduced gradient on a replica; ``taker`` is its update, if the replica has one."""
+    """A bucket's sum on a replica; ``taker`` is the update that uses the sum, if the replica has one."""
 
     value: fx.Node
     bucket: int
@@ -216,7 +216,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
 
 
 def _set_types_behind(program: Program, commit: fx.Node) -> None:
-    """Sets the types of nodes that depend on a commit's norms: another norm may widen their dtype."""
+    """Updates the types of nodes that depend on a commit's norms: a further norm may widen their dtype."""
     for user in list(commit.users):
         if user.target in (ops.norm, ops.clip_factor, ops.tell):
             set_type(program, user)
@@ -233,13 +233,13 @@ def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exch
 
 
 def _empty_shares(program: Program, sums: Sequence[_Sum], taken: Sequence[_Sum], before: fx.Node) -> Iterator[_Sum]:
-    """An empty share of the widest dtype, unless the replica measures one: all norms have one dtype."""
+    """Yields an empty share of the widest dtype if no measured share has this dtype: all norms have one dtype."""
     widths = [program.buckets[reduced.bucket].dtype.itemsize for reduced in taken]
     for reduced in sorted(sums, key=lambda reduced: -program.buckets[reduced.bucket].dtype.itemsize):
         bucket = program.buckets[reduced.bucket]
         if bucket.dtype.itemsize <= max(widths, default=0):
             return
-        if bucket.is_cut and bucket.updates_by_shares:  # it has every pack, none of whose elements it updates
+        if bucket.is_cut and bucket.updates_by_shares:  # the replica has every pack, but updates no element
             yield replace(reduced, value=insert(program, before, torch.ops.aten.slice.Tensor, (reduced.value, 0, 0, 0)))
             return
         if bucket.reduces_by_shares:

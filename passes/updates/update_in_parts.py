@@ -76,7 +76,7 @@ class UpdateInParts:
 
 
 def _fewest(size: Any) -> int:
-    """A size; at most `MOST_INNER` if it is symbolic, because each step tests it again."""
+    """A size. A symbolic size is at most `MOST_INNER`, because each step tests the size again."""
     return min(int(size_now(size)), MOST_INNER) if is_symbolic(size) else int(size)
 
 

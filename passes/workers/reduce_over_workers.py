@@ -129,7 +129,7 @@ def _check(program: Program, bucket: Bucket) -> None:
 
 
 def _sums(program: Program) -> list[list[fx.Node]]:
-    """The values to exchange, by pack: the replicas' waits for its sum, or the only `pack`."""
+    """The values to exchange, by pack: all replicas' waits for the sum, or a single replica's `pack`."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
         sums: list[list[fx.Node]] = [[] for _ in program.packs]
@@ -205,7 +205,7 @@ def _gather(
 
 
 def _update_early(graph: fx.Graph) -> bool:
-    """Moves waits for workers' sums, and their users, behind the commits; False if a commit needs a sum."""
+    """Moves waits for workers' sums, and their users, behind the commits; changes nothing if a commit needs a sum (False)."""
     places: dict[fx.Node, int] = {}
     for number, launch in enumerate(calls_to(graph, *ops.EXCHANGES)):
         for wait in launch.users:

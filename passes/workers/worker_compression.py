@@ -47,7 +47,7 @@ class WorkerCompression:
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """``new`` launches replace exchanges of ``before`` bytes."""
+        """Describes the ``new`` launches, which replace exchanges of ``before`` bytes."""
         raise NotImplementedError
 
     def run(self, program: Program) -> Program:
@@ -71,7 +71,7 @@ class WorkerCompression:
 
 
 def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
-    """Replaces an exchange by an ``operation`` on a part of the sums, after adding the residual."""
+    """Replaces an exchange by ``operation``, which sends a part of each sum. Adds the residual to the sum first."""
     of_pack = pack_keywords(*program.packs[pack_of(launch)])
     totals = tuple(
         insert(program, launch, ops.add_unsent, (local_sum,), {**of_pack, "replica": replica_of(local_sum)})

@@ -1,4 +1,4 @@
-"""The elements of buckets in values outside of regions."""
+"""Which elements of buckets are in the values outside of regions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class BucketParts:
         self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
 
     def of(self, value: Any) -> Part | None:
-        """None if the value holds no elements of a bucket, or they are unknown."""
+        """None if the value holds no elements of a bucket, or unknown ones."""
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()
@@ -250,7 +250,7 @@ class BucketParts:
         return replace(parameters, kind=ROWS)
 
     def _narrows_again(self, part: Part, value: Any, node: fx.Node, keywords: Mapping[str, Any]) -> bool:
-        """Tests for a cast back from a wider dtype, which only rounds sums."""
+        """Tests for a cast back from a wider dtype: the pair of casts only rounds sums."""
         if node.target is not _CAST or set(keywords) != {"dtype"} or not part.steps:
             return False
         narrow, wide = keywords["dtype"], value.meta["val"].dtype
@@ -279,7 +279,7 @@ def _named_cast(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:
-    """Yields each slot's variable, the bucket offset of its first element in the value, and its start and stop in the value."""
+    """Yields for each slot: its variable, the bucket offset of its first element here, its start and stop in the value."""
     place = 0
     for span in part.spans:
         for slot in program.buckets[part.bucket].slots:
@@ -315,7 +315,7 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
 
 
 def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
-    """If workers send only parts of some packs, marks all packs so, for them to be joined."""
+    """If only some packs have the step `add_unsent`, gives it to all, so that they can be joined."""
     name = target_name(ops.add_unsent)
     steps = {part.steps for part in parts if part is not None}
     in_part = [ways for ways in steps if any(step[0] == name for step in ways)]

@@ -53,12 +53,7 @@ def taken_by(taker: fx.Node) -> list[tuple[int, fx.Node]]:
 
 @dataclass(frozen=True)
 class Factor:
-    """The effects of a factor on gradients.
-
-    Attributes:
-        clips: the `clip_factor` in it, if any.
-        unscales: it divides by the loss scale.
-    """
+    """``clips`` is the `clip_factor` in a factor, if any. ``unscales``: the factor divides by the loss scale."""
 
     clips: fx.Node | None
     unscales: bool
@@ -85,7 +80,7 @@ def _is_scale(value: Any, target: Any) -> bool:
 
 
 def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
-    """The elements whose norm a worker computes: its part if workers with a sharded optimizer exchange norms, else all."""
+    """The elements whose norm a worker computes: its part if workers shard the optimizer and exchange norms, else all."""
     if not (program.has_sharded_optimizer and are_exchanged):
         return Elements(0, bucket.num_elements)
     if bucket.part is not None:
@@ -110,12 +105,7 @@ def numbers_of(commit: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class NormOperands:
-    """The operands of a norm.
-
-    Attributes:
-        parts: the bucket elements in each operand, on all replicas if norms are exchanged.
-        is_exchanged: the operands are norms that commits exchange.
-    """
+    """``parts`` are the bucket elements in each operand, on all replicas if commits exchange norms (``is_exchanged``)."""
 
     norm_type: float
     parts: tuple[Part | None, ...]
@@ -159,7 +149,7 @@ def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
 
 
 def has_exclusive_memory(value: Any) -> bool:
-    """Tests for a reduced gradient of a lowered program whose memory nothing else reads."""
+    """Tests for a lowered program's reduced gradient whose memory nothing else reads."""
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
         return True  # it was made so, or there is one replica
     if value.target is ops.unpack:

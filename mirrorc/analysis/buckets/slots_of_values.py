@@ -1,4 +1,4 @@
-"""Finds the slot in whose memory a gradient is, also across microbatches."""
+"""Finds the slot whose memory holds a gradient, also across microbatches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mirrorc.ir.program import Program
 
 
 def slot_of(value: Any) -> fx.Node | None:
-    """The slot in whose memory a value is; None if there is none.
+    """The slot whose memory holds a value, or None.
 
-    A region writes a gradient into the argument that is its variable's slot, or an earlier microbatch's gradient.
+    A region writes a gradient into one of its arguments: the variable's slot, or an earlier microbatch's gradient.
     """
     while isinstance(value, fx.Node) and value.target is not ops.slot:
         variable = gradient_of(value)

@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, int]:
-    """The range of its worker's sum of a pack that a replica holds."""
+    """The range that a replica holds of its worker's sum of a pack."""
     bucket, pack = program.packs[pack_of(node)]
     if program.num_replicas > 1 and bucket.reduces_by_shares:
         return bucket.share(replica, program.num_replicas)
@@ -22,7 +22,7 @@ def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, 
 
 
 def writes_for_all(program: Program, node: fx.Node, replica: int) -> bool:
-    """True if a replica writes into its worker's pack: all do if they reduce by shares, else the first."""
+    """True if a replica writes into its worker's pack: all replicas do if they reduce by shares, else the first one."""
     bucket, _ = program.packs[pack_of(node)]
     return replica == 0 or bucket.reduces_by_shares
 

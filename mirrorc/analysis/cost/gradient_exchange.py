@@ -20,7 +20,7 @@ class Candidate:
     """A gradient that workers may send as factors.
 
     Attributes:
-        row_bytes: of one row of all factors.
+        row_bytes: of a row, summed over the factors.
         num_rows: in this worker's first batch.
         work_per_row: multiplications to compute the gradient.
     """
@@ -35,7 +35,7 @@ class Candidate:
         """A worker's messages in a step, for the whole gradient and for its factors.
 
         Args:
-            rows: of each worker; all are padded to the largest.
+            rows: the number of each worker; all are padded to the largest.
             is_dealt: each worker updates a part of the gradient, so sums are sent once, not nearly twice.
         """
         ring_sum = ring_all_to_all if is_dealt else ring_all_reduce
@@ -57,7 +57,7 @@ class Candidate:
 
 
 def bytes_of_sum_received(link: Link, num_bytes: int, num_devices: int) -> float:
-    if link.reads_shared_memory:  # it adds up its share of them
+    if link.reads_shared_memory:  # each device adds up its share
         return ring_all_to_all(num_bytes, num_devices).num_bytes
-    ring = ring_all_reduce if link.moves_by_itself else ring_all_gather  # or all others' buckets
+    ring = ring_all_reduce if link.moves_by_itself else ring_all_gather  # else each device receives all others' buckets
     return ring(num_bytes, num_devices).num_bytes

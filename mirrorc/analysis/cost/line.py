@@ -20,8 +20,8 @@ class Line:
         """Fits a line to sizes in bytes and times in seconds; neither coefficient is negative.
 
         Args:
-            nominal: the most seconds per byte for sizes too close to fit; None for no latency.
-            telling_bytes: sizes are too close within this difference, or within a factor of two.
+            nominal: the largest slope if sizes are too close to fit; None assumes no latency then.
+            telling_bytes: sizes are too close if they differ by less, or by less than a factor of two.
         """
         if not points:
             return cls()

@@ -30,8 +30,6 @@ def ring_all_to_all(num_bytes: float, num_workers: int) -> Messages:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The speed of a link between workers: alpha, the time of an empty message, and beta, the time per byte."""
-
     latency_seconds: float
     seconds_per_byte: float
 
@@ -48,7 +46,7 @@ def fitted_speed(
 ) -> LinkSpeed:
     """Fits a speed to all-reduces of two sizes (bytes, seconds) and an almost empty one.
 
-    The time per byte is the slope between the two sizes, as a token bucket passes the first bytes of both at once.
+    The time per byte is the slope between the two sizes: rate limiters pass the first bytes of each size at once.
     """
     per_byte = ring_all_reduce(1, num_workers)
     slope = (large[1] - small[1]) / (per_byte.num_bytes * (large[0] - small[0]))

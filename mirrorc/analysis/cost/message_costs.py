@@ -32,7 +32,7 @@ class MessageCosts:
 
 @dataclass(frozen=True)
 class Message:
-    """A send of a gradient or partial sum; ``needs`` are the messages that its value is computed from."""
+    """A send of a gradient or partial sum. ``needs`` are the routes of messages from which the sent value is computed."""
 
     node: fx.Node
     route: Route

@@ -18,18 +18,18 @@ _CALLS = (Kind.CHECK, Kind.GATHER, Kind.PACK, Kind.LAUNCH, Kind.WAIT, Kind.UPDAT
 
 class Durations(Protocol):
     def start_seconds(self, replica: int) -> float:
-        """Until the device's function begins."""
+        """Seconds until the device's function begins."""
 
     def seconds_of(self, replica: int, node: fx.Node) -> float:
-        """For a wait, only its work once everything has arrived."""
+        """For a wait, only the work after everything has arrived."""
 
     def flight_seconds(self, node: fx.Node) -> float:
-        """Of a launch between workers, on an idle link."""
+        """Seconds of a launch between workers, on an idle link."""
 
 
 @dataclass(frozen=True)
 class SimulatedCall:
-    """A device's call, in seconds since the step began. ``waited`` is for other devices or the link."""
+    """A device's call, in seconds since the step began. ``waited`` is time spent waiting for other devices or the link."""
 
     node: fx.Node
     start: float
@@ -39,7 +39,7 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket on the link between workers, which carries one at a time. ``launched`` is the time of the last device's launch."""
+    """A bucket on the link between workers; the link carries one at a time. ``launched``: when the last device launched it."""
 
     bucket: int
     kind: str
@@ -50,7 +50,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step: the calls of each device, and the flights in launch order."""
+    """``calls`` are by device, ``flights`` in launch order."""
 
     calls: tuple[tuple[SimulatedCall, ...], ...]
     flights: tuple[Flight, ...]
@@ -71,7 +71,7 @@ class Simulation:
 
 
 def simulate(program: Program, durations: Durations) -> Simulation:
-    """Simulates a step of a lowered program. Other workers are assumed as fast as this one.
+    """Other workers are assumed to be as fast as this one.
 
     Raises:
         ValueError: devices wait for each other in a cycle; the verifier refuses such programs.
@@ -142,7 +142,6 @@ class _Run:
             self.flights.append(Flight(bucket_of(node), name_of(node), launched, begun, self._free))
 
     def _ready(self, replica: int, launch: fx.Node) -> float | None:
-        """None if not known yet."""
         if launch.target in ops.BETWEEN_WORKERS:
             return self._arrived.get(_tag(launch, replica))
         came = self._came.get(_tag(launch, replica), {})

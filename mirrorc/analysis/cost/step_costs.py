@@ -66,7 +66,7 @@ class StepCosts:
     link: LinkSpeed
 
     def durations(self, program: Program) -> ProgramDurations:
-        """For a lowered program of the same model; raises `UnknownCostError` if a phase of a replica was not measured."""
+        """For a lowered program of the same model. Raises `UnknownCostError` if a phase of a replica was not measured."""
         return ProgramDurations(self, program)
 
 
@@ -186,7 +186,7 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
 
 
 def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
-    """The bytes that determine a call's time; may be 0."""
+    """The bytes that determine a call's time."""
     if node.target in (*ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.commit):
         return 0
     if "bucket" not in node.kwargs:

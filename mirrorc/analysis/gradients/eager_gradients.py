@@ -17,8 +17,8 @@ class TakenGradients:
     """The gradients that a graph takes from one backward.
 
     Attributes:
-        token: of the forward run ``call``.
-        tangent: the loss's gradient, with which backward begins.
+        token: the token of the forward run ``call``.
+        tangent: the loss's gradient: backward begins with it.
         nodes: the gradients of the parameters at ``places``.
     """
 

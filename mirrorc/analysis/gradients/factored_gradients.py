@@ -23,7 +23,7 @@ class Maker(Enum):
     SHARES = "by shares at the wait"
     """A share of the sum over all replicas."""
     GATHERED = "at the wait"
-    """The whole sum over all replicas; of a table with a row-wise optimizer, the rows looked up by any replica."""
+    """The whole sum over all replicas; for a table with a row-wise optimizer, only rows that some replica looked up."""
     PACK = "by pack"
     """Each replica's whole gradient, in its bucket."""
     AT_ONCE = "at once"
@@ -74,7 +74,7 @@ def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
 
 
 def pack_of_gradients(program: Program, bucket: int) -> fx.Node:
-    """The pack on the first device with examples, in a LOWERED program."""
+    """For a LOWERED program."""
     graph = list(program.device_graphs.values())[program.first_present].graph
     return next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket)
 

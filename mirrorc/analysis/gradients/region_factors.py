@@ -1,4 +1,4 @@
-"""Gradients of regions whose factors are smaller."""
+"""Gradients of regions that are larger than their factors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.torch_internals import assume_num_elements, num_elements_now
 
 
 class FactorsOfRegions:
-    """Chooses the gradients of an OUTLINED program that its regions return as smaller factors.
+    """Chooses the gradients that regions of an OUTLINED program return as smaller factors.
 
     Args:
         whole: receives the reason for each variable whose gradient stays whole.
@@ -99,7 +99,7 @@ def _choose(
     *,
     is_due: bool,
 ) -> bool:
-    """True if a gradient becomes factors; if not, ``whole`` gets the reason.
+    """True if a gradient becomes factors; else writes the reason into ``whole``.
 
     Factors of a replica's microbatches count together. Due gradients were chosen before, alike on all workers.
     """
@@ -133,7 +133,7 @@ _MUCH = 4  # with symbols: how many times larger or smaller factors may become t
 
 
 def _guard_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
-    """The graph then runs only for sizes with nearly the same choice."""
+    """Guards symbolic sizes: the graph then runs only for sizes with nearly the same choice."""
     whole = num_elements_now(gradient)
     if are_chosen:
         assume_num_elements(factors, most=whole * _MUCH)

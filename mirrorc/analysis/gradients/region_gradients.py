@@ -33,7 +33,7 @@ def calls_by_region(graphs: Sequence[fx.Graph]) -> dict[str, list[fx.Node]]:
 
 
 def gradient_places(call: fx.Node, names: Mapping[fx.Node, str]) -> tuple[dict[int, str], list[str]]:
-    """Variables of a call's gradients by result index; and variables whose gradients have other uses."""
+    """Variables of a call's gradients, by result index; then variables whose gradients have other uses."""
     variables: dict[int, str] = {}
     left = []
     for part in call.users:

@@ -28,7 +28,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sendable:
-    """A gradient of a captured program that can be sent as factors, ``of_shards``. ``value`` is fake."""
+    """A captured program's gradient, with the factors of each shard. ``value`` is a fake tensor."""
 
     variable: str
     value: torch.Tensor
@@ -128,7 +128,7 @@ def packs_of(program: Program, bucket: int) -> list[fx.Node]:
 def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[torch.Tensor, ...]]]]:
     """The (fake) factors of a bucket, by replica with examples, gradient and microbatch.
 
-    Other workers are assumed to have as many.
+    Other workers are assumed to have as many factors.
     """
     packs = [pack for pack in packs_of(program, bucket) if pack.args]
     factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]

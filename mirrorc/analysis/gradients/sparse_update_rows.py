@@ -12,7 +12,7 @@ from mirrorc.torch_internals import size_now
 
 
 def most_rows(program: Program, index: int) -> int:
-    """The most rows of its table that a bucket's update writes, if other workers look up as many as this one."""
+    """The most table rows that a bucket's update writes, if other workers look up as many rows as this one."""
     bucket = program.buckets[index]
     rows_of_table = bucket.slots[0].shape[0]
     packs = [node for graph in program.graphs() for node in calls_to(graph, ops.pack) if bucket_of(node) == index]
@@ -24,7 +24,7 @@ def most_rows(program: Program, index: int) -> int:
 
 
 def bytes_of_rows_sent(program: Program, index: int) -> int:
-    """The most bytes of a bucket's table that are sent, without indices, which every device has."""
+    """The most bytes of a bucket's table that are sent; without indices, because every device has them."""
     bucket = program.buckets[index]
     return most_rows(program, index) * bucket.slots[0].shape[1] * bucket.dtype.itemsize
 

@@ -19,7 +19,7 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class AddedRows:
-    """Rows that a region adds to the ``product`` of another; the sum is its result ``place``."""
+    """Rows that ``region`` adds to ``product``, another region's result. The sum is result ``place`` of ``region``."""
 
     variable: str
     region: str
@@ -48,7 +48,7 @@ def added_rows(
 
 
 def _argument_with_rows(gradient: fx.Node) -> int | None:
-    """The index of the argument to which a gradient adds rows; None if it has other readers."""
+    """The index of the argument to which a gradient adds rows; None if the argument or the gradient has other readers."""
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs or len(gradient.users) != 1:
         return None
     before, table = gradient.args

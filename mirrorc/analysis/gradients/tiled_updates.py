@@ -66,7 +66,7 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
 
 
 def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
-    """Includes packs of all replicas: those without examples pack nothing."""
+    """The bucket's packs on all replicas: replicas without examples pack nothing."""
     packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
     return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
 
@@ -77,9 +77,6 @@ def has_link(pack: fx.Node) -> bool:
 
 
 def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:
-    """The number of elements of the largest part, in whole rows; 0 if parts gain nothing.
-
-    ``num_inner``: the addends of each element.
-    """
+    """The number of elements of the largest part, in whole rows; 0 if parts gain nothing. ``num_inner``: addends per element."""
     is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
     return min(num_rows, part_elements // width) * width if is_worth_it else 0

@@ -8,10 +8,7 @@ from mirrorc.ir.gradient_forms import GradientForm
 
 
 def why_whole(gradient: torch.Tensor, strides: tuple[int, ...] | None, least_elements: int) -> str:
-    """The reason to compute a gradient whole; empty if it can stay factors.
-
-    ``strides``: None if the optimizer is not element-wise.
-    """
+    """Empty if a gradient can stay factors. ``strides`` are None if the optimizer is not element-wise."""
     if strides is None:
         return "of optimizers that need them whole"
     if gradient.numel() < least_elements:

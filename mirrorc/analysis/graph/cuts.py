@@ -19,7 +19,7 @@ _MIN_GAIN = 2  # the value has at least so many times the products' bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
-    """Nodes to move before a cut, so that no large value crosses it for much smaller results; with their new pieces.
+    """Nodes to move before a cut, with their new pieces: else a large value crosses the cut for much smaller results.
 
     Args:
         piece_of: in the order of the graph; piece 0, the forward, does not change.
@@ -53,7 +53,7 @@ def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.N
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:
-    """None if the readers need any value from behind ``piece`` except views."""
+    """The readers and the views that they need; None if they need any other value from behind ``piece``."""
     needed = set(readers)
     pending = list(readers)
     for node in pending:
@@ -78,7 +78,7 @@ class Cut:
     """The operators of a graph, cut into pieces of forward and of backward; pieces may be empty.
 
     Attributes:
-        meetings: of replicas, by the index of the piece before them; forward's pieces come first.
+        meetings: of replicas, by the index of the piece before the meeting; forward's pieces come first.
     """
 
     forward: Sequence[Sequence[fx.Node]]

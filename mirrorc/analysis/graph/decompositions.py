@@ -28,7 +28,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def decomposition_of(node: fx.Node) -> fx.Graph | None:
-    """A graph with a placeholder for each tensor of the node; None unless it is a GELU by tanh."""
+    """A graph with a placeholder for each tensor of the node; None unless `is_tanh_gelu`."""
     if not is_tanh_gelu(node):
         return None
     return _decomposition(node.target, tuple([tensor.meta["val"].dtype for tensor in tensors_of(node)]))
@@ -62,7 +62,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
         aten.gelu_backward.default: gelu_backward,
     }
 )
-"""By operator, an equivalent function of its tensors without tanh, for nodes with `is_tanh_gelu`."""
+"""By operator, a function of its tensors without tanh, equivalent for nodes with `is_tanh_gelu`."""
 
 
 def _argument(x: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
 
 
 def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
-    """True if a region's result is alone in its memory, which is new or reserved."""
+    """True if a region's result is alone in new or reserved memory."""
     body = program.regions[region_of(maker)].graph_module.graph
     if unaliased_product(body, place) is not None:
         return True
@@ -60,7 +60,7 @@ def unaliased_product(body: fx.Graph, place: Any) -> fx.Node | None:
 
 
 def reserved_argument(body: fx.Graph, place: Any) -> int | None:
-    """The index of the argument that a result is in the memory of; None if other results may alias it."""
+    """The index of the argument whose memory a result uses; None if other results may use that memory."""
     results: Any = body.output_node().args[0]
     owners = origins(results[place])
     argument = next(iter(owners))

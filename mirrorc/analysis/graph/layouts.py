@@ -43,10 +43,9 @@ def is_layout_only(node: fx.Node) -> bool:
 
 
 def reads_strides(target: Any) -> bool:
-    """Tests for an operator that addresses elements by memory position."""
     return target in _READ_STRIDES
 
 
 def may_read_memory_in_order(target: Any) -> bool:
-    """Tests for an operator from outside torch: it may draw random numbers in memory order."""
+    """Operators from outside torch may draw random numbers in memory order."""
     return is_operator(target) and target.namespace not in _OF_TORCH

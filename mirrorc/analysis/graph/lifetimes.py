@@ -13,10 +13,7 @@ from mirrorc.ir.program import Region
 
 
 def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
-    """The last reader of ``part``, a result of a region call.
-
-    None if there is no reader, or if any may return a view of ``part`` or is neither a region call nor an operator of torch.
-    """
+    """None without readers, or if a reader may return a view of ``part`` or is neither a region call nor a torch operator."""
     readers: list[Any] = list(part.users)
     return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None
 

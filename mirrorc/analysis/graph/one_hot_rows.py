@@ -51,7 +51,7 @@ ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Ten
 
 
 def by_elements(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """None if the operator, one of `ROW_READERS`, needs all elements."""
+    """``op`` is one of `ROW_READERS`; None if it needs all elements."""
     return sum_of_one_hot(values, op) if op.target is aten.sum.dim_IntList else element_of_row(values, op)
 
 

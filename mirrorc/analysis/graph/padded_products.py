@@ -1,4 +1,4 @@
-"""Matrix products with padded columns, which change no other column of the result."""
+"""Matrix products with padded columns: padding changes no other column of the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def first_columns(node: fx.Node) -> Any:
 
 
 def columns_before_padding(node: fx.Node) -> Any:
-    """The number of columns before a node padded the ends of rows; None for other nodes."""
+    """The number of columns before padding; None unless the node pads the ends of rows."""
     if node.target is not aten.constant_pad_nd.default or node.kwargs or len(node.args) != 2:
         return None
     value, padding = node.args

@@ -34,7 +34,7 @@ class Peak:
 class JointTimeline:
     """A captured graph in execution order, with the lifetimes of its values.
 
-    Values and workspaces count as in `step.memory()`, but gradients are assumed to be in buckets; fusion, regions and updates
+    Values and workspaces count as in `step.memory()`. Gradients are assumed to be in buckets. Fusion, regions and updates
     are unknown.
     """
 
@@ -118,7 +118,7 @@ class JointTimeline:
     def _runs(self, again: Set[int]) -> tuple[list[tuple[int, list[int]]], float]:
         """Each run's place and the places of its inputs, in order; and the seconds of recomputation.
 
-        A recomputed value has its place plus the number of nodes.
+        The place of a recomputed value is larger by the number of nodes.
         """
         offset, seconds = len(self.nodes), 0.0
         runs = [(place, self._inputs[place]) for place in range(len(self.forward))]

@@ -16,17 +16,13 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.torch_internals import num_bytes_now, storage_bytes_now
 
 CheckpointOf = Callable[[fx.Node], Checkpoint | None]
-"""The checkpoint of an operator; None if it is in none."""
+"""None for an operator outside of checkpoints."""
 
 
 def recomputed_values(
     forward: Iterable[fx.Node], backward: Container[fx.Node], first: fx.Node, checkpoint_of: CheckpointOf
 ) -> set[fx.Node]:
-    """The values that backward recomputes wherever it needs them.
-
-    Args:
-        first: the first node of backward, whose operands are still in memory.
-    """
+    """The operands of ``first``, the first node of backward, are still in memory."""
     return {node for node in forward if _is_recomputed(node, backward, first, checkpoint_of)}
 
 
@@ -84,7 +80,7 @@ def owner_of(node: fx.Node) -> fx.Node:
 def num_bytes_of(node: fx.Node) -> int:
     """0 if the value is not a tensor.
 
-    A scalar may be a token for memory that its operator holds, such as `recurrent`; it has the bytes of that memory.
+    A scalar may be a token for memory that its operator holds, such as `recurrent`. Then the bytes of that memory count.
     """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.dim() == 0:

@@ -1,4 +1,4 @@
-"""Segments of forward, and prices of their recomputation."""
+"""Segments of forward, and the costs of their recomputation."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SCALE = 1e15  # of seconds, in capacities
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of recomputation for a segment.
+    """What a segment recomputes.
 
     Attributes:
         saved: operators whose results are stored if backward needs them; the segment's other operators are recomputed.
-        num_bytes: the bytes that it saves storing.
+        num_bytes: the bytes that need not be stored.
         seconds: of recomputation.
     """
 

@@ -1,4 +1,4 @@
-"""Estimates of operators' workspaces, for large ones that follow from the arguments."""
+"""Estimates of large workspaces that follow from an operator's arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...], result: Any) -> int:
 def _is_blocked(image: torch.Tensor, weight: torch.Tensor) -> bool:
     """True if oneDNN copies a convolution's operands into blocks of channels.
 
-    It does for float32 on the CPU, except in channels-last format (oneDNN's manual, "Understanding memory formats").
+    oneDNN does so for float32 on the CPU, except in channels-last format (oneDNN's manual, "Understanding memory formats").
     """
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     is_last = any(

@@ -27,8 +27,8 @@ class Gatherable:
 def with_gathered(program: Program, options: StepOptions) -> Program:
     """Notes the gradients that devices gather as factors, with a remark on the bytes of both forms.
 
-    Owners of parameters get whole sums, as do all devices under an algorithm that the user names. ``exchange="auto"``
-    takes the form with fewer bytes.
+    If parameters have owners, all gradients stay whole. ``exchange="auto"`` takes the form with fewer bytes, but keeps
+    gradients whole if the user names an all-reduce algorithm.
     """
     factoring = next((entry for entry in options.pipeline if isinstance(entry, FactorGradients)), None)
     if program.workers.are_several or not program.trains or program.accumulation is not Accumulation.NONE:

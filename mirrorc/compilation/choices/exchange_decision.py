@@ -36,7 +36,7 @@ class Figures:
 def choose_sent_as_factors(
     candidates: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
 ) -> tuple[tuple[str, ...], str]:
-    """The variables whose gradients are sent as factors, and a remark on why; alike on all workers.
+    """The variables whose gradients are sent as factors, and a remark with the reason; equal on all workers.
 
     With a sharded optimizer, each part of a gradient is computed on one worker, so machines may differ in bits.
 

@@ -21,7 +21,7 @@ from mirrorc.runtime.workers.team.team import Team
 class ChiefGradientOrder(JointChoice):
     """The chief's order of gradients, because workers need the same buckets.
 
-    Their orders may differ: an eager backward depends on the values of examples, a graph on their number.
+    A worker's own order depends on its examples: on their values in an eager backward, on their number in a graph.
     """
 
     subject = "the order of gradients"
@@ -35,7 +35,7 @@ class ChiefGradientOrder(JointChoice):
         return program.trains and self._options.program_workers.are_several
 
     def observe(self, program: Program) -> None:
-        """Takes the first program, whatever captured it: other workers may wait for its proposal."""
+        """Takes the first program, from any front end: other workers may wait for this worker's proposal."""
         self._first = self._first or tuple(_gradients(program.shard_graphs[0]))
 
     def propose(self) -> str:
@@ -48,7 +48,7 @@ class ChiefGradientOrder(JointChoice):
         return program.workers.gradient_order in ((), self._names)
 
     def noted_in(self, program: Program) -> Program:
-        """Variables that the chief had frozen follow, sorted by name: any other order may differ between workers."""
+        """Variables that the chief had frozen come last, in reverse order of name: workers need one order for them too."""
         if not self.concerns(program):
             return program
         others = sorted(program.variables.keys() - set(self._names), key=_with_numbers, reverse=True)

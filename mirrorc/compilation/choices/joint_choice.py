@@ -12,9 +12,9 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class JointChoice(ABC):
-    """A choice that all workers make together in the first training call.
+    """Workers choose in the first training call. Before, a worker decides alone, so that it can compile early.
 
-    Earlier, the worker's own proposal decides, so that it can compile early. ``team`` is None for planned workers.
+    ``team`` is None for planned workers.
     """
 
     subject: ClassVar[str]

@@ -1,4 +1,4 @@
-"""The choices of a step in a checkpoint, with which a restart computes the same bits."""
+"""The choices of a step in a checkpoint: with them, a restart computes the same bits."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class SavedChoices:
         return {_DEVICES: self.devices, _FACTORS: None if names is None else list(names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the `state_dict` of an earlier run; ignores that of other numbers of devices, which need their own measurement.
+        """Loads a `state_dict`, unless its run had other numbers of devices: these need their own measurement.
 
         Raises:
-            TypeError, ValueError: it is not such a state.
+            TypeError, ValueError: ``state`` is no `state_dict`.
             ExecutionError: this step has already made another choice.
         """
         names = _checked(state)

@@ -130,7 +130,7 @@ class ExchangeChoice(JointChoice):
             )
 
     def may_send(self, purpose_sends: bool) -> bool:
-        """False if all gradients are sent whole, as accumulated ones are, or nothing is sent."""
+        """False if all gradients are sent whole, as accumulated gradients are, or if nothing is sent."""
         return purpose_sends and self._may_send_factors and (not self._is_final or bool(self._names))
 
     @property
@@ -160,7 +160,7 @@ class ExchangeChoice(JointChoice):
             )
 
     def _bytes_sent(self, name: str, gradient: torch.Tensor) -> int:
-        """The bytes of a whole sum that takes as long as this gradient, compressed or not."""
+        """The bytes of an uncompressed sum that takes as long as this gradient's sum, which may be compressed."""
         num_elements, dtype = gradient.numel(), gradient.dtype
         num_workers = self._options.program_workers.num_workers
         for entry in self._options.pipeline:

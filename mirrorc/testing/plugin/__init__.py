@@ -1,6 +1,6 @@
 """The pytest plugin: the fixture ``mirror_snapshot``.
 
-The separate package ``mirrorc_pytest`` installs it: pytest imports plugins at every start, and mirrorc imports torch.
+The plugin is packaged as ``mirrorc_pytest``: pytest imports plugins at every start, and mirrorc imports torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Value numbering: values that are computed in the same way have equal numbers."""
+"""Value numbering: values computed in the same way have equal numbers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from mirrorc.verifier.expressions.rows_and_columns import Number, NumberedColumn
 
 
 class Expressions:
-    """Numbers the expressions of a program. Programs that share the tables number equal expressions alike.
+    """Numbers a program's expressions. Programs that share ``numbers`` and ``roots`` number equal expressions alike.
 
     Args:
         numbers: operation and numbers of its arguments -> number of its result.
-        roots: number and layout of a view or reshaped value -> those of the original value.
+        roots: number and layout of a view -> those of its original; number of a reshaped value -> the original's number
+            and shape.
         makers: filled with the first node of each number.
     """
 
@@ -61,12 +62,12 @@ class Expressions:
         return self.number("microbatch_seed", ("value", seed), index)
 
     def applied(self, target: Any, *args: Any) -> int:
-        """The number of an operator's result. Arguments are numbers of values (`int`), lists of numbers, and floats."""
+        """Arguments are value numbers (`int`), lists of value numbers, or floats."""
         wrapped = [Number(a) if type(a) is int else [Number(i) for i in a] if isinstance(a, list) else a for a in args]
         return self._number_application(target, tuple(wrapped), {}, {})
 
     def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
-        """The number of each value; for a region call, the numbers of its results."""
+        """The number of each node's value; for an inlined region call, a tuple of numbers."""
         numbered: dict[fx.Node, Any] = dict(arguments or {})
         for node in graph.nodes:
             if node in numbered or node.op == "output":
@@ -117,20 +118,20 @@ class Expressions:
             return self._call(node, numbered)
         if node.target in ops.FACTORED:
             return self._whole(node, numbered)
-        if node.target in ops.MEETINGS:  # on whatever replica
+        if node.target in ops.MEETINGS:  # equal on all replicas
             kwargs = {key: value for key, value in node.kwargs.items() if key != "replica"}
             return self._number_application(node.target, node.args, kwargs, numbered)
         return self._number_operator(node, numbered)
 
     def _decomposed(self, node: fx.Node, body: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Any:
         arguments = dict(zip(body.find_nodes(op="placeholder"), (numbered[n] for n in tensors_of(node)), strict=True))
-        makers, self.makers = self.makers, None  # the operators of the decomposition are nodes of no program
+        makers, self.makers = self.makers, None  # operators of a decomposition are not nodes of the program
         inside = self.number_graph(body, arguments)
         self.makers = makers
         return inside[body.output_node().args[0]]  # type: ignore[index]
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """The original value's number, if a chain of views leads back to its shape and strides."""
+        """The original's number if a chain of views restores its shape and strides; else another number."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         viewed = (numbered[source], _layout(source))
@@ -174,7 +175,6 @@ class Expressions:
         return whole.number
 
     def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
-        """The argument gets the number of the written value."""
         target, *sources = node.args
         written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
         if node.target is out_products.mm_into:
@@ -213,10 +213,7 @@ class Expressions:
 
 @functools.cache
 def _is_plain(target: Any) -> bool:
-    """Tests for an operator whose value number follows from the operator and its arguments' numbers.
-
-    Other operators have rules of their own.
-    """
+    """False for an operator with a numbering rule of its own."""
     may_be_other = any(target in some for some in (LAYOUT_ONLY, DECOMPOSITIONS, REARRANGEMENTS, ROW_READERS))
     return not may_be_other and not writes_argument(target)
 
@@ -231,7 +228,7 @@ def _shape(value: Any) -> Any:
 
 
 def _layout(node: fx.Node) -> Any:
-    """Strides without effect are zero. None for values that are not tensors."""
+    """Strides without effect (size 0 or 1) are zero. None if the value is not a tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

@@ -1,4 +1,4 @@
-"""The results that a shard must have, by its microbatches' graphs, not by the pass that joins them."""
+"""Derives a shard's expected results from its microbatches' graphs, independently of the pass that joins these graphs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ aten = torch.ops.aten
 
 
 def accumulated_results(program: Program, expressions: Expressions) -> Iterator[tuple[int, str, str, int]]:
-    """Yields the replica, kind, name and number of each result of each replica's shard.
+    """Yields replica, kind, name and value number of each result of each replica's shard.
 
-    Losses of microbatches are added, weighted by examples unless the loss is a sum. A microbatch reads the buffers that
-    the one before has written, or the original ones for `Aggregation.SAME`. A buffer gets the last microbatch's value.
+    Losses of microbatches are added, weighted by examples unless the loss is a sum. Each microbatch reads buffers as the
+    previous microbatch wrote them, except that `Aggregation.SAME` buffers keep their original value until the end. A
+    buffer gets the last microbatch's value.
     """
     for replica, shards in enumerate(program.shard_of_microbatch):
         sizes = program.microbatches[replica]

@@ -1,4 +1,4 @@
-"""Equal numbers for rewrites of row reads (`graph.one_hot_rows`) and of padded products (`graph.padded_products`)."""
+"""Numbers rewritten row reads (`graph.one_hot_rows`) and padded products (`graph.padded_products`) like the originals."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mirrorc.torch_internals import sizes_key
 
 @dataclass(frozen=True)
 class Number:
-    """Wraps the number of an expression, to tell it from a number that is an argument."""
+    """Wraps an expression's number, to distinguish it from a numeric argument."""
 
     number: int
 
 
 class NumberedRows:
-    """The shape and dtype of each expression, and the operators that make rows."""
+    """Notes each expression's shape and dtype, and the operators that make rows."""
 
     def __init__(self, number_application: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number_application = number_application
@@ -63,11 +63,11 @@ def _op_of(node: fx.Node, numbered: Mapping[fx.Node, Any]) -> ValueOp[Number]:
 
 
 class NumberedColumns:
-    """Padded values, with the numbers of their first columns."""
+    """Notes the columns before the padding of each padded value: their count, and their value number."""
 
     def __init__(self, number: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number = number
-        self._first: dict[Any, tuple[Any, Any]] = {}  # padded value -> how many columns came first, and their number
+        self._first: dict[Any, tuple[Any, Any]] = {}  # by number of the padded value
 
     def note(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
         if node.target in FACTORS:
@@ -76,7 +76,7 @@ class NumberedColumns:
             self._first[numbered[node]] = (columns, numbered[node.args[0]])  # type: ignore[index]
 
     def first_columns(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The number of the product without padding, if the node slices its columns from the padded one; else None."""
+        """The unpadded value's number if the node slices exactly its columns from a padded value; else None."""
         wanted = first_columns(node)
         if wanted is None:
             return None
