@@ -148,7 +148,8 @@ class Specializer:
                 "read it between steps, and pass it to the step as an argument",
             )
         self.num_compilations[purpose] += 1
-        for dropped in cache.add(key, call, new, cached, self._model.plain_attributes(), self._numbers.reasons):
+        reasons = [*self._numbers.reasons, *self.sizes.reasons]
+        for dropped in cache.add(key, call, new, cached, self._model.plain_attributes(), reasons):
             dropped.release()
         self._compiler.keep_only([executor.program for cache in self._caches.values() for executor in cache])
         return new, shards
@@ -169,6 +170,7 @@ class Specializer:
             return self._compiler.compile(call, shards, changes, purpose, on_sizes=remark)
         if symbolic:
             remark = f"numbers of examples are numbers: {_CUT_BY_EXAMPLES}" if symbolic != wished else ""
+            inputs = self._numbers.inputs
             try:
                 new = self._compiler.compile(call, shards, changes, purpose, symbolic, remark)
                 if new.fits(shards) if new.sizes is not None else self._are_alike(shards):
@@ -182,7 +184,8 @@ class Specializer:
                 why = next(iter(str(error).splitlines()), type(error).__name__)
             remark = _remark_on_numbers(why)
             new = self._compiler.compile(call, shards, changes, purpose, on_sizes=remark)  # raises if that is no reason
-            self.sizes.give_up(call, about, why, has_one_example=is_lone)
+            if self._numbers.inputs == inputs:  # else these sizes may be symbols, now that fewer numbers are inputs
+                self.sizes.give_up(call, about, why, has_one_example=is_lone)
             return new
         why = self.sizes.why_not(call, about, has_one_example=is_lone)
         return self._compiler.compile(call, shards, changes, purpose, on_sizes=_remark_on_numbers(why))
@@ -196,8 +199,6 @@ class Specializer:
         """Empty if sizes may be symbols in this call."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
-        if self._numbers.inputs:
-            return "numbers that Python computes are arguments, and one graph does not take both"
         may_send = self.choices.exchange.may_send(purpose is Purpose.STEP)
         return why_sizes_are_numbers(
             self._options, sends_factors=may_send, front_end=self._compiler.front_ends.get(purpose, "")

@@ -287,3 +287,51 @@ def test_with_inductor(num_devices: int) -> None:
         for i in range(4):
             pair.train(torch.randn(5, 3), 0.1 * (i + 1), target=torch.zeros(5, 2))
         assert "2 compiled programs" in repr(pair.step)
+
+
+class Tempered(nn.Module):
+    def __init__(self, use: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> None:
+        super().__init__()
+        self.words, self.head, self.use = nn.Embedding(20, 8), nn.Linear(8, 4), use
+
+    def forward(self, x: torch.Tensor, t: float) -> torch.Tensor:
+        return self.head(self.use(self.words(x), x, t).tanh().mean(1))
+
+
+BESIDE_SIZES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], int]] = {
+    "divides": (lambda h, x, t: h / t, 2),
+    "branches on the number": (lambda h, x, t: h if t < 2.0 else h * t, 3),
+    "branches on a size": (lambda h, x, t: h * t if x.size(1) > 6 else h / t, 3),
+    "is multiplied by a size": (lambda h, x, t: h / (t * x.size(1)), 10),
+    "fills a size": (lambda h, x, t: h * torch.full((x.size(1), 8), t, dtype=h.dtype), 10),
+    "is compared with a size": (lambda h, x, t: h * (t if x.size(1) * t > 10 else 1.0), 10),
+    "is a length": (lambda h, x, t: h[:, : int(t)], 10),
+}
+"""What is done with a number beside sizes that change, and the number of programs of ten such calls."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE_SIZES)
+def test_numbers_beside_sizes_that_change(name: str) -> None:
+    torch.manual_seed(0)
+    use, most = BESIDE_SIZES[name]
+    with twins(Tempered(use).double(), F.mse_loss) as pair:
+        for i in range(10):
+            size, length = 8 + 4 * (i % 3), 4 + i % 5
+            x, y = torch.randint(20, (size, length)), torch.randn(size, 4).double()
+            pair.train(x, 1.0 + 0.25 * i, target=y)
+        assert len(pair.step.programs) <= most
+        assert_same_parameters(pair.model, pair.twin, 1e-12)
+        remarks = [remark.text for remark in pair.step.program.remarks if remark.text.startswith("sizes of arguments")]
+        assert bool(remarks) == (most == 10 and name != "is a length")
+
+
+@pytest.mark.slow
+def test_the_warning_of_many_compilations_says_which_number_keeps_sizes_from_being_symbols() -> None:
+    use, _ = BESIDE_SIZES["is multiplied by a size"]
+    with twins(Tempered(use).double(), F.mse_loss) as pair, pytest.warns(UserWarning, match="MC3403") as warned:
+        for i in range(10):
+            pair.train(torch.randint(20, (8, 4 + i)), 1.0 + i, target=torch.randn(8, 4).double())
+    (text,) = (str(warning.message) for warning in warned if "MC3403" in str(warning.message))
+    assert "sizes are numbers: t changes, too, and cannot be an input beside them" in text
+    assert "mirrorc.replicated(torch.tensor(" in text

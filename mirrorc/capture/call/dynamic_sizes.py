@@ -130,6 +130,10 @@ class ChangingSizes:
         logger.info("sizes of arguments are numbers in each program: %s", why)
         self._refusals.setdefault((_kind(call, purpose), has_one_example), why)
 
+    @property
+    def reasons(self) -> list[str]:
+        return [f"sizes are numbers: {why}" for why in dict.fromkeys(self._refusals.values())]
+
     def why_not(self, call: Call, purpose: str, *, has_one_example: bool = False) -> str:
         """Empty if sizes in calls of this kind may be symbols."""
         return self._refusals.get((_kind(call, purpose), has_one_example), "")

@@ -116,7 +116,16 @@ def capture_program(
         mark_symbolic_dims(tensors, symbolic)
     rows = GatheredRows(shards.num_examples, runs, workers, shards.rows_elsewhere)
     capture_all = functools.partial(
-        _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
+        _capture_each,
+        front_end,
+        training_call,
+        call,
+        examples,
+        rows,
+        state,
+        optimizers,
+        decompositions,
+        are_sizes_symbolic=any(symbolic),
     )
     captured = rows.capture_until_stable(capture_all, model_name)
     captured = with_numbers_of_each(captured) if shards.microbatches else captured
@@ -209,6 +218,8 @@ def _capture_each(
     state: ModelState,
     optimizers: OptimizerGroups,
     decompositions: Mapping[Any, Callable[..., Any]],
+    *,
+    are_sizes_symbolic: bool,
 ) -> list[CapturedGraph]:
     groups = optimizers.hyperparameters if training_call.trains else ()
     updated = {id(parameter) for group in groups for parameter in group["params"]}
@@ -225,11 +236,14 @@ def _capture_each(
     def capture_all() -> list[CapturedGraph]:
         return [captured_from(shard, tensors) for shard, tensors in enumerate(examples_of)]
 
-    captured = captured_with_numbers(training_call.numbers, capture_all, type(training_call.model).__name__)
+    model_name = type(training_call.model).__name__
+    captured = captured_with_numbers(
+        training_call.numbers, capture_all, model_name, are_sizes_symbolic=are_sizes_symbolic
+    )
     outside = {name for graph in captured for name in graph.outside}
     captured = _with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})
     captured = with_equal_sizes(captured)
-    _check_agreement(captured, type(training_call.model).__name__)
+    _check_agreement(captured, model_name)
     return captured
 
 

@@ -12,25 +12,33 @@ from mirrorc.capture.model.model_state import free_name
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import Argument, ArgumentKind
-from mirrorc.torch_internals import NumbersGivenUp, is_drawn
+from mirrorc.messages.wording import listed
+from mirrorc.torch_internals import NumbersGivenUp, SizesGivenUp, is_drawn
 
 
 def captured_with_numbers(
-    numbers: ChangingNumbers, capture_all: Callable[[], list[CapturedGraph]], model: str
+    numbers: ChangingNumbers, capture_all: Callable[[], list[CapturedGraph]], model: str, *, are_sizes_symbolic: bool
 ) -> list[CapturedGraph]:
-    """A number that cannot be an input of one graph becomes a constant of all graphs."""
+    """A number that cannot be an input of one graph becomes a constant of all graphs.
+
+    Raises:
+        SizesGivenUp: a number cannot be an input beside symbolic sizes; without these, it perhaps can.
+    """
     while True:
         inputs = numbers.inputs
         try:
             graphs = capture_all()
         except NumbersGivenUp as error:
+            if are_sizes_symbolic:
+                names = listed(error.words or sorted(error.names))
+                raise SizesGivenUp(f"{names} changes, too, and cannot be an input beside them: {error.why}") from error
             lasting = [name for name in error.names if not is_drawn(name)]
             if not lasting:
                 raise _no_constant(error, model) from None
             numbers.give_up(lasting, error.why, error.words)
             continue
         except CaptureError:  # perhaps for another reason, for which a capture without inputs fails, too
-            if not inputs:
+            if not inputs or are_sizes_symbolic:
                 raise
             with numbers.left_out():
                 graphs = capture_all()

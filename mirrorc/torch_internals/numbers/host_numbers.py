@@ -95,6 +95,9 @@ class HostNumbers:
         self._symbols.append(symbol)
         return len(self.numbers) - 1
 
+    def has_symbol_of(self, guard: Any) -> bool:
+        return not guard.free_symbols.isdisjoint(self._symbols)
+
     def add_condition(self, guard: Any) -> None:
         """Raises `NumbersGivenUp` if a guard fails, or depends on more than numbers."""
         try:

@@ -16,6 +16,7 @@ from torch import fx
 
 from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, NumbersGivenUp
 from mirrorc.torch_internals.numbers.number_trace import NumberTrace
+from mirrorc.torch_internals.symbols.symbolic_sizes import has_symbols, sizes_key
 
 BUFFER = "mirrorc_number_"
 """The prefix of buffer names; the index in `HostNumbers.taken` follows."""
@@ -181,6 +182,7 @@ class _Call:
             or not result.is_contiguous()
             or result.requires_grad
             or "out" in self.node.kwargs
+            or has_symbols(result)
         ):
             raise self._unsupported()
         whole = self._insert("expand", (self._converted(number, result.dtype), tuple(result.shape)))
@@ -238,4 +240,5 @@ def _is_alike(result: Any, expected: Any) -> bool:
     both = (result, expected)
     if not all(isinstance(value, torch.Tensor) for value in both):
         return False
-    return len({(value.dtype, value.shape, value.stride(), value.device) for value in both}) == 1
+    types = [(value.dtype, value.device, sizes_key((*value.shape, *value.stride()))) for value in both]
+    return types[0] == types[1]

@@ -133,11 +133,17 @@ class NumberTrace:
     def inputs_at(self, nodes: Collection[fx.Node]) -> HostNumbers:
         """The numbers on the host. The graph takes the numbers at ``nodes`` as inputs.
 
+        Guards on numbers leave the trace's environment, whose other guards are on sizes of arguments.
+
         Raises:
             NumbersGivenUp: a guard on numbers cannot be checked on the host.
         """
+        on_numbers, others = [], []
         for guard in self._environment.guards:
+            (on_numbers if self.inputs.has_symbol_of(guard.expr) else others).append(guard)
+        for guard in on_numbers:
             self.inputs.add_condition(guard.expr)
+        self._environment.guards[:] = others
         self.inputs.taken = [self.index_of[node] for node in nodes]
         return self.inputs
 
