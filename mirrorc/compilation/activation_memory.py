@@ -135,7 +135,7 @@ def _unreachable(asked: str, least: int, report: MemoryReport) -> PassError:
     where = f"{peak.call}, at {peak.operation}" if peak.operation else peak.call
     return problem(
         PassError,
-        f"MC1508: {asked} is too little: recomputing values reaches {size_text(least)} ({least} bytes) at least",
+        f"MC1508: {asked}, and recomputing values reaches {size_text(least)} ({least} bytes) at least",
         f"the peak is on {device.device} in {where}; the largest values there are {named}",
         (f"mirrorc.Memory(activations={least})", "more parts of each batch, microbatches=, or smaller batches"),
         at=peak.source,

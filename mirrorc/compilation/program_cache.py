@@ -50,9 +50,7 @@ _REMEDIES = (
     "call the step under the same settings of torch every time: autocast, precision, default dtype",
     "give all workers batches of few sizes",
 )
-_REMEDY = (
-    "pass a number that changes as mirrorc.replicated(torch.tensor(...)), a size as x.size(1), and pad batches to few shapes"
-)
+_REMEDY = "pass a changing number as mirrorc.replicated(torch.tensor(...)), a size by x.size(1), and pad batches to few shapes"
 _REMEDY_FOR_SHAPES = ", or leave Compiler(dynamic=) out, so that one more program serves all sizes"
 
 _MOST_SHOWN = 3  # attributes, and values of one

@@ -250,7 +250,8 @@ class Options:
         close = difflib.get_close_matches(name, ("model", "devices", *self.groups, *self._records), n=1)
         near = self._records.get(close[0]) if close else None
         meant = self._in_group(near, value) if near is not None and near.group else repr(*close) if close else ""
-        return f"MC1005: mirrorc.compile() got an unexpected keyword argument {name!r}{meant and f'; did you mean {meant}'}"
+        what = f"MC1005: mirrorc.compile() got an unexpected keyword argument {name!r}{meant and f'; did you mean {meant}'}"
+        return message(what, fix="" if meant else f"leave {name}= out; help(mirrorc.compile) has all options")
 
     def _in_group(self, record: Option, value: Any) -> str:
         return f"{record.group}=mirrorc.{self.groups[record.group].__name__}({record.name}={_spelled(value)})"

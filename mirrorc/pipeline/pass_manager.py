@@ -68,9 +68,8 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
     except Exception as error:
         raise problem(
             PassError,
-            f"MC4001: pass {compiler_pass.name!r} failed on a {program.stage.name} program",
-            f"{type(error).__name__}: {error}",
-            (
+            f"MC4001: pass {compiler_pass.name!r} failed on a {program.stage.name} program: {type(error).__name__}: {error}",
+            fix=(
                 "of a pass of your own, the traceback above has the line",
                 "of a pass of mirrorc, report it with the output of mirrorc doctor",
             ),

@@ -47,6 +47,18 @@ def state_switches(groups: Iterable[Mapping[str, Any]]) -> list[tuple[bool, bool
     return [(not g.get("amsgrad"), not g.get("centered"), not g.get("momentum")) for g in groups]
 
 
+def check_hyperparameters(optimizer: torch.optim.Optimizer) -> None:
+    """Raises TypeError for a text in place of a number, such as a learning rate from a configuration file."""
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if isinstance(value, str) and isinstance(optimizer.defaults.get(name), int | float):
+                raise problem(
+                    TypeError,
+                    f"MC1215: {name} of {type(optimizer).__name__} group {index} is the text {value!r}, not a number",
+                    fix=f"optimizer.param_groups[{index}][{name!r}] = float({value!r})",
+                )
+
+
 def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, parameter: torch.Tensor) -> None:
     """Refuses state that an element-wise optimizer could not use."""
     state, kind = optimizer.state.get(parameter), type(optimizer)

@@ -176,7 +176,7 @@ def test_a_bound_that_cannot_be_kept_names_the_least(monkeypatch: pytest.MonkeyP
     assert counted.call_count == 2  # lower targets have the same choice, so they are not compiled
     text = str(raised.value)
     found = re.match(
-        r"MC1508: activations=1000 allows 1\.0 KiB for each device is too little: recomputing .* \((\d+) bytes\) at least"
+        r"MC1508: activations=1000 allows 1\.0 KiB for each device, and recomputing .* \((\d+) bytes\) at least"
         r"\n  at:   deep\.py:\d+ .*\n  why:  the peak is on cpu:0 in .*; "
         r"the largest values there are .*\n"
         r"  fix:  mirrorc\.Memory\(activations=\1\)\n  or:   .*microbatches=",

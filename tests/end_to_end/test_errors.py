@@ -317,9 +317,9 @@ FAULTS = [
     ("no scalar", ("is no scalar", "shape [3]", ".mean()", "loss_reduction")),
     ("detached", ("does not depend on any trainable parameter", ".detach()")),
     ("complex", ("the loss of Bad is a complex number", "loss.real")),
-    ("nothing", ("Bad gives no loss", "'.loss'", "loss_fn")),
-    ("dict without loss", ("Bad gives no loss", "'.loss'", "loss_fn")),
-    ("number", ("Bad gives no loss", "'.loss'", "loss_fn")),
+    ("nothing", ("Bad returns no loss", "'.loss'", "loss_fn")),
+    ("dict without loss", ("Bad returns no loss", "'.loss'", "loss_fn")),
+    ("number", ("Bad returns no loss", "'.loss'", "loss_fn")),
 ]
 
 

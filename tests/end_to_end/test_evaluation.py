@@ -435,7 +435,7 @@ def test_a_loss_that_is_not_finite_is_returned(check_finite: Any) -> None:
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "no scalar": (lambda logits, loss: logits, {"loss_fn": lambda o, t: (o - o.mean()) ** 2}, "is no scalar"),
-    "no loss": (lambda logits, loss: logits, {"loss_fn": lambda o, t: {"other": o}}, "gives no loss"),
+    "no loss": (lambda logits, loss: logits, {"loss_fn": lambda o, t: {"other": o}}, "returns no loss"),
     "an integer": (lambda logits, loss: logits, {"loss_fn": lambda o, t: (o > 0).sum()}, "no whole number"),
     "either": (lambda logits, loss: logits.sum().reshape(1), {"loss_fn": None}, "a step cannot tell"),
 }

@@ -525,7 +525,7 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str, str]] = [
 def test_hyperparameters_that_need_other_state_are_refused_until_it_is_there() -> None:
     for name, change, entry, switch in INCOMPLETE:
         make = {**STATEFUL, "rmsprop": partial(torch.optim.RMSprop, lr=0.001)}[name]
-        words = f"'[a-z.]*' has no '{entry}'\n.* needs one with {switch} .*zeros_like"
+        words = f"'[a-z.]*' has no '{entry}'\n.* must be complete with {switch}\n.*zeros_like"
         with MlpTwins(make) as pair:
             pair.steps(2)
             pair.on_both(lambda _, own, change=change: own.param_groups[0].update(change))
@@ -539,6 +539,18 @@ def test_hyperparameters_that_need_other_state_are_refused_until_it_is_there() -
                     state[entry] = torch.zeros_like(parameter)
             pair.steps(2)
             pair.check()
+
+
+def test_a_text_in_place_of_a_learning_rate_is_refused_before_the_commit() -> None:
+    with MlpTwins(partial(torch.optim.AdamW, lr=0.1)) as pair:
+        pair.steps(1)
+        pair.optimizer.param_groups[0]["lr"] = "0.01"
+        refused = pytest.raises(TypeError, match=r"MC1215: lr of AdamW group 0 is the text '0.01'.*\n  fix: .* float")
+        with unchanged(pair.model), refused:
+            pair.step(**mlp_batch(6))
+        pair.on_both(lambda _, own: own.param_groups[0].update(lr=0.01))
+        pair.steps(2)
+        pair.check()
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ({"exact_order": True}, "cannot be used with exact_order=True\n  why:  sums are rounded on their way"),
         (
             {"disable": ["compress-exchange"]},
-            "needs the pass 'compress-exchange', which disable= leaves",
+            "needs the pass 'compress-exchange', which disable= switches",
         ),
         (
             {"compression": TopK(0.1), "shard_optimizer": True},
@@ -152,7 +152,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ),
         (
             {"compression": TopK(0.1), "disable": ["send-largest"]},
-            "needs the pass 'send-largest', which disable= leaves",
+            "needs the pass 'send-largest', which disable= switches",
         ),
         (
             {"compression": TopK(0.1), "passes": default_pipeline(over_workers=True)},
@@ -169,7 +169,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ),
         (
             {"compression": FirstElements(), "disable": ["send-payload"]},
-            "needs the pass 'send-payload', which disable= leaves",
+            "needs the pass 'send-payload', which disable= switches",
         ),
         (
             {"compression": FirstElements(), "passes": default_pipeline(over_workers=True)},

@@ -110,7 +110,7 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         (
             "central",
             {"disable": ["place-variables"]},
-            "needs the pass 'place-variables', which disable= leaves",
+            "needs the pass 'place-variables', which disable= switches",
         ),
         (
             "least-loaded",

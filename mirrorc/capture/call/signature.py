@@ -39,7 +39,10 @@ class Signature:
         why = self._why_not_bound(args, of_model)
         if why:
             raise problem(
-                TypeError, f"MC1301: {self._name}.forward{self._of_forward} cannot be called with these arguments", why
+                TypeError,
+                f"MC1301: {self._name}.forward{self._of_forward} cannot be called with these arguments",
+                why,
+                _fix(args, kwargs) or ("step(x, target=y)" if trains and self._takes_target else ""),
             )
         call = flatten_call(self._names, args, kwargs)
         parts = self._microbatches if trains else 1
@@ -71,8 +74,8 @@ class Signature:
             raise problem(
                 TypeError,
                 "MC1301: target is missing: the step has a loss_fn",
-                "the loss_fn gets the target second",
-                "step(x, y) or step(x, target=y)",
+                "the loss_fn gets the outputs, then the target",
+                (_fix(args, kwargs) or "step(x, y)", "step(x, target=y)"),
             )
         return args, kwargs
 
@@ -83,3 +86,12 @@ class Signature:
         except TypeError as error:
             return str(error)
         return ""
+
+
+def _fix(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """For a batch that was given whole; else empty."""
+    if len(args) != 1 or kwargs:
+        return ""
+    return (
+        "step(**batch)" if isinstance(args[0], Mapping) else "step(*batch)" if isinstance(args[0], tuple | list) else ""
+    )

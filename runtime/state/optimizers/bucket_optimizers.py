@@ -24,6 +24,7 @@ from mirrorc.torch_internals import storage_key
 from mirrorc.user.optimizer_groups import OptimizerGroups
 from mirrorc.user.optimizer_kinds import (
     check_gradient_of,
+    check_hyperparameters,
     check_state,
     sparse_gradient,
     state_signature,
@@ -144,6 +145,8 @@ class BucketOptimizers:
         held = list(chain.from_iterable(map(dict.values, self.groups.hyperparameters)))
         if are_the_same(held, self._hyperparameters):  # changes within a value are shared
             return
+        for optimizer in self.groups.optimizers:
+            check_hyperparameters(optimizer)
         if self._state.buckets and self._switches != state_switches(self.groups.hyperparameters):
             self._check_state(self._state.buckets)
             self._note_whether_fresh()

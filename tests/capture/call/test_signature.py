@@ -69,8 +69,10 @@ def test_without_a_loss_function_all_arguments_are_the_models() -> None:
     ("args", "message"),
     [
         ((X,), "(?s)target is missing: .* step\\(x, y\\)"),
+        (((X, Y),), r"(?s)target is missing: .*  fix:  step\(\*batch\)\n"),
+        (({"x": X},), r"(?s)target is missing: .*  fix:  step\(\*\*batch\)\n"),
         ((), "missing a required"),
-        ((X, Y, Z), "too many positional"),
+        ((X, Y, Z), r"(?s)too many positional.*  fix:  step\(x, target=y\)"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(args: tuple[Any, ...], message: str) -> None:
