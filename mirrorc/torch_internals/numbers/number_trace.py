@@ -138,7 +138,8 @@ class NumberTrace:
         Raises:
             NumbersGivenUp: a guard on numbers cannot be checked on the host.
         """
-        on_numbers, others = [], []
+        on_numbers: list[Any] = []
+        others: list[Any] = []
         for guard in self._environment.guards:
             (on_numbers if self.inputs.has_symbol_of(guard.expr) else others).append(guard)
         for guard in on_numbers:
