@@ -104,6 +104,7 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import (
     text_of_size,
     with_sizes_now,
 )
+from mirrorc.torch_internals.tracing.autograd_functions import checked_autograd_functions
 from mirrorc.torch_internals.tracing.dynamo_guards import DynamoGuards, GuardsChange
 from mirrorc.torch_internals.tracing.graph_inputs import (
     ReadVariable,

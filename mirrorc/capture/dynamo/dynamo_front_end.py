@@ -55,6 +55,7 @@ from mirrorc.torch_internals import (
     SizesGivenUp,
     asked_for_class,
     called_while_traced,
+    checked_autograd_functions,
     export_forward_graph,
     export_joint_graph,
     give_values,
@@ -184,6 +185,7 @@ def _trace(
             stack.enter_context(traced_instead(functions))
             stack.enter_context(called_while_traced(ASKED_OF_CLASSES))
             stack.enter_context(made_leaves())
+            stack.enter_context(checked_autograd_functions())
             stack.enter_context(returned_out_arguments())
             for kind in (PaddedSequences, DrawnScalar, DrawnScalarDecides):
                 stack.enter_context(asked_for_class(kind))

@@ -5,8 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType
+from types import (
+    ClassMethodDescriptorType,
+    CodeType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any
 from unittest.mock import patch
 
@@ -192,6 +199,26 @@ def guarded_results() -> Iterator[None]:
         generate(self, value, *args, **kwargs)
 
     with patch.object(PyCodegen, "__call__", guarding):
+        yield
+
+
+_DESCRIPTORS = (MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType, ClassMethodDescriptorType)
+
+
+@contextlib.contextmanager
+def guarded_descriptors() -> Iterator[None]:
+    """Makes Dynamo guard methods and properties of C classes, such as an attribute that is `torch.Tensor.add`."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables.builder import VariableBuilder, install_guard
+
+    wrap, thread = VariableBuilder._wrap, threading.get_ident()
+
+    def wrap_guarded(self: Any, value: Any) -> Any:
+        if type(value) in _DESCRIPTORS and threading.get_ident() == thread:
+            install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+        return wrap(self, value)
+
+    with patch.object(VariableBuilder, "_wrap", wrap_guarded):
         yield
 
 
