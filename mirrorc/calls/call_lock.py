@@ -87,7 +87,9 @@ class ExclusiveCalls:
         """Refuses further calls. Interrupts a call in another thread, and waits up to 5 seconds for its end."""
         self.is_closed = True
         running = self._callers.now.get("now")
-        if running is not None and running[1] is self and running[0] != threading.get_ident():
+        # a call that runs this itself, in a hook of the optimizer, goes on to its end
+        is_within = is_thread_of_device() or (running is not None and running[0] == threading.get_ident())
+        if running is not None and running[1] is self and not is_within:
             interrupt()
             self._has_ended.wait(_LONGEST_CLOSING_SECONDS)
         if not self._is_running():

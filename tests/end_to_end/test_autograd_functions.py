@@ -55,6 +55,11 @@ class NonDifferentiable(torch.autograd.Function):
         return gradients[0] * signs * 2
 
 
+def with_a_backward_inside(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    layer(x).square().mean().backward()
+    return layer(x)
+
+
 Use = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 USES: dict[str, tuple[Use, bool]] = {
     "alone": (lambda layer, x: StraightThrough.apply(layer(x) * 3), True),
@@ -66,6 +71,7 @@ USES: dict[str, tuple[Use, bool]] = {
     "within vmap": (lambda layer, x: torch.func.vmap(StraightThrough.apply)(layer(x) * 3) + x, False),
     "without materialized gradients": (lambda layer, x: Unmaterialized.apply(layer(x))[0], False),
     "both outputs without materialized gradients": (lambda layer, x: sum(Unmaterialized.apply(layer(x))), False),
+    "beside a backward inside of forward": (with_a_backward_inside, False),
     "with an output that has no gradient": (lambda layer, x: sum(NonDifferentiable.apply(layer(x))), True),
 }
 """Uses of functions, and whether they are captured."""
@@ -88,7 +94,7 @@ def test_functions_have_the_gradients_of_plain_pytorch(name: str) -> None:
     use, is_captured = USES[name]
     with Twins(Using(use).double(), loss_fn=F.mse_loss) as pair:
         for _ in range(3):
-            pair.train(torch.randn(6, 4).double(), target=torch.randn(6, 4).double())
+            pair.train(torch.randn(7, 4).double(), target=torch.randn(7, 4).double())
         pair.check()
         texts = [remark.text for remark in pair.step.program.remarks]
     assert any("run as plain PyTorch" in text for text in texts) is not is_captured

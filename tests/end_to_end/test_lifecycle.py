@@ -392,6 +392,22 @@ def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [1, 40])  # in the devices' threads, and interleaved in the caller's
+def test_closing_in_a_hook_of_the_optimizer_lets_the_step_end(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compiled_step(model, F.cross_entropy, 2, optimizer)
+    for _ in range(num_steps):
+        step(**mlp_batch(4))
+    before, waits = [parameter.detach().clone() for parameter in model.parameters()], list[float]()
+    monkeypatch.setattr(step._lock._has_ended, "wait", waits.append)
+    optimizer.register_step_post_hook(lambda *_: step.close())
+    step(**mlp_batch(4))
+    assert device_threads() == [] and not any(map(torch.equal, model.parameters(), before))
+    assert waits == [], "it would wait for itself"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("longest_seconds", [TIMEOUT_SECONDS, 0.0])
 def test_closing_while_the_step_is_compiled_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, longest_seconds: float

@@ -175,6 +175,9 @@ class OpaqueCall:
 
     def _run_backward(self, run: Run, tangent: torch.Tensor) -> None:
         trainable = [parameter for parameter in run.parameters if parameter.requires_grad]
+        for parameter in trainable:
+            if parameter.grad is not None:  # from a backward() inside of forward, which the loss weight did not reach
+                parameter.grad.mul_(tangent.to(parameter.grad))
         with torch.enable_grad(), self._drawing(run, "backward"), refused_collectives(_not_joined(self._model_name)):
             run.loss.backward(tangent.reshape(run.loss.shape), inputs=trainable)
         del run.loss
