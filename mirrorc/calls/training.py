@@ -140,7 +140,7 @@ class TrainingCalls:
         return compiled.specialization.trained(as_subclass(loss, TrainedLoss), compiled.call, compiled.shards)
 
     def _meet_without_examples(self, coordinator: TeamCoordinator) -> CompiledCall | None:
-        """None if all workers have left their loops."""
+        """Prepares a call in which only other workers have examples; None if all workers have left their loops."""
         last, call = self._last, coordinator.call_without_examples
         if last is None or call is None:
             raise problem(

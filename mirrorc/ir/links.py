@@ -126,7 +126,7 @@ def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
 
 
 def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> str:
-    """Empty if a worker can send factors. ``link`` joins the worker's own devices."""
+    """Why a worker cannot send factors of gradients; empty if it can. ``link`` joins the worker's own devices."""
     if not carries_between_workers(devices, ops.gather_factors):
         return "what joins workers there adds up whole buckets, and gathers no factors"
     if (

@@ -10,7 +10,7 @@ def why_sizes_are_numbers(options: StepOptions, *, sends_factors: bool, front_en
     """The reason why the sizes of a step's arguments cannot be symbols; empty if they can.
 
     Args:
-        front_end: that which has captured the model before; empty for the first that will be tried.
+        front_end: the one that has captured the model; empty before the first capture.
     """
     if sends_factors:
         return "workers may send each other factors of gradients, of which they know how many there are"

@@ -134,7 +134,7 @@ def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> 
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `mirrorc.compile` for options by name: those of a group are in its dataclass."""
+    """Makes keywords of `mirrorc.compile` of options by name: puts each option of a group into the group's dataclass."""
     keywords = dict(options)
     for keyword, group in OPTIONS.groups.items():
         fields = {record.name: keywords.pop(record.name) for record in records_of(group) if record.name in keywords}

@@ -50,7 +50,7 @@ def test_single_machine_is_a_process_on_its_own() -> None:
     ("config", "expected"),
     [
         ("{", "TF_CONFIG is no JSON\n  why:  Expecting property name enclosed in double quotes"),
-        ("[1]", "TF_CONFIG is [1]\n  fix:  give an object such as"),
+        ("[1]", "TF_CONFIG is [1], and no JSON object\n  fix:  give an object such as"),
         (of(["a:1"], "worker", 0), 'cluster is ["a:1"]: give an object'),
         ({"cluster": WORKERS, "task": "worker"}, 'task is "worker": give an object'),
         ({"cluster": WORKERS, "task": None}, "task is null: give an object"),

@@ -169,7 +169,9 @@ def test_the_index_says_which_pass_failed() -> None:
         run_passes(handmade(2), [PlanBuckets(), Fails()], [DumpFiles([texts])])
     name, stage, *_, remarks, files = texts.rows()[-1]
     assert (name, stage, files) == ("02-fails, failed: PassError", "", "")
-    assert remarks == "MC4001: pass 'fails' failed on a CAPTURED program: RuntimeError: not today"
+    assert remarks.startswith(
+        "MC4001: pass 'fails' failed on a CAPTURED program: RuntimeError: not today<br>  fix:  of a pass"
+    )
 
 
 def test_of_passes_of_one_name_the_one_that_failed_is_noted() -> None:
@@ -284,7 +286,7 @@ def test_a_remark_is_one_cell_of_the_index_and_one_line_of_the_text() -> None:
     assert [len(row) for row in texts.rows()] == [6, 6, 6]
     assert texts.rows()[1][4] == "a\\|b<br>c\\<d>"
     assert texts.rows()[2][0] == "02-fails_not_in_a_folder, failed: PassError"
-    assert texts.rows()[2][4].endswith("ValueError: one \\| two<br>three")
+    assert "ValueError: one \\| two<br>three<br>  fix:  " in texts.rows()[2][4]
     assert "# remark of this pass: a|b\\nc<d>\n" in texts["01-acts.txt"]
 
 

@@ -30,7 +30,10 @@ class AddedRows:
 def added_rows(
     program: Program, graphs: Sequence[fx.Graph], names: Mapping[fx.Node, str], slots: Mapping[str, Slot]
 ) -> list[AddedRows]:
-    """Gradients that add rows to a product. Both regions run once, and the slot has the product's layout."""
+    """Gradients of tied embeddings: the rows of a lookup are added to a matrix product.
+
+    Only if both regions run once, and the slot has the product's layout.
+    """
     calls = calls_by_region(graphs)
     once = {name: nodes[0] for name, nodes in calls.items() if len(nodes) == 1}
     added: list[AddedRows] = []

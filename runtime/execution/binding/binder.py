@@ -432,7 +432,7 @@ class Binder:
 
 
 def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Leaves a constant of another device type there: regions may be compiled for a number on the host."""
+    """Moves a constant to a device of its own type. Others stay: a region may take a number on the host beside a GPU."""
     return constant.to(device) if constant.device.type == device.type else constant
 
 

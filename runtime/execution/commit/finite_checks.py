@@ -181,7 +181,7 @@ class CheckedCommit(CommitPoint):
                 yield f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
 
     def _gradient_messages(self, faults: Sequence[Fault]) -> Iterator[str]:
-        """Elements that several replicas examined count once."""
+        """A message about the first gradient that is not finite. An element that several replicas have seen counts once."""
         names = {fault.variable for fault in faults}
         first = next((name for name in self._program.variables if name in names), None)
         if first is not None:

@@ -85,7 +85,7 @@ class TornState:
             "MC5010: a step has failed in the middle of its update: some parameters are new, others old",
             self.clause,
             "load a checkpoint: model.load_state_dict(...) and optimizer.load_state_dict(...)",
-            now=f"no step runs or saves until all are restored; still to be restored: {listed(missing)}",
+            now=f"nothing uses or saves them until all are restored; still to be restored: {listed(missing)}",
         )
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Per-replica buffers: their aggregate in the user's model, and writes to it."""
+"""Per-replica buffers: the user's model shows their aggregate, and what the user writes goes to all replicas."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class VariableStore:
         self._members = self._members.with_added(tensors, counters, are_guarded=are_guarded)
 
     def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
-        """Prepares a merge with another store under new names; returns a function that commits, idempotent from any point.
+        """Prepares a merge with another store under new names. The result makes it, and may be called again after an interrupt.
 
         Per-replica variables stay in place. Common variables must be equal in both stores.
         """

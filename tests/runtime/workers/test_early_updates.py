@@ -144,10 +144,10 @@ def test_nothing_uses_shows_or_saves_them_until_all_is_restored(found: Mapping[s
             assert "some parameters are new, others old" in error, use
             assert use == "step" or error.startswith("ExecutionError: "), use
         assert (
-            "missing: 6 parameters (0.weight, 0.bias, 2.weight and 3 more) and the state of"
+            "still to be restored: 6 parameters (0.weight, 0.bias, 2.weight and 3 more) and the state of"
             in (own["refused"]["evaluate"])
         )
-        assert f"missing: the state of {LOST[case].get('optimizer', 'AdamW')}\n  fix:" in own["half"]
+        assert f"still to be restored: the state of {LOST[case].get('optimizer', 'AdamW')}\n  fix:" in own["half"]
         assert set(own["restored"].values()) == {"nothing"}
 
 

@@ -47,7 +47,7 @@ def test_a_use_is_refused_until_all_is_restored(use: str) -> None:
     with pytest.raises(ExecutionError, match=f"{WHAT}\n.*6 parameters .* and the state of AdamW"):
         USES[use](model, optimizer)
     model.load_state_dict(kept[0])
-    with pytest.raises(ExecutionError, match="missing: the state of AdamW"):
+    with pytest.raises(ExecutionError, match="still to be restored: the state of AdamW"):
         USES[use](model, optimizer)
     optimizer.load_state_dict(kept[1])
     USES[use](model, optimizer)
@@ -58,7 +58,7 @@ def test_one_parameter_that_was_not_written_is_named() -> None:
     model, optimizer, state, kept = torn()
     optimizer.load_state_dict(kept[1])
     model.load_state_dict({name: value for name, value in kept[0].items() if name != "2.bias"}, strict=False)
-    with pytest.raises(ExecutionError, match=r"missing: 1 parameter \(2.bias\)\n"):
+    with pytest.raises(ExecutionError, match=r"still to be restored: 1 parameter \(2.bias\)\n"):
         state.refuse()
     with torch.no_grad():
         model[2].bias.zero_()
@@ -89,7 +89,7 @@ def test_plain_numbers_of_an_optimizer_are_restored_with_its_state() -> None:
     optimizer.state[parameter] = {"step": 7, "is_warm": True}
     kept = copy.deepcopy(optimizer.state_dict())
     state = TornState(WHAT, {}, [optimizer])
-    with pytest.raises(ExecutionError, match="missing: the state of SGD"):
+    with pytest.raises(ExecutionError, match="still to be restored: the state of SGD"):
         state.refuse()
     optimizer.load_state_dict(kept)
     state.refuse()
