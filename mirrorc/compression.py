@@ -67,7 +67,7 @@ class Collectives:
             raise problem(
                 ValueError,
                 f"MC1507: a tensor of the strides {tensor.stride()} cannot be sent",
-                fix="give tensor.contiguous()",
+                fix="give tensor.contiguous() to all_reduce or all_gather",
             )
         try:
             launch().wait()

@@ -88,7 +88,7 @@ class StepReports(ABC):
         if executor is None:
             raise problem(
                 ValueError,
-                "MC5005: program is none of this step",
+                "MC5005: the program that was given is not one of this step",
                 fix="give one of step.programs, or None for the main one",
             )
         return executor

@@ -146,8 +146,8 @@ class TrainingCalls:
             raise problem(
                 ExecutionError,
                 "MC6302: this worker has left step.join() without any call of the step",
-                "it does not know in what to take part",
-                ("call the step once; a batch without examples will do", "step.prepare(batch)"),
+                "without a compiled step it cannot take part in the other workers' calls",
+                ("step(x[:0], y[:0]) inside of step.join(), an empty batch", "step.prepare(x, y) before it"),
             )
         self._state.begin_use()
         shards = split_call(call, len(last.program.devices), may_be_empty=True)

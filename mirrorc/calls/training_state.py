@@ -112,7 +112,8 @@ class TrainingState:
             raise problem(
                 ValueError,
                 f"MC7001: {has} has a scaler and {lacks} has none",
-                fix="mirrorc.compile(..., scaler=...) as before",
+                "its loss scale belongs to the state",
+                "mirrorc.compile(..., scaler=torch.amp.GradScaler()), or without scaler=, as the state was saved",
             )
 
     def _load_values(self, state: Mapping[str, Any]) -> None:

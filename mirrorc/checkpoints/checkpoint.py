@@ -52,7 +52,7 @@ def save_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
             if whole.exists() and not is_checkpoint(whole):
                 raise problem(
                     ValueError,
-                    f"MC7004: {whole} is no checkpoint",
+                    f"MC7004: save_checkpoint() would replace {whole}, which is no checkpoint",
                     fix="give a folder that does not exist, or an earlier checkpoint",
                 )
             shutil.rmtree(unfinished, ignore_errors=True)

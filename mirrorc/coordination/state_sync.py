@@ -73,8 +73,8 @@ class TakenValues:
             with control.raising_alike():
                 raise problem(
                     CommunicationError,
-                    f"MC6401: worker {source}, whose values all take over, has a part of the optimizer's state alone",
-                    "parts of others may be of another step, as the connection was lost while parameters were updated",
+                    f"MC6401: worker {source}, from which all copy, holds only its part of the optimizer's state",
+                    "the connection was lost during an update, and the others' parts may be of another step",
                     "load a checkpoint into model and optimizer on all workers, and call the step again",
                     now="Nothing was changed",
                 )

@@ -14,6 +14,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.operation import operation_of
 from mirrorc.ir.rearrangements import SAME_MEMORY
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import num_elements_now
 
 _T = TypeVar("_T")
@@ -95,8 +96,10 @@ def register(form: GradientForm) -> None:
     """Raises ValueError if the operation is not declared as factored, or has a form already."""
     name = form.operation.__name__
     if form.operation not in ops.FACTORED:
-        raise ValueError(
-            f"MC4005: {type(form).__name__}: {name} is not declared as an operation that gives a gradient as factors"
+        raise problem(
+            ValueError,
+            f"MC4005: {type(form).__name__}: the operation {name} is not declared to give a gradient as factors",
+            fix="@operation(Kind.FACTORED, ...) above its declaration",
         )
     if form.operation in FORMS:
         raise ValueError(

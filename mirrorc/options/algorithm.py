@@ -57,7 +57,7 @@ def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
         raise problem(
             ValueError,
             f"MC1003: algorithm={name!r} cannot be used over several workers",
-            "it makes sums of messages between the devices of one process, and a library sums over workers",
+            "it sums among the devices of one process; over workers gloo or NCCL sums",
             "leave it out",
         )
     if algorithm.sends and len(devices) > 1:

@@ -19,6 +19,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program, Region, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Aggregation
+from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted, listed
 from mirrorc.torch_internals import lazy_graph_module
 
@@ -261,8 +262,11 @@ class _ShardGraph:
         if how == "concatenated":
             return self._insert(aten.cat.default, (list(parts),), {})
         if how not in ("averaged", "summed"):
-            raise PassError(
-                f"MC4003: pass 'accumulate-microbatches' cannot put together outputs that are gathered {how!r}"
+            raise problem(
+                PassError,
+                f"MC4003: microbatches cannot combine an output that is gathered {how!r}",
+                "each microbatch has its own part of it",
+                "leave microbatches= out",
             )
         total = None
         for index, part in enumerate(parts):

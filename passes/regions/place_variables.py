@@ -87,7 +87,7 @@ class PlaceVariables:
                     PassError,
                     f"MC4003: {name!r} cannot be owned by {named[name]}",
                     f"{bucket.rule.why_by_itself}, so the optimizer runs on {program.devices[0]} and owns all that it updates",
-                    f"leave {name!r} out",
+                    f"leave {name!r} out of placement=",
                 )
             if name in named or not bucket.rule.elementwise:
                 owner_of[name] = owner

@@ -75,8 +75,8 @@ class ShareParameters:
             if bucket.is_gathered:
                 raise problem(
                     PassError,
-                    f"MC4003: bucket {bucket.index} cannot be shared: each device gathers its factors",
-                    "each device would update a copy of its own, not a share",
+                    f"MC4003: bucket {bucket.index} cannot be updated in shares: workers send its gradients as factors",
+                    "each device gathers all factors, and so makes the whole bucket",
                     "communication=mirrorc.Communication(exchange='dense')",
                 )
             (first, *others) = (reductions[pack.number] for pack in bucket.launch_units)

@@ -122,9 +122,9 @@ def _check(program: Program, bucket: Bucket) -> None:
     if program.num_replicas > 1 and not bucket.placement.value.updates_by_shares:
         raise problem(
             PassError,
-            f"MC6103: bucket {bucket.index} is reduced whole on each of {program.num_replicas} devices of one worker",
-            "the worker would send it as often; logical CPUs share their parameters, unless share-parameters is left out",
-            "give each worker one device",
+            f"MC6103: the {program.num_replicas} devices of this worker each sum all of bucket {bucket.index}",
+            "the worker would send it once for each device",
+            ("give each worker one device", "on logical CPUs, keep 'share-parameters' in the pipeline"),
         )
 
 

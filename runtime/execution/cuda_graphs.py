@@ -44,7 +44,7 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
             ValueError,
             f"MC1501: cuda_graphs=True cannot capture an assert on a tensor, {checked.kwargs['text']!r}",
             "the host looks at it in every step",
-            ("train without it", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
+            ("leave the assert out", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
             at=source_line(checked),
         )
     if any(next(calls_to(graph, *OPAQUE), None) is not None for graph in program.shard_graphs):

@@ -231,7 +231,7 @@ def test_a_form_without_a_class_that_makes_shares_is_refused(row_sum: Symbol) ->
 @pytest.mark.slow
 def test_a_form_must_have_an_operation_of_its_own_that_gives_factors(row_sum: Symbol) -> None:
     with pytest.raises(
-        ValueError, match="RowSumForm: pack is not declared as an operation that gives a gradient as factors"
+        ValueError, match="RowSumForm: the operation pack is not declared to give a gradient as factors"
     ):
         register(RowSumForm(ops.pack))
     with pytest.raises(ValueError, match="RowSumForm: the operation product is already that of ProductForm"):

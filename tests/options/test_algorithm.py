@@ -90,8 +90,7 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
         (
             {"algorithm": "ring", "world": mirrorc.World(2)},
             ValueError,
-            "algorithm='ring' cannot be used over several workers\n  why:  it makes sums of messages between "
-            "the devices of one process",
+            "algorithm='ring' cannot be used over several workers\n  why:  it sums among the devices of one process",
         ),
     ],
 )

@@ -225,8 +225,8 @@ def test_what_is_kept_of_gradients_is_counted_in_memory() -> None:
         ({"placement": "mirrored"}, "these need to share their parameters, so that a worker sends each sum once"),
         ({"placement": "central"}, "an owner updates for the devices of its own process"),
         ({"placement": "least-loaded"}, "an owner updates for the devices of its own process"),
-        ({"algorithm": "ring"}, "it makes sums of messages between the devices of one process"),
-        ({"algorithm": "reduce-to-one"}, "it makes sums of messages between the devices of one process"),
+        ({"algorithm": "ring"}, "it sums among the devices of one process"),
+        ({"algorithm": "reduce-to-one"}, "it sums among the devices of one process"),
         ({"cuda_graphs": True}, "a graph does not replay what joins workers"),
     ],
 )

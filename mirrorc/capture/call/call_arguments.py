@@ -197,8 +197,8 @@ def _refuse_tensor_kinds(tensor: torch.Tensor, path: str) -> None:
     if names and not tensor.is_nested:  # the attributes of nested ones are torch's; `split_call` refuses them
         raise problem(
             TypeError,
-            f"MC1302: argument {path!r} is a tensor with attributes of yours, {', '.join(names)}",
-            "its shards have not",
+            f"MC1302: argument {path!r} is a tensor with attributes that Python code has set, {', '.join(names)}",
+            "its shards would not have them",
             f"pass what they hold as arguments, and the tensor as {path}.view_as({path})",
         )
 

@@ -159,9 +159,12 @@ def _marked(traced: fx.GraphModule, gathered: Mapping[str, fx.Node], model_name:
         if name not in names and not marks.isdisjoint(ancestors(node)):
             raise problem(
                 CaptureError,
-                f"MC2402: {name!r}, which {model_name} or its loss returns, is computed of a summed() value",
-                "it is no sum itself",
-                "mark what is returned, after everything that is computed of it",
+                f"MC2402: {name!r}, which {model_name} or its loss returns, is computed from a summed() value",
+                "what is marked is summed over replicas, and not what follows from it",
+                (
+                    "mirrorc.summed(...) around what is returned",
+                    "for a ratio, return its two sums, and divide after the step",
+                ),
             )
     inner = [module for module in traced.modules() if module is not traced and isinstance(module, fx.GraphModule)]
     if any(module.graph.find_nodes(op="call_function", target=summed) for module in inner):

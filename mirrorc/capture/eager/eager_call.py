@@ -286,9 +286,9 @@ class OpaqueCall:
             if not are_alike(value, self._used.first_value(self.buffers[name], value)):
                 raise problem(
                     ExecutionError,
-                    f"MC2505: the spectral norm {_short(name)!r} was iterated another number of times on some shard",
-                    "replicas would have different vectors",
-                    f"let {self._model_name} call its module as often whatever the examples are",
+                    f"MC2505: the spectral norm {_short(name)!r} was computed more often on one shard than on another",
+                    "each time updates its vectors, which replicas have in common",
+                    f"let {self._model_name} call its module equally often, whatever the examples are",
                 )
 
 

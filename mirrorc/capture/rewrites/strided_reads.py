@@ -42,9 +42,12 @@ def confine_strided_reads(graph: fx.Graph) -> None:
         if not _holds(base, offset, last):
             raise problem(
                 CaptureError,
-                "MC2508: as_strided addresses elements by their position in memory",
-                "what it is given is not contiguous, or not all of them are in it",
-                ("index it", "give as_strided what .contiguous() gives"),
+                "MC2508: as_strided cannot be captured here: it addresses elements by their position in memory",
+                "its tensor is not contiguous, or does not own all of them",
+                (
+                    "x[...] or x.unfold(...) in place of as_strided",
+                    "x.contiguous().as_strided(...), with that tensor's strides",
+                ),
                 at=source_line(node) or node.name,
             )
         first = base.meta["val"].storage_offset()

@@ -124,9 +124,9 @@ class ExchangeChoice(JointChoice):
         if names and not carries_between_workers(self._options.devices, ops.gather_factors):
             raise problem(
                 ValueError,
-                f"MC2501: the gradient of {names[0]!r} is sparse",
-                "nothing gathers rows between workers with such devices",
-                "look it up with sparse=False",
+                f"MC2501: the gradient of {names[0]!r} is sparse, and workers cannot exchange rows from these devices",
+                "nothing gathers rows there",
+                "nn.Embedding(..., sparse=False)",
             )
 
     def may_send(self, purpose_sends: bool) -> bool:

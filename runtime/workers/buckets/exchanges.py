@@ -197,8 +197,8 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
         if link_named(node.kwargs["link"]).sum_place is not SumPlace.FIRST:
             raise problem(
                 ExecutionError,
-                f"MC1104: link {node.kwargs['link']!r} does not add up a worker's buckets in one place",
-                "from there they are sent to the other workers",
+                f"MC1104: link {node.kwargs['link']!r} cannot be used by one of several workers",
+                "it does not add up a worker's buckets in one place, from which they could be sent",
                 "communication=mirrorc.Communication(link='shared-memory')",
             )
     packs = [pack_of(node) for node in launches if node.target in (*ops.EXCHANGES_OF_SUMS, ops.gather_factors)]

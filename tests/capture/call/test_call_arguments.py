@@ -181,7 +181,7 @@ def test_what_cannot_be_made_again_is_refused_by_name() -> None:
         "Defaults, which": Defaults(list),
         "Failure, which": Failure(1),
         "Made, which": Made(),
-        r"attributes of yours, weight": tensor,
+        r"attributes that Python code has set, weight": tensor,
         r"(?s:Kind, a kind of tensor.*)x\.a\.as_subclass\(torch\.Tensor\)": torch.zeros(4).as_subclass(Kind),
         r"default_factory has no hash\n  fix:  dict\(x\.a\)": collections.defaultdict(Unhashable()),
     }

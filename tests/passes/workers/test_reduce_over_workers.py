@@ -172,7 +172,8 @@ def test_an_optimizer_that_runs_by_itself_gets_sums_over_all_workers(world: Worl
 def test_devices_without_shares_are_refused() -> None:
     pipeline = [one for one in default_pipeline(over_workers=True) if one.name != "share-parameters"]
     with pytest.raises(
-        PassError, match="reduced whole on each of 2 devices of one worker\n  why:  the worker would send it as often"
+        PassError,
+        match=r"the 2 devices of this worker each sum all of bucket \d\n  why:  the worker would send it once for each",
     ):
         run_passes(handmade_of_worker(World(2, 2), 0, LARGE), pipeline)
 
