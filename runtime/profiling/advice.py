@@ -48,7 +48,7 @@ def advise(
         return "nothing to do: one device has nobody to communicate with."
     skew_ms, transfer_ms = sum(bucket.skew_ms for bucket in buckets), sum(bucket.transfer_ms for bucket in buckets)
     skew_ms += statistics.fmean(device.parts_ms.get("commit", 0.0) for device in devices)
-    exposed = f"{skew_ms + transfer_ms:.3f} ms exposed"
+    exposed = f"{skew_ms + transfer_ms:.3f} ms in waits and the commit"
     if skew_ms + transfer_ms < _WORTHWHILE * step_ms:
         return f"nothing worth doing: {exposed} are under {_WORTHWHILE:.0%} of the step."
     candidates = [_evener_devices(devices, skew_ms)]

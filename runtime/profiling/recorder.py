@@ -125,7 +125,7 @@ def recorded_steps(recorder: Recorder | None) -> tuple[RecordedStep, ...]:
     if not steps:
         raise problem(
             ExecutionError,
-            "MC5005: no step was recorded: explain() needs one training step with this program",
+            "MC5005: no step was recorded, and a report needs one training step with this program",
             fix="step(x, y)",
         )
     return steps

@@ -385,7 +385,7 @@ def test_a_program_of_an_evaluation_is_kept_printed_and_read(tmp_path: Path) -> 
         report = step.memory()
         assert report.gradients == 0 and report.parameters > 0 and "this is an evaluation" in str(report)
         assert set(step.variables) >= {"first.weight", "norm.running_mean"}
-        with pytest.raises(ExecutionError, match=r"MC5005: no step was recorded: explain\(\) needs one training step"):
+        with pytest.raises(ExecutionError, match=r"MC5005: no step was recorded, and a report needs one training step"):
             step.explain()
         for report in (lambda: step.explain(program), lambda: step.timeline(tmp_path / "trace.json", program)):
             with pytest.raises(

@@ -178,7 +178,7 @@ def test_a_device_that_starts_late_is_named() -> None:
     found = explained(program_of(), SIZED, SIZED | {"start": 5.0, "fwd_0": 1.0, "bwd_1": 6.0})
     assert found.buckets[1].skew_ms == 2.0 and found.buckets[1].behind == "cpu:1's bwd_1"
     assert "2.000 ms are waiting for the last device (cpu:1 starts 4.000 ms after cpu:0)" in found.advice
-    assert found.advice.startswith("nothing to change: of 3.000 ms exposed")
+    assert found.advice.startswith("nothing to change: of 3.000 ms in waits and the commit")
 
 
 def test_a_device_that_has_not_started_yet_is_late_by_its_start() -> None:
@@ -197,7 +197,7 @@ def test_devices_that_are_late_by_turns() -> None:
     assert (second.skew_ms, second.transfer_ms, second.launched_ms) == (3.0, 1.0, 13.0)
     assert [device.compute_ms for device in found.devices] == [12.0, 12.0]
     assert found.advice.startswith(
-        "nothing to change: of 4.000 ms exposed, 3.000 ms are waiting for the last device, 1.000"
+        "nothing to change: of 4.000 ms in waits and the commit, 3.000 ms are waiting for the last device, 1.000"
     )
 
 
@@ -249,7 +249,7 @@ def test_no_smaller_last_bucket_on_a_link_that_moves_nothing_before_the_wait() -
     own = {"fwd_0": 4.0, "bwd_0": 1.0, "bwd_1": 9.0, "wait b1": 4.0}
     found = explained(program, own, own)
     assert found.buckets[1].transfer_ms == 4.0 and found.advice.startswith(
-        "nothing to change: of 4.000 ms exposed, 0.000"
+        "nothing to change: of 4.000 ms in waits and the commit, 0.000"
     )
 
 
@@ -264,7 +264,7 @@ def test_no_fewer_buckets_where_the_last_one_would_hide_less() -> None:
     sizes = [MEBIBYTE, *(MEBIBYTE * 9 // 16 + i for i in range(6)), MEBIBYTE // 4]
     program = program_of(2, [Weight(f"fc{i}", (size,)) for i, size in enumerate(sizes)], link="nccl")
     own = {"fwd_0": 30.0, "wait b7": 1.0} | {f"pack b{i}": 0.2 for i in range(8)}
-    assert explained(program, own, own).advice.startswith("nothing to change: of 1.000 ms exposed")
+    assert explained(program, own, own).advice.startswith("nothing to change: of 1.000 ms in waits and the commit")
 
 
 def test_a_wait_that_ends_before_the_launch_it_needs_has_returned() -> None:
@@ -305,7 +305,10 @@ def test_buckets_of_different_rules_stay_apart() -> None:
 
 def test_nothing_is_advised_where_little_is_exposed() -> None:
     own = EVEN | {"fwd_0": 400.0} | DONE
-    assert explained(program_of(), own, own).advice == "nothing worth doing: 1.500 ms exposed are under 2% of the step."
+    assert (
+        explained(program_of(), own, own).advice
+        == "nothing worth doing: 1.500 ms in waits and the commit are under 2% of the step."
+    )
 
 
 def test_one_device() -> None:

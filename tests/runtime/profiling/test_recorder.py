@@ -235,7 +235,8 @@ def test_no_record_says_why() -> None:
     recorder, _ = recorder_with(1)
     for none in (None, recorder):
         with pytest.raises(
-            ExecutionError, match=r"MC5005: no step was recorded: explain\(\) needs one training step with this program"
+            ExecutionError,
+            match=r"MC5005: no step was recorded, and a report needs one training step with this program",
         ):
             recorded_steps(none)
     recorder.begin()
