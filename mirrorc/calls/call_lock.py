@@ -61,8 +61,8 @@ class ExclusiveCalls:
         step = "the step" if running[1] is self else "another step over the same parameters"
         if is_thread_of_device() or running[0] == threading.get_ident():
             return message(
-                f"MC5004: a step was called while {step} is running, from a hook or a method of its optimizer",
-                "parameters are only partly updated there",
+                f"MC5004: a step was called while {step} is running, from within that call",
+                "in a hook or a method of the optimizer, parameters are only partly updated",
                 "move the call to your loop, after loss = step(x, y)",
             )
         return message(

@@ -51,11 +51,11 @@ def check_hyperparameters(optimizer: torch.optim.Optimizer) -> None:
     """Raises TypeError for a text in place of a number, such as a learning rate from a configuration file."""
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if isinstance(value, str) and isinstance(optimizer.defaults.get(name), int | float):
+            if isinstance(value, str) and type(optimizer.defaults.get(name)) in (int, float):
                 raise problem(
                     TypeError,
                     f"MC1215: {name} of {type(optimizer).__name__} group {index} is the text {value!r}, not a number",
-                    fix=f"optimizer.param_groups[{index}][{name!r}] = float({value!r})",
+                    fix=f"optimizer.param_groups[{index}][{name!r}] = float(...), before the step",
                 )
 
 

@@ -41,6 +41,17 @@ class Unmaterialized(torch.autograd.Function):
         return first * 2 + (torch.ones_like(first) * 0.1 if second is None else second * 3)
 
 
+class Alone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 5
+
+
 class NonDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -70,6 +81,7 @@ USES: dict[str, tuple[Use, bool]] = {
     "within vjp": (lambda layer, x: layer(x) * torch.func.vjp(StraightThrough.apply, layer(x) * 3)[1](x)[0], False),
     "within vmap": (lambda layer, x: torch.func.vmap(StraightThrough.apply)(layer(x) * 3) + x, False),
     "without materialized gradients": (lambda layer, x: Unmaterialized.apply(layer(x))[0], False),
+    "with one output and gradients as they are": (lambda layer, x: Alone.apply(layer(x)), True),
     "both outputs without materialized gradients": (lambda layer, x: sum(Unmaterialized.apply(layer(x))), False),
     "beside a backward inside of forward": (with_a_backward_inside, False),
     "with an output that has no gradient": (lambda layer, x: sum(NonDifferentiable.apply(layer(x))), True),

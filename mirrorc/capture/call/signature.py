@@ -92,6 +92,6 @@ def _fix(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """For a batch that was given whole; else empty."""
     if len(args) != 1 or kwargs:
         return ""
-    return (
-        "step(**batch)" if isinstance(args[0], Mapping) else "step(*batch)" if isinstance(args[0], tuple | list) else ""
-    )
+    if isinstance(args[0], Mapping):
+        return "step(**batch)" if "target" in args[0] else ""
+    return "step(*batch)" if isinstance(args[0], tuple | list) else ""

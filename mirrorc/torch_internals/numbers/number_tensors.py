@@ -68,7 +68,8 @@ def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostN
             graph.erase_node(node)
     traced.recompile()
     symbols = torch.SymInt | torch.SymFloat | torch.SymBool
-    if any(isinstance(n.meta.get("example_value"), symbols) for n in graph.nodes if n.op != "placeholder"):
+    values = [node.meta.get("example_value") for node in graph.nodes if node.op != "placeholder"]
+    if any(isinstance(value, symbols) and inputs.has_symbol_of(value.node.expr) for value in values):
         raise NumbersGivenUp(inputs.sources, "it goes where it cannot be followed")
     return inputs
 

@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import torch
 
+_GETATTR = ("var_getattr", "tp_getattro_impl")  # the second from torch 2.14 on
+
 
 class UntraceableFunction(Exception):
     """Raised in a trace; the text says which feature of `torch.autograd.Function` cannot be traced."""
@@ -19,28 +21,35 @@ class UntraceableFunction(Exception):
 def checked_autograd_functions() -> Iterator[None]:
     """Makes traces of this thread raise `UntraceableFunction` where Dynamo's gradients are not those of plain PyTorch.
 
-    Dynamo ignores ``ctx.set_materialize_grads(False)``. Within a transform of torch.func it takes gradients of what forward
-    computes, not those of backward.
+    Dynamo ignores ``ctx.set_materialize_grads(False)``, which matters for functions with several outputs. Within a transform
+    of torch.func it takes gradients of what forward computes, not those of backward.
     """
     from torch._dynamo.variables.misc import AutogradFunctionContextVariable, AutogradFunctionVariable
 
-    thread = threading.get_ident()
-    apply, read = AutogradFunctionVariable.call_apply, AutogradFunctionContextVariable.var_getattr
+    getattr_name = next(name for name in _GETATTR if hasattr(AutogradFunctionContextVariable, name))
+    thread, asked = threading.get_ident(), [False]
+    apply, read = AutogradFunctionVariable.call_apply, getattr(AutogradFunctionContextVariable, getattr_name)
 
     def call_apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and torch._C._functorch.peek_interpreter_stack() is not None:
+        if threading.get_ident() != thread:
+            return apply(self, *args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UntraceableFunction(
                 f"{self.fn_cls.__name__}.apply runs within torch.func, where its backward cannot be traced"
             )
-        return apply(self, *args, **kwargs)
+        asked[0] = False
+        result = apply(self, *args, **kwargs)
+        if asked[0] and torch.is_grad_enabled() and len(getattr(result, "items", ())) > 1:
+            raise UntraceableFunction(f"ctx.set_materialize_grads() of {self.fn_cls.__name__} cannot be traced")
+        return result
 
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+    def get_attribute(self: Any, tx: Any, name: str) -> Any:
         if threading.get_ident() == thread and name == "set_materialize_grads":
-            raise UntraceableFunction("ctx.set_materialize_grads() cannot be traced")
+            asked[0] = True
         return read(self, tx, name)
 
     with (
         patch.object(AutogradFunctionVariable, "call_apply", call_apply),
-        patch.object(AutogradFunctionContextVariable, "var_getattr", var_getattr),
+        patch.object(AutogradFunctionContextVariable, getattr_name, get_attribute),
     ):
         yield

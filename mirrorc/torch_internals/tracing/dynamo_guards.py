@@ -11,6 +11,7 @@ from types import (
     ClassMethodDescriptorType,
     CodeType,
     GetSetDescriptorType,
+    MemberDescriptorType,
     MethodDescriptorType,
     WrapperDescriptorType,
 )
@@ -202,7 +203,10 @@ def guarded_results() -> Iterator[None]:
         yield
 
 
-_DESCRIPTORS = (MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType, ClassMethodDescriptorType)
+_DESCRIPTORS = (
+    *(MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType),
+    *(GetSetDescriptorType, MemberDescriptorType),
+)
 
 
 @contextlib.contextmanager

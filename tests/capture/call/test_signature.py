@@ -70,7 +70,8 @@ def test_without_a_loss_function_all_arguments_are_the_models() -> None:
     [
         ((X,), "(?s)target is missing: .* step\\(x, y\\)"),
         (((X, Y),), r"(?s)target is missing: .*  fix:  step\(\*batch\)\n"),
-        (({"x": X},), r"(?s)target is missing: .*  fix:  step\(\*\*batch\)\n"),
+        (({"x": X, "target": Y},), r"(?s)target is missing: .*  fix:  step\(\*\*batch\)\n"),
+        (({"x": X},), r"(?s)target is missing: .*  fix:  step\(x, y\)\n"),
         ((), "missing a required"),
         ((X, Y, Z), r"(?s)too many positional.*  fix:  step\(x, target=y\)"),
     ],
