@@ -452,7 +452,7 @@ def test_the_mark_of_a_sum_follows_conversions_and_nothing_else() -> None:
         torch.testing.assert_close(outputs[1], count)
         torch.testing.assert_close(outputs[2], total)
     halved = lambda logits, hidden, loss: (logits, mirrorc.summed(hidden.sum()) / 2)  # noqa: E731
-    refuses(halved, r"'outputs\[1\]', .* is computed of a summed\(\) value")
+    refuses(halved, r"'outputs\[1\]', .* is computed from a summed\(\) value")
 
 
 @pytest.mark.slow
