@@ -52,6 +52,17 @@ class Alone(torch.autograd.Function):
         return gradients[0] * 5
 
 
+class CallsAnother(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return NonDifferentiable.apply(x)[0], x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * (2 if gradients[1] is None else 3)
+
+
 class NonDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -81,6 +92,7 @@ USES: dict[str, tuple[Use, bool]] = {
     "within vjp": (lambda layer, x: layer(x) * torch.func.vjp(StraightThrough.apply, layer(x) * 3)[1](x)[0], False),
     "within vmap": (lambda layer, x: torch.func.vmap(StraightThrough.apply)(layer(x) * 3) + x, False),
     "without materialized gradients": (lambda layer, x: Unmaterialized.apply(layer(x))[0], False),
+    "around another function": (lambda layer, x: CallsAnother.apply(layer(x))[0], False),
     "with one output and gradients as they are": (lambda layer, x: Alone.apply(layer(x)), True),
     "both outputs without materialized gradients": (lambda layer, x: sum(Unmaterialized.apply(layer(x))), False),
     "beside a backward inside of forward": (with_a_backward_inside, False),

@@ -37,15 +37,18 @@ def checked_autograd_functions() -> Iterator[None]:
             raise UntraceableFunction(
                 f"{self.fn_cls.__name__}.apply runs within torch.func, where its backward cannot be traced"
             )
-        asked[0] = False
-        result = apply(self, *args, **kwargs)
-        if asked[0] and torch.is_grad_enabled() and len(getattr(result, "items", ())) > 1:
+        asked.append(False)  # of this function, which may call others
+        try:
+            result = apply(self, *args, **kwargs)
+        finally:
+            has_asked = asked.pop()
+        if has_asked and torch.is_grad_enabled() and len(getattr(result, "items", ())) > 1:
             raise UntraceableFunction(f"ctx.set_materialize_grads() of {self.fn_cls.__name__} cannot be traced")
         return result
 
     def get_attribute(self: Any, tx: Any, name: str) -> Any:
         if threading.get_ident() == thread and name == "set_materialize_grads":
-            asked[0] = True
+            asked[-1] = True
         return read(self, tx, name)
 
     with (
