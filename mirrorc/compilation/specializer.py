@@ -147,6 +147,8 @@ class Specializer:
                 f"no graph of it stays true: {new.guards.broken()}",
                 "read it between steps, and pass it to the step as an argument",
             )
+        if self._model.lacks_carried():
+            key = self._key(call, shards, purpose)
         self.num_compilations[purpose] += 1
         reasons = [*self._numbers.reasons, *self.sizes.reasons]
         for dropped in cache.add(key, call, new, cached, self._model.plain_attributes(), reasons):

@@ -45,7 +45,7 @@ def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
 def _attributes(root: nn.Module) -> list[Callable[[], object]]:
     tables = [vars(module) for module in root.modules()]
     containers = [value for table in tables for value in table.values() if type(value) in CONTAINERS]
-    return [functools.partial(_refill, container, content_of(container)) for container in (*tables, *containers)]
+    return [functools.partial(refill, container, content_of(container)) for container in (*tables, *containers)]
 
 
 def _variables(root: nn.Module) -> list[Callable[[], object]]:
@@ -140,11 +140,15 @@ def is_same(container: Any, content: Any) -> bool:
     return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
 
 
-def _refill(container: Any, content: Any) -> None:
+def refill(container: Any, content: Any) -> None:
     if not is_same(content_of(container), content):
         kind = _base_of(container)
         kind.clear(container)
         (kind.extend if issubclass(kind, list | deque) else kind.update)(container, content)
+
+
+def is_collection(value: Any) -> bool:
+    return issubclass(type(value), _BASES)
 
 
 def _base_of(container: Any) -> Any:
@@ -189,7 +193,7 @@ class _HeldObjects:
         held: list[Any] = []
         if issubclass(kind, _BASES):
             content = content_of(value)
-            self.actions.append(functools.partial(_refill, value, content))
+            self.actions.append(functools.partial(refill, value, content))
             held += content.values() if isinstance(content, dict) else content
         elif issubclass(kind, bytearray | array):
             self.actions.append(functools.partial(_put_back_numbers, value, value[:]))

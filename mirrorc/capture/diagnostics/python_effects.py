@@ -179,16 +179,16 @@ def _refuse_state(write: PythonWrite, is_read: bool, model_name: str) -> None:
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
         sets = f"an attribute of {f'its module {name!r}' if name else 'itself'}, self.x = ..."
         refusal = assigned_attribute(model_name, sets, "a compiled step would not set it again", where)
-        why = f"{where}: forward sets {sets}" if where else f"forward sets {sets}"
-        raise CaptureError(refusal) if is_read else UnreadableError(refusal, why)
+        raise UnreadableError(refusal, f"{f'{where}: ' if where else ''}forward sets {sets}")
     if is_read:
-        raise problem(
-            CaptureError,
-            f"MC2301: forward or loss of {model_name} reads and changes {write.words.name}",
+        changes = f"reads and changes {write.words.name}"
+        refusal = message(
+            f"MC2301: forward or loss of {model_name} {changes}",
             "each step would go on from the last one, which a captured graph cannot",
             ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it between steps"),
             at=where,
         )
+        raise UnreadableError(refusal, f"{f'{where}: ' if where else ''}it {changes}")
 
 
 def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from mirrorc.capture.dynamo.sync_batch_norm import synchronizes
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.trial_run import first_runs
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
+from mirrorc.capture.model.transient_attributes import CARRIED
 from mirrorc.custom_ops.eager_calls import register_call, run_evaluation, run_forward, sizes_of, take_gradient
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import LOSS_OUTPUT
@@ -115,15 +116,15 @@ class EagerGuards:
         self._call, self._training_call = call, training_call
         self._plain = {name: Constant(value) for name, value in training_call.plain.items()}
         self._numbers = [
-            (attributes, key, Constant(value))
+            (module, key, Constant(value))
             for module in training_call.modules()
-            for attributes in (vars(module),)
-            for key, value in attributes.items()
+            for key, value in vars(module).items()
             if type(value) in (int, float)
         ]
 
     def use_draws(self) -> Callable[[], None]:
-        return lambda: None
+        self._call.state.begin_step(self._training_call)
+        return self._call.state.undo_step
 
     def changed_numbers(self) -> list[str]:
         return []
@@ -136,8 +137,11 @@ class EagerGuards:
         for name, value in self._plain.items():
             if plain.get(name) is not value.value and Constant(plain.get(name)) != value:
                 return name
-        for attributes, key, value in self._numbers:
-            if attributes.get(key) is not value.value and Constant(attributes.get(key)) != value:
+        for module, key, value in self._numbers:
+            number = vars(module).get(key)
+            if number is value.value or Constant(number) == value:
+                continue
+            if key not in CARRIED.of(module):
                 return f"self.{key}"
         return ""
 

@@ -12,6 +12,7 @@ from torch import nn
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
+from mirrorc.capture.eager.carried_state import carried_state_of
 from mirrorc.capture.eager.eager_run import (
     Recorded,
     Run,
@@ -25,7 +26,7 @@ from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients
-from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute
+from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.custom_ops.replica_collectives import refused_collectives
 from mirrorc.custom_ops.run_tokens import RunTokens
@@ -47,6 +48,7 @@ class OpaqueCall:
         self._free: list[ModuleCopy] = []  # of finished runs
         self._runs: RunTokens[Run | RunGradients] = RunTokens()  # with gradients still to return
         self._used = UsedParameters()
+        self.state = carried_state_of(call.model)
 
     # What the operators run
 
@@ -86,7 +88,8 @@ class OpaqueCall:
     ) -> Run:
         stream = ReplicaStream(int(seed), parameters[0].device) if seed is not None else None
         try:
-            run = self.run_forward(stream, leaves, parameters, buffers, self.recorded.transient)
+            with self.state.advanced():
+                run = self.run_forward(stream, leaves, parameters, buffers, self.recorded.transient)
         except UnreadableOutputError as error:
             raise ExecutionError(str(error)) from None
         self._check_loss(run)
@@ -153,19 +156,23 @@ class OpaqueCall:
         run.versions = [tensor._version for tensor in (*run.parameters, *run.buffers, *run.leaves)]
         originals = (*self.parameters.values(), *self.buffers.values())
         tensors = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
+        carried = CARRIED.among(copy.originals)
+        transient = transient - carried
         copy.load(tensors, transient, plain=self._plain)
         modes, refuses = (
             self._modes.entered(trains=self._call.trains),
             refused_collectives(_not_joined(self._model_name)),
         )
-        alone = copy.alone() if is_first else contextlib.nullcontext()
+        alone = copy.alone(carried) if is_first else contextlib.nullcontext()
         with modes, self._drawing(run, "forward"), refuses, alone, noted_marks() as marked:
             result = copy.run(*run.leaves)
+        copy.hand_over(carried)
         run.loss, outputs = result if self._call.keeps_outputs else (result, None)
         if self._call.keeps_outputs:
             parameter = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
             run.outputs = read_run(outputs, run.loss, run.leaves, parameter, marked)
-        replaced, assigned = copy.replaced(), copy.assigned()
+        replaced = copy.replaced()
+        assigned = [attribute for attribute in copy.assigned() if attribute not in carried]
         if replaced is not None or assigned:
             raise AssignedAttributeError.of(replaced or assigned[0][1], () if replaced is not None else assigned)
         return run
@@ -178,7 +185,8 @@ class OpaqueCall:
         for parameter in trainable:
             if parameter.grad is not None:  # from a backward() inside of forward, which the loss weight did not reach
                 parameter.grad.mul_(tangent.to(parameter.grad))
-        with torch.enable_grad(), self._drawing(run, "backward"), refused_collectives(_not_joined(self._model_name)):
+        refuses = refused_collectives(_not_joined(self._model_name))
+        with torch.enable_grad(), self.state.alone(), self._drawing(run, "backward"), refuses:
             run.loss.backward(tangent.reshape(run.loss.shape), inputs=trainable)
         del run.loss
         self.release(run)

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from mirrorc.capture.model.function_module import with_copies
-from mirrorc.capture.model.transient_attributes import Attribute, unread_elsewhere, unwatched_class, watching_class
+from mirrorc.capture.model.transient_attributes import (
+    Attribute,
+    ReadBeforeAssignedError,
+    unread_elsewhere,
+    unwatched_class,
+    watching_class,
+)
 from mirrorc.torch_internals import ScriptCopy, is_script_module, renew_recurrent_weights
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -38,7 +44,7 @@ class ModuleCopy:
         self._copies_of_all = self._copies | {
             id(source): copy for script in self._scripts for source, copy in script.pairs
         }
-        self._originals = modules
+        self.originals = modules
         self._pairs = [(vars(module), vars(self._copies[id(module)])) for module in modules]
         self._loaded: list[tuple[dict[str, Any], ...]] = []
         self._transient: Set[Attribute] = frozenset()
@@ -81,18 +87,35 @@ class ModuleCopy:
                 attributes.pop(name, None)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Makes reads of the originals' transient attributes fail: runs assign only the copies' attributes."""
+    def alone(self, carried: Set[Attribute] = frozenset()) -> Iterator[None]:
+        """Makes reads of the originals' attributes that runs assign fail: runs assign only those of the copies."""
         names: dict[nn.Module, set[str]] = {}
-        for place, name in self._transient:
-            names.setdefault(self._originals[place], set()).add(name)
+        for place, name in self._transient | carried:
+            names.setdefault(self.originals[place], set()).add(name)
         with unread_elsewhere(names):
             yield
 
     def run(self, *args: Any) -> Any:
         """Runs without TorchScript's profile-guided optimization."""
         with torch.jit.optimized_execution(False) if self._scripts else contextlib.nullcontext():
-            return self.root(*args)
+            try:
+                return self.root(*args)
+            except ReadBeforeAssignedError as error:
+                for place, copy in enumerate(self._copies.values()):
+                    if copy is error.module:
+                        error.attribute, error.module = (place, error.name), self.originals[place]
+                raise
+
+    def hand_over(self, attributes: Set[Attribute]) -> None:
+        """Gives the originals the values that a run has assigned to these attributes."""
+        for place, name in attributes:
+            (source, now), loaded = self._pairs[place], self._loaded[place][0]
+            if now.get(name, _ABSENT) is loaded.get(name, _ABSENT):
+                continue
+            if name in now:
+                source[name] = now[name]
+            else:
+                source.pop(name, None)
 
     def unload(self) -> None:
         self._loaded = []

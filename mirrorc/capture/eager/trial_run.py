@@ -25,11 +25,17 @@ from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
+from mirrorc.capture.eager.python_state import Changes, have_same_bits
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import difference
-from mirrorc.capture.eager.shared_effects import have_same_bits, refused_effects
+from mirrorc.capture.eager.shared_effects import refused_draws
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED
-from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute, ReadBeforeAssignedError
+from mirrorc.capture.model.transient_attributes import (
+    CARRIED,
+    AssignedAttributeError,
+    Attribute,
+    ReadBeforeAssignedError,
+)
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import line_of
@@ -64,11 +70,14 @@ def first_runs(
     A write or draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
     """
     transient: set[Attribute] = set()
-    with _explained(model_name), refused_effects(call, model_name):
-        num_known = -1
-        while len(transient) > num_known:
-            num_known = len(transient)
-            each = [_first_run(opaque, call, leaves, model_name, transient, seed) for seed, leaves in enumerate(parts)]
+    with _explained(model_name), refused_draws(model_name), opaque.state.first_runs(call) as changes:
+        known: object = None
+        while known != (now := (set(transient), CARRIED.num)):
+            known, changes[:] = now, ()
+            each = [
+                _first_run(opaque, call, leaves, model_name, transient, seed, changes)
+                for seed, leaves in enumerate(parts)
+            ]
     recorded = [run.recorded for run in each]
     dtypes = {record.loss_dtype for record in recorded}
     if len(dtypes) > 1:
@@ -144,14 +153,16 @@ def _first_run(
     model_name: str,
     transient: set[Attribute],
     seed: int,
+    changes: list[Changes],
 ) -> FirstRuns:
-    """Repeats the run without the attributes that it assigns, so that reads before an assignment fail."""
+    """Repeats the run without the attributes that it assigns, so that it shows which of them it reads before."""
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     untouched = ReplicaStream(seed, parameters[0].device)
     while True:
         stream = ReplicaStream(seed, parameters[0].device)
         copies = [leaf.detach().clone() for leaf in leaves]
+        opaque.state.restart()
         try:
             run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(transient), is_first=True)
             break
@@ -159,6 +170,12 @@ def _first_run(
             if not error.attributes:
                 raise
             transient.update(error.attributes)
+        except ReadBeforeAssignedError as error:
+            if error.attribute not in transient or error.module is None:
+                raise
+            transient.remove(error.attribute)
+            CARRIED.add(error.module, error.name)
+    changes.append(opaque.state.changes())
     loss = _checked_loss(run.loss, call, model_name)
     ids = vectors_of_spectral_norms([call])
     vectors = {i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids}
@@ -169,6 +186,7 @@ def _first_run(
         gradients = opaque.gradients_of(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
         gradients.run()
         arrived = gradients.arrived
+        _refuse_changes_of_backward(changes[-1], opaque.state.changes(), model_name)
     else:
         opaque.release(run)
     for name, parameter in zip(opaque.parameters, run.parameters, strict=True):
@@ -180,6 +198,17 @@ def _first_run(
     outputs = run.outputs.record if run.outputs is not None else None
     recorded = Recorded(loss, tuple(arrived), tuple(written), stream.has_advanced(untouched), outputs, late)
     return FirstRuns(recorded, written_inputs, notes, vectors)
+
+
+def _refuse_changes_of_backward(before: Changes, after: Changes, model_name: str) -> None:
+    name = after.differing(before)
+    if name is not None:
+        raise problem(
+            CaptureError,
+            f"MC2301: backward of {model_name} changes {name}",
+            "replicas run backward at the same time, and share it",
+            ("change it in forward, or in your loop, between steps", "write a buffer, self.x.copy_(value)"),
+        )
 
 
 def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType
@@ -61,12 +62,12 @@ def with_copies(function: FunctionType, copy_of: Callable[[Any], Any]) -> Functi
 
     Other globals are read live. Called functions keep the original modules. A function that assigns globals is not copied.
     """
-    if _assigns_globals(function.__code__):
+    if assigned_globals(function.__code__):
         return function
     cells = [_copied_cell(cell, copy_of) for cell in function.__closure__ or ()]
     copied = {
         name: copy
-        for name in _global_names(function.__code__)
+        for name in global_names(function.__code__)
         if isinstance(value := function.__globals__.get(name), nn.Module) and (copy := copy_of(value)) is not value
     }
     if not copied and all(a is b for a, b in zip(cells, function.__closure__ or (), strict=True)):
@@ -99,7 +100,7 @@ def _named_modules(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return
-    for name in _global_names(function.__code__):
+    for name in global_names(function.__code__):
         if isinstance(value := function.__globals__.get(name), nn.Module):
             yield id(value), name
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -110,13 +111,17 @@ def _named_modules(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
             continue
 
 
-def _global_names(code: CodeType) -> list[str]:
+@functools.cache
+def global_names(code: CodeType) -> tuple[str, ...]:
     """Names that may be globals of code or its inner functions; attribute names are among them."""
     within = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return [*code.co_names, *(name for inner in within for name in _global_names(inner))]
+    return (*code.co_names, *(name for inner in within for name in global_names(inner)))
 
 
-def _assigns_globals(code: CodeType) -> bool:
-    within = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    own = any(instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for instruction in dis.get_instructions(code))
-    return own or any(map(_assigns_globals, within))
+@functools.cache
+def assigned_globals(code: CodeType) -> frozenset[str]:
+    """Globals that code or its inner functions assign or delete."""
+    within = [assigned_globals(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    writes = ("STORE_GLOBAL", "DELETE_GLOBAL")
+    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in writes}
+    return frozenset(own).union(*within)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.model.external_variables import OutsideNames
+from mirrorc.capture.model.transient_attributes import CARRIED
 from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables
 from mirrorc.user.aliased_tensors import refuse_shared_memory
@@ -59,6 +60,7 @@ class ModelState:
         self._sizes = list(map(len, self._dicts))
         self._plain = [place for module in self._modules for place in _plain_attributes(module)]
         self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
+        self._num_carried = CARRIED.num
 
     def _rescan_modules(self) -> None:
         self._scan_modules()
@@ -162,7 +164,8 @@ class ModelState:
                     f"MC1207: parameter {name!r} has a hook on its gradient, which a captured step does not call",
                     fix="remove it, and change the gradient in the loss, in forward, or in an optimizer of your own",
                 )
-        if list(map(len, self._dicts)) != self._sizes or (self._added and self._find_added() != self._added_now):
+        is_stale = self.lacks_carried() or list(map(len, self._dicts)) != self._sizes
+        if is_stale or (self._added and self._find_added() != self._added_now):
             self._rescan_modules()
         plain = tuple(
             (type(value), _comparable(value) if (id(attributes), key) not in self._freed else _oddity(value))
@@ -172,6 +175,10 @@ class ModelState:
         tensors = tuple((tensor.requires_grad, tensor.dtype) for tensor in self.tensors.values())
         classes = tuple(map(type, self._modules))  # module.__class__ may be assigned
         return plain, classes, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks), self._added_now
+
+    def lacks_carried(self) -> bool:
+        """Whether attributes were found since the last fingerprint that steps carry on, and that it leaves out."""
+        return self._num_carried != CARRIED.num
 
     def _find_added(self) -> tuple[_Same, ...]:
         return tuple(_Same(_member(members, key)) for members, key in self._added)
@@ -220,7 +227,10 @@ def _is_users_alone(kind: type) -> bool:
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    return [(vars(module), key) for key, value in vars(module).items() if isinstance(value, _SCALARS)]
+    carried = CARRIED.of(module)
+    return [
+        (vars(module), key) for key, value in vars(module).items() if isinstance(value, _SCALARS) and key not in carried
+    ]
 
 
 def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:

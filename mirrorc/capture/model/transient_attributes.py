@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
 from types import new_class
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -24,6 +25,33 @@ _ABSENT = object()
 _WATCHED = "_mirrorc_transient_attributes"
 
 
+class CarriedAttributes:
+    """Attributes that forward reads before it assigns them, so that each step goes on from what the last one left.
+
+    Attributes:
+        num: grows with each that is found.
+    """
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+        self.num = 0
+
+    def add(self, module: nn.Module, name: str) -> None:
+        self._names.setdefault(module, set()).add(name)
+        self.num += 1
+
+    def of(self, module: nn.Module) -> Set[str]:
+        return self._names.get(module, frozenset())
+
+    def among(self, modules: Sequence[nn.Module]) -> frozenset[Attribute]:
+        if not self._names:
+            return frozenset()
+        return frozenset((place, name) for place, module in enumerate(modules) for name in self.of(module))
+
+
+CARRIED = CarriedAttributes()
+
+
 class AssignedAttributeError(ExecutionError):
     """Raised if forward assigns attributes; ``attributes`` is empty if a parameter, buffer or submodule is assigned."""
 
@@ -38,17 +66,19 @@ class AssignedAttributeError(ExecutionError):
 
 
 class ReadBeforeAssignedError(ExecutionError):
-    def __init__(self, text: str, name: str = "") -> None:
+    attribute: Attribute | None = None
+
+    def __init__(self, text: str, name: str = "", module: nn.Module | None = None) -> None:
         super().__init__(text)
-        self.name = name
+        self.name, self.module = name, module
 
     @classmethod
-    def of(cls, name: str) -> ReadBeforeAssignedError:
+    def of(cls, name: str, module: nn.Module | None = None) -> ReadBeforeAssignedError:
         why = (
             "it reads the attribute before, so that what one call leaves counts in the next; in a step it does not last"
         )
         text = assigned_attribute("a module", f"its attribute {name!r}", why)
-        return cls(text, name)
+        return cls(text, name, module)
 
 
 class _TransientAttribute:
@@ -59,7 +89,7 @@ class _TransientAttribute:
         if module is None:  # read from the class
             raise AttributeError(self._name)
         if self._name not in vars(module):
-            raise ReadBeforeAssignedError.of(self._name)
+            raise ReadBeforeAssignedError.of(self._name, module)
         return vars(module)[self._name]
 
     def __set__(self, module: Any, value: Any) -> None:
@@ -67,7 +97,7 @@ class _TransientAttribute:
 
     def __delete__(self, module: Any) -> None:
         if vars(module).pop(self._name, _ABSENT) is _ABSENT:
-            raise ReadBeforeAssignedError.of(self._name)
+            raise ReadBeforeAssignedError.of(self._name, module)
 
 
 class _LeftAttribute(_TransientAttribute):

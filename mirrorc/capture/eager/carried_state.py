@@ -1,0 +1,148 @@
+"""Python state that every forward of a step advances alike, and that a step advances once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+
+from torch import nn
+
+from mirrorc.capture.eager.python_state import Changes, PythonState
+from mirrorc.errors import CaptureError, ExecutionError, MirrorcError
+from mirrorc.messages.problem import problem
+
+_FIXES = (
+    "change it in your loop, between steps",
+    "keep it in a buffer, self.register_buffer('x', ...) once and self.x.copy_(value) in forward",
+    "return it, with return_outputs=True",
+)
+_LONGEST_WAIT_SECONDS = 3600
+
+
+class CarriedState:
+    """Puts the state back before each forward of a step, and keeps what the last one leaves.
+
+    The replicas' runs of one model, which may be of several shapes, share it.
+
+    Attributes:
+        is_advanced: whether a first run has changed any state. Replicas then run one after the other.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.is_advanced = False
+        self._model_name = model_name
+        self._lock = threading.RLock()
+        self._state: PythonState | None = None
+        self._left: Changes | None = None
+
+    @contextlib.contextmanager
+    def first_runs(self, root: nn.Module) -> Iterator[list[Changes]]:
+        """Takes the changes of the first runs; puts the state back. Refuses changes that a step cannot carry on."""
+        self._state = PythonState(root)
+        changes: list[Changes] = []
+        try:
+            with self._state.sources_refused(self._model_name):
+                yield changes
+            for each in changes:
+                self._check(each, changes[0], CaptureError)
+            self.is_advanced = self.is_advanced or any(changes)
+        finally:
+            self._state.put_back()
+            self._state = None
+
+    def restart(self) -> None:
+        """Before a first run."""
+        assert self._state is not None, "within first runs"
+        self._state.put_back()
+
+    def changes(self) -> Changes:
+        """After a first run."""
+        assert self._state is not None, "within first runs"
+        return self._state.changes()
+
+    def begin_step(self, root: nn.Module) -> None:
+        self._state, self._left = PythonState(root), None
+
+    def undo_step(self) -> None:
+        if self._state is not None:
+            self._state.put_back()
+
+    @contextlib.contextmanager
+    def advanced(self) -> Iterator[None]:
+        """A forward of a step."""
+        assert self._state is not None, "within a step"
+        with self.alone():
+            if self.is_advanced:
+                self._state.put_back()
+            yield
+            left = self._state.changes()
+            if left and not self.is_advanced:
+                self.is_advanced = True
+                raise problem(
+                    ExecutionError,
+                    f"MC2601: forward or loss of {self._model_name} changed {left.a_name}, and did not in its first run",
+                    "replicas ran at the same time, and each has changed it",
+                    "call the step again with the same batch: replicas run one after the other from now on",
+                )
+            self._left = self._left or left
+            self._check(left, self._left, ExecutionError)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Other replicas wait, if this model advances state."""
+        if not self.is_advanced:
+            yield
+            return
+        if not self._lock.acquire(timeout=_LONGEST_WAIT_SECONDS):
+            raise problem(
+                ExecutionError,
+                f"MC5008: another replica has run for {_LONGEST_WAIT_SECONDS} s",
+                "replicas of a model that changes Python state run one after the other",
+                "see what its forward waits for",
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _check(self, changes: Changes, others: Changes, kind: type[MirrorcError]) -> None:
+        if changes.drawn:
+            raise problem(
+                kind,
+                f"MC2303: forward or loss of {self._model_name} draws from {changes.drawn[0]}",
+                "all replicas share it, and which number each gets would follow their threads",
+                (
+                    "draw from torch's default generator, torch.rand(4), of which each replica has a stream of its own",
+                    "draw before the step, and pass what was drawn as an argument",
+                ),
+            )
+        if changes.written:
+            raise problem(
+                kind,
+                f"MC2304: forward or loss of {self._model_name} writes {changes.written[0]} in place",
+                "it is no buffer of a module that either holds, and all replicas would write the same memory",
+                ("make it a buffer, or its module a submodule", "put its module into eval mode"),
+            )
+        if (name := changes.with_gradient) is not None:
+            raise problem(
+                kind,
+                f"MC2301: forward or loss of {self._model_name} leaves a tensor with a gradient in {name}",
+                "its graph is that of one replica, and ends with the step",
+                (f"leave a detached one, value.detach(), in {name}", *_FIXES[1:]),
+            )
+        if (name := changes.differing(others)) is not None:
+            raise problem(
+                kind,
+                f"MC2301: forward or loss of {self._model_name} changes {name}, and each replica leaves another value",
+                "all replicas share it; only what is the same for every shard can be carried on to the next step",
+                _FIXES,
+            )
+
+
+_states: weakref.WeakKeyDictionary[nn.Module, CarriedState] = weakref.WeakKeyDictionary()
+
+
+def carried_state_of(model: nn.Module) -> CarriedState:
+    return _states.setdefault(model, CarriedState(type(model).__name__))

@@ -1,0 +1,439 @@
+"""Python state that forward and loss can change: attributes, collections, closures, globals, classes and generators."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import operator
+import queue
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mirrorc.capture.eager.user_generators import states_of
+from mirrorc.capture.model.function_module import assigned_globals, global_names
+from mirrorc.errors import CaptureError
+from mirrorc.messages.problem import problem
+from mirrorc.user.restore import can_keep_value, content_of, is_collection, refill
+from mirrorc.user.slots import slots_of
+
+_ABSENT = object()
+_PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collections", "__main__"}
+_QUEUES = (queue.Queue, queue.SimpleQueue)
+_OF_MODULES = frozenset(vars(nn.Module()))
+_TABLES = ("_parameters", "_buffers", "_modules")
+_BUILT_IN = sysconfig.get_path("stdlib")
+_LARGEST_COPY = 16 * 2**20
+"""Bytes of a tensor or array that is put back; of a larger one, only a change of a tensor's version is seen."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Something that can change. ``read`` returns what ``write`` puts back.
+
+    Attributes:
+        kind: "state", which a step can carry on; "memory", a tensor or array that is written in place; or "draws".
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    kind: str = "state"
+    before: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "before", self.read())
+
+    def has_changed(self, now: Any) -> bool:
+        if self.kind == "state":
+            return not _is_unchanged(now, self.before)
+        return not are_equal(now, self.before)
+
+    def name_of(self, now: Any) -> str:
+        """With the first entry of a dict that has changed."""
+        if isinstance(now, dict) and isinstance(self.before, dict):
+            for key in (*now, *self.before):
+                if not _is_unchanged(now.get(key, _ABSENT), self.before.get(key, _ABSENT)):
+                    return self.name + (str(key) if self.name.endswith(".") else f"[{key!r}]")
+        return self.name.removesuffix(".")
+
+
+def _is_unchanged(now: Any, before: Any) -> bool:
+    """Compares plain values by value, other objects by identity; of two collections, the items likewise."""
+    if _is_same_item(now, before):
+        return True
+    if isinstance(now, dict) and isinstance(before, dict):
+        return _is_unchanged([*now, *now.values()], [*before, *before.values()])
+    if isinstance(now, list) and isinstance(before, list):
+        is_same = len(now) == len(before) and all(map(operator.is_, now, before))
+        return is_same or (len(now) == len(before) and all(map(_is_same_item, now, before)))
+    return False
+
+
+def _is_same_item(now: Any, before: Any) -> bool:
+    if now is before or (type(now) is _Refusing and now.original is before):
+        return True
+    return isinstance(now, _PLAIN) and are_equal(now, before)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a run has changed, by place, with what it left there."""
+
+    left: Mapping[int, Any] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.left or self.written or self.drawn)
+
+    @property
+    def a_name(self) -> str:
+        return next(iter((*self.names.values(), *self.written, *self.drawn)))
+
+    @property
+    def with_gradient(self) -> str | None:
+        """The name of a place where a tensor is left that requires a gradient."""
+        return next((self.names[place] for place, now in self.left.items() if _requires_gradient(now)), None)
+
+    def differing(self, other: Changes) -> str | None:
+        """The name of a place where two runs left different values, or only one left any; None if there is none."""
+        for place in (*self.left, *other.left):
+            mine, others = self.left.get(place, _ABSENT), other.left.get(place, _ABSENT)
+            if mine is _ABSENT or others is _ABSENT or not are_equal(mine, others):
+                return self.names.get(place) or other.names[place]
+        return None
+
+
+class PythonState:
+    """What forward and loss can reach from their modules, functions, closures and the globals that their code names.
+
+    Functions and classes of installed packages are not searched, nor are objects of torch, numpy and the standard library.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        search = _Search(root)
+        self._places, self._sources = search.places, search.sources
+        self._stand_ins: list[tuple[Callable[[Any], object], _Refusing, Any]] = []
+
+    def changes(self) -> Changes:
+        changed = [(n, place, now) for n, place in enumerate(self._places) if place.has_changed(now := place.read())]
+        return Changes(
+            {n: now for n, place, now in changed if place.kind == "state"},
+            {n: place.name_of(now) for n, place, now in changed if place.kind == "state"},
+            tuple(place.name for _, place, _ in changed if place.kind == "memory"),
+            tuple(place.name for _, place, _ in changed if place.kind == "draws"),
+        )
+
+    def put_back(self) -> None:
+        for place in self._places:
+            if place.has_changed(place.read()):
+                place.write(place.before)
+        for write, stand_in, _ in self._stand_ins:
+            write(stand_in)
+
+    @contextlib.contextmanager
+    def sources_refused(self, model_name: str) -> Iterator[None]:
+        """Makes iterators, files and queues raise when this thread takes something: that could not be put back."""
+        self._stand_ins = [(write, _Refusing(value, name, model_name), value) for name, value, write in self._sources]
+        for write, stand_in, _ in self._stand_ins:
+            write(stand_in)
+        try:
+            yield
+        finally:
+            for write, _, value in self._stand_ins:
+                write(value)
+            self._stand_ins = []
+
+
+def are_equal(first: Any, second: Any, depth: int = 0) -> bool:
+    """Compares values by content; other objects, and tensors that require gradients, by identity."""
+    if first is second:
+        return True
+    if type(first) is not type(second) or depth > 20:
+        return False
+    if isinstance(first, torch.Tensor):
+        is_plain = all(can_keep_value(tensor) and not tensor.requires_grad for tensor in (first, second))
+        return is_plain and (first.shape, first.dtype) == (second.shape, second.dtype) and have_same_bits(first, second)
+    if isinstance(first, np.ndarray):
+        return (first.shape, first.dtype) == (second.shape, second.dtype) and first.tobytes() == second.tobytes()
+    if isinstance(first, float):
+        return first == second or (first != first and second != second)  # nan equals itself
+    if isinstance(first, _PLAIN):
+        return bool(first == second)
+    if isinstance(first, set | frozenset):
+        return first == second
+    if is_collection(first) or isinstance(first, tuple):
+        if isinstance(first, dict) and list(first) != list(second):
+            return False
+        items = [(*(each.values() if isinstance(each, dict) else each),) for each in (first, second)]
+        return len(first) == len(second) and all(
+            are_equal(a, b, depth + 1) for a, b in zip(items[0], items[1], strict=True)
+        )
+    return False
+
+
+def _requires_gradient(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if not (is_collection(value) or isinstance(value, tuple)) or depth > 20:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(_requires_gradient(item, depth + 1) for item in items)
+
+
+def have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
+    return torch.equal(*bits)
+
+
+class _Refusing:
+    """Stands in for an iterator, a file or a queue. Other threads still use the original."""
+
+    def __init__(self, original: Any, name: str, model_name: str) -> None:
+        self.__dict__.update(original=original, _name=name, _model_name=model_name, _thread=threading.get_ident())
+
+    def _in_other_threads(self) -> Any:
+        if threading.get_ident() == self._thread:
+            raise problem(
+                CaptureError,
+                f"MC2303: forward or loss of {self._model_name} uses {self._name}, a {type(self.original).__name__}",
+                "replicas would share it, each would take other items, and a step that fails could not put them back",
+                ("take the item before the step, and pass it as an argument",),
+            )
+        return self.original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._in_other_threads(), name)
+
+    def __iter__(self) -> Any:
+        return iter(self._in_other_threads())
+
+    def __next__(self) -> Any:
+        return next(self._in_other_threads())
+
+
+class _Search:
+    def __init__(self, root: nn.Module) -> None:
+        self.places: list[_Place] = []
+        self.sources: list[tuple[str, Any, Callable[[Any], object]]] = []
+        modules = dict(root.named_modules())
+        variables = (*root.parameters(), *root.buffers())
+        self._seen: dict[int, object] = {id(value): value for value in (*modules.values(), *variables)}
+        self._waiting: list[tuple[Any, str]] = []
+        self._globals: set[tuple[int, str]] = set()
+        for name, module in modules.items():
+            self._visit_object(module, name)
+        while self._waiting:
+            self._visit(*self._waiting.pop())
+
+    def _found(self, value: Any, name: str, write: Callable[[Any], object]) -> None:
+        """Looks into a value later. ``write`` puts something else in its place."""
+        kind = type(value)
+        is_source = hasattr(kind, "__next__") or issubclass(kind, (*_QUEUES, io.IOBase))
+        if is_source and not _is_users_class(kind):
+            self.sources.append((name, value, write))
+        elif not issubclass(kind, _PLAIN):
+            self._waiting.append((value, name))
+
+    def _visit(self, value: Any, name: str) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        kind = type(value)
+        if issubclass(kind, torch.Tensor):
+            self._add_tensor(value, name)
+        elif issubclass(kind, np.ndarray):
+            if value.nbytes <= _LARGEST_COPY:
+                self.places.append(_Place(name, value.copy, functools.partial(value.__setitem__, ...), "memory"))
+        elif (states := states_of(value)) is not None:
+            self.places.append(_Place(f"{name}, a {kind.__module__}.{kind.__name__}", *states, "draws"))
+        elif issubclass(kind, type):
+            if _is_users_class(value) and _is_users_file(_file_of(value)):
+                self._visit_class(value)
+        elif is_collection(value):
+            self._visit_collection(value, name)
+            if _is_users_class(kind):
+                self._visit_object(value, name)
+        elif issubclass(kind, tuple | frozenset):
+            self._waiting += [(item, f"{name}[{i}]") for i, item in enumerate(value)]
+        elif kind is FunctionType:
+            self._visit_function(value)
+        elif issubclass(kind, functools.partial):
+            self._waiting += [(value.func, name), (value.args, name), (value.keywords, name)]
+        elif kind is MethodType:
+            self._waiting += [(value.__func__, name), (value.__self__, name)]
+        elif issubclass(kind, staticmethod | classmethod):
+            self._waiting.append((value.__func__, name))
+        elif issubclass(kind, property):
+            self._waiting += [(function, name) for function in (value.fget, value.fset) if function is not None]
+        elif issubclass(kind, nn.Module) or _is_users_class(kind):
+            self._visit_object(value, name)
+
+    def _visit_collection(self, value: Any, name: str, *, is_of_object: bool = False, is_place: bool = True) -> None:
+        if is_place:
+            self.places.append(_Place(name, functools.partial(content_of, value), functools.partial(refill, value)))
+        if isinstance(value, dict):
+            for key, item in content_of(value).items():
+                if is_of_object and key in _TABLES:  # of a module, whose copies notice what is replaced
+                    self._waiting += [(member, f"{name}{of_table}") for of_table, member in item.items()]
+                    continue
+                if is_of_object and key in _OF_MODULES and not item:
+                    continue
+                of_item = f"{name}{key}" if is_of_object else f"{name}[{key!r}]"
+                self._found(item, of_item, functools.partial(dict.__setitem__, value, key))
+        elif isinstance(value, list):
+            for i, item in enumerate(content_of(value)):
+                self._found(item, f"{name}[{i}]", functools.partial(list.__setitem__, value, i))
+        else:
+            self._waiting += [(item, f"an item of {name}") for item in content_of(value)]
+
+    def _visit_object(self, value: Any, name: str) -> None:
+        with contextlib.suppress(AttributeError):  # objects with slots alone have none
+            attributes = object.__getattribute__(value, "__dict__")
+            self._visit_collection(attributes, f"{name}.", is_of_object=True, is_place=not _is_mirrorcs(type(value)))
+        for slot in slots_of(type(value)):
+
+            def read(slot: Any = slot) -> Any:
+                try:
+                    return slot.__get__(value)
+                except AttributeError:
+                    return _ABSENT
+
+            def write(content: Any, slot: Any = slot) -> None:
+                with contextlib.suppress(AttributeError):  # it is empty
+                    slot.__delete__(value)
+                if content is not _ABSENT:
+                    slot.__set__(value, content)
+
+            self._add_variable(f"{name}.{slot.__name__}", read, write)
+        if not isinstance(value, type):
+            self._waiting.append((type(value), type(value).__name__))
+
+    def _visit_class(self, kind: type) -> None:
+        def read() -> dict[str, Any]:
+            return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
+
+        def write(content: dict[str, Any]) -> None:
+            now = read()
+            for key in now.keys() - content.keys():
+                type.__delattr__(kind, key)
+            for key, value in content.items():
+                if now.get(key, _ABSENT) is not value:
+                    type.__setattr__(kind, key, value)
+
+        self.places.append(_Place(f"{kind.__name__}.", read, write))
+        for key, value in vars(kind).items():
+            is_method = isinstance(value, FunctionType | staticmethod | classmethod | property)
+            if is_method or not key.startswith("__"):
+                self._found(value, f"{kind.__name__}.{key}", functools.partial(type.__setattr__, kind, key))
+        self._waiting += [(base, base.__name__) for base in kind.__bases__]
+
+    def _visit_function(self, function: FunctionType) -> None:
+        if not _is_users_file(function.__code__.co_filename):
+            return
+        code, outside = function.__code__, function.__globals__
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._add_variable(
+                    variable,
+                    functools.partial(_content_of_cell, cell),
+                    functools.partial(_fill_cell, cell),
+                )
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self._waiting += [(value, f"a default of {function.__name__}") for value in defaults]
+        self._visit_collection(vars(function), f"{function.__name__}.", is_of_object=True)
+        names = set(global_names(code))
+        for name in names & outside.keys():
+            value = outside[name]
+            if isinstance(value, ModuleType):
+                self._visit_module(value, names)
+            else:
+                self._visit_global(outside, name, name)
+        for name in assigned_globals(code) - outside.keys():
+            self._visit_global(outside, name, name)
+
+    def _visit_module(self, module: ModuleType, names: set[str]) -> None:
+        if _is_users_file(getattr(module, "__file__", None) or _BUILT_IN):
+            for name in names & vars(module).keys():
+                self._visit_global(vars(module), name, f"{module.__name__}.{name}")
+
+    def _visit_global(self, table: dict[str, Any], key: str, name: str) -> None:
+        if (id(table), key) in self._globals:
+            return
+        self._globals.add((id(table), key))
+
+        def write(value: Any) -> None:
+            if value is _ABSENT:
+                table.pop(key, None)
+            else:
+                table[key] = value
+
+        self._add_variable(name, lambda: table.get(key, _ABSENT), write)
+
+    def _add_variable(self, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self.places.append(_Place(name, read, write))
+        if (value := read()) is not _ABSENT:
+            self._found(value, name, write)
+
+    def _add_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        if not can_keep_value(tensor) or tensor.requires_grad or tensor.nbytes > _LARGEST_COPY:
+            self.places.append(_Place(name, lambda: tensor._version, lambda _: None, "memory"))
+            return
+        kept = tensor.detach().clone()
+
+        def read() -> torch.Tensor:
+            return kept if are_equal(tensor, kept) else tensor.detach().clone()
+
+        def write(value: torch.Tensor) -> None:
+            tensor.detach().resize_(value.shape).copy_(value)
+
+        self.places.append(_Place(name, read, write, "memory"))
+
+
+def _content_of_cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _ABSENT
+
+
+def _fill_cell(cell: CellType, content: Any) -> None:
+    if content is _ABSENT:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = content
+
+
+def _is_mirrorcs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "mirrorc"
+
+
+def _file_of(kind: type) -> str:
+    """Empty for a class of no module, such as that of code from a string."""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def _is_users_class(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, torch.__path__[0])
+
+
+@functools.cache
+def _is_users_file(path: str) -> bool:
+    """False for files of the standard library, of torch and of installed packages; true for code from a string."""
+    return not path.startswith(_INSTALLED) and "site-packages" not in path
