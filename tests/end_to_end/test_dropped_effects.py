@@ -193,7 +193,7 @@ def test_numbers_that_python_would_give_anew_in_each_step_are_refused() -> None:
             unchanged(model),
             pytest.raises(CaptureError, match=f"{words}\n.*test_dropped_effects.py:(?s:.*)fix") as refused,
         ):
-            train(model)
+            train(model, capture="dynamo")
         assert random.getstate() == state and next(counter) == list(cases).index(name), (name, str(refused.value))
 
 
@@ -232,7 +232,7 @@ def test_random_numbers_that_a_function_keeps_are_refused() -> None:
 def test_state_that_steps_would_go_on_from_is_refused(does: Any, words: tuple[str, ...]) -> None:
     model = Net(does)
     with unchanged(model), pytest.raises(CaptureError) as refused:
-        train(model)
+        train(model, capture="dynamo")
     assert all(word in str(refused.value) for word in words), str(refused.value)
     assert model.steps == 0 == counts["steps"] == Shared.steps and "steps" not in vars(Inherits)
 
@@ -302,7 +302,7 @@ def test_a_change_that_the_next_step_would_read_is_refused_though_nothing_was_th
         unchanged(model),
         pytest.raises(CaptureError, match=r"(?s)reads and changes .*test_dropped_effects\.py:") as refused,
     ):
-        train(model)
+        train(model, capture="dynamo")
     assert f"reads and changes {name}\n" in str(refused.value)
     assert not missed and not log and not cache and not found and not recent and not vars(notes)
 

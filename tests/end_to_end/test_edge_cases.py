@@ -163,11 +163,15 @@ def write_into_the_buffer(model: Assigns) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("assign", "name"), [(count, "count"), (replace_the_buffer, "average")])
+@pytest.mark.parametrize(
+    ("assign", "name", "capture"), [(count, "count", "dynamo"), (replace_the_buffer, "average", "auto")]
+)
 @pytest.mark.parametrize("devices", [2, 1])
-def test_a_forward_that_assigns_state_is_refused(assign: Callable[[Assigns], None], name: str, devices: int) -> None:
+def test_a_forward_that_assigns_state_is_refused(
+    assign: Callable[[Assigns], None], name: str, capture: str, devices: int
+) -> None:
     model = Assigns(assign)
-    with compile_eager(model, devices) as step:
+    with compile_eager(model, devices, capture=capture) as step:
         for _ in range(2):
             with unchanged(model), pytest.raises(CaptureError) as caught:
                 step(torch.ones(4, 2))

@@ -157,7 +157,7 @@ def test_what_forward_changes_in_a_list_is_said_with_its_name() -> None:
     names, target = ["a", "b"], torch.zeros(4, 2)
     taking, adding = Reader(lambda x, v: len(v.pop())), Reader(lambda x, v: v.append("b") or 1.0)
     with (
-        compiled_step(taking, mean) as step,
+        compiled_step(taking, mean, capture="dynamo") as step,
         pytest.raises(CaptureError, match="of Reader reads and changes given"),
     ):
         step(X.float(), names, target=target)

@@ -425,9 +425,9 @@ def test_a_generator_in_a_closure_or_an_object_is_refused_and_put_back(name: str
         def loss_of(output: torch.Tensor, target: torch.Tensor, draw: Any = draw) -> torch.Tensor:
             return F.mse_loss(output, target) * float(draw() if name != "RandomState" else generator.rand())
 
-        with compiled_step(layers(), loss_of, capture="autograd") as step:
-            with pytest.raises(CaptureError, match=r"MC2303: .* draws from"):
-                step(x, y)
+        words = r"MC2303: .* draws from"
+        with compiled_step(layers(), loss_of, capture="autograd") as step, pytest.raises(CaptureError, match=words):
+            step(x, y)
     assert float(getattr(generator, "rand", generator.random)()) == float(
         getattr(untouched, "rand", untouched.random)()
     )
@@ -448,8 +448,8 @@ def test_shared_memory_that_forward_writes_is_refused_and_put_back(kind: str) ->
         return F.mse_loss(output, target)
 
     ((x, y),) = data_of(6)
-    with compiled_step(layers(), loss_of, capture="autograd") as step:
-        with pytest.raises(CaptureError, match=r"MC2304: .* in place"):
-            step(x, y)
+    words = r"MC2304: .* in place"
+    with compiled_step(layers(), loss_of, capture="autograd") as step, pytest.raises(CaptureError, match=words):
+        step(x, y)
     assert not tensor.any() and not array.any()
     torch.testing.assert_close(norm.state_dict(), before, rtol=0, atol=0)

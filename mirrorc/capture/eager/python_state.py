@@ -10,6 +10,7 @@ import queue
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mirrorc.capture.diagnostics.python_effects import users_place
 from mirrorc.capture.eager.user_generators import states_of
 from mirrorc.capture.model.function_module import assigned_globals, global_names
 from mirrorc.errors import CaptureError
@@ -210,7 +212,8 @@ class _Refusing:
                 CaptureError,
                 f"MC2303: forward or loss of {self._model_name} uses {self._name}, a {type(self.original).__name__}",
                 "replicas would share it, each would take other items, and a step that fails could not put them back",
-                ("take the item before the step, and pass it as an argument",),
+                "take the item before the step, and pass it as an argument",
+                at=users_place(traceback.extract_stack()),
             )
         return self.original
 

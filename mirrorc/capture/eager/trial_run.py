@@ -171,7 +171,7 @@ def _first_run(
                 raise
             transient.update(error.attributes)
         except ReadBeforeAssignedError as error:
-            if error.attribute not in transient or error.module is None:
+            if error.attribute not in transient or error.module is None or error.name == HOOKS_ARE_INSTALLED:
                 raise
             transient.remove(error.attribute)
             CARRIED.add(error.module, error.name)
