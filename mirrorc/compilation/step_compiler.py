@@ -18,6 +18,7 @@ from mirrorc.capture.call.recompile_reasons import CallKind
 from mirrorc.capture.call.shard_types import SymbolicDims, shard_types
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.eager.carried_state import carried_state_of
 from mirrorc.capture.front_ends.front_end import FrontEnd
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.capture_program import CapturedProgram, capture_program
@@ -191,6 +192,7 @@ class StepCompiler:
         climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
         training_call, captured = climbed.result
         self.front_ends[purpose] = climbed.front_end.name
+        carried_state_of(self._options.model).note_capture(is_fallback=bool(climbed.failed))
         model = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(model))
         remarks = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(model), on_sizes) if text]

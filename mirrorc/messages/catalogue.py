@@ -219,15 +219,15 @@ MC2203 A loss that reaches no trained parameter
 MC2204 A loss of another dtype
 A loss is one real number of floating point: `loss.float()`, and `loss.real` for a complex one.
 
-MC2301 Forward sets an attribute
-Return the value, keep it in a local variable, or in a buffer: `self.register_buffer("h", torch.zeros(8))` in `__init__`
-and `self.h.copy_(value)` in forward.
+MC2301 Forward keeps something that differs between replicas
+What is the same for every shard is carried on from step to step. Keep the rest in a buffer:
+`self.register_buffer("h", torch.zeros(8))` in `__init__` and `self.h.copy_(value)` in forward; or return it.
 
 MC2302 Forward changes an object of yours
 Replicas have containers of their own. Change a copy, `batch = dict(batch)`, and return what is to last.
 
-MC2303 Random numbers from outside of torch
-A captured graph would repeat the number. `torch.rand(())` is drawn anew in each step; or draw before the step and pass it.
+MC2303 Numbers or items that are drawn outside of torch
+Replicas would share the generator, iterator or file. `torch.rand(())` is drawn anew in each step; or draw before the step.
 
 MC2304 Forward writes where a step cannot
 Parameters change in the optimizer only. Clone an argument before you write it, and write detached values to buffers.
@@ -323,7 +323,7 @@ MC3303 Items taken out of an argument
 Replicas take them out of containers of their own, and yours keeps them.
 
 MC3304 Attributes that do not reach the model
-With `capture="autograd"` each replica sets them on modules of its own. Keep them in buffers.
+A step has them for the call alone, on each replica. Return them, or keep them in buffers.
 
 MC3305 A tensor that gets no gradient
 Register it: `self.scale = nn.Parameter(...)` in the model, or in a loss that is a module.

@@ -269,6 +269,40 @@ def test_a_cached_mask_is_kept_as_in_plain_pytorch(place: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True) if a is not None)
 
 
+def test_a_model_whose_cache_is_filled_is_captured() -> None:
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output[:, :2], target)
+
+    how = []
+    with compiled_step(Masks("attribute"), loss_of) as step:
+        for x, y in data_of(6, 6, 6, 6):
+            step(x, y)
+            how.append(step.metrics()["programs/compiled"])
+        assert "autograd" not in step.program.to_text()
+    assert how == [1.0, 1.0, 2.0, 2.0]
+
+
+class Routes(nn.Module):
+    """Leaves an auxiliary loss in an attribute of each part, which the model adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.last = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(2)), nn.Linear(3, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = torch.tanh(part(x))
+            part.auxiliary = x.pow(2).sum(1, keepdim=True)  # type: ignore[assignment]
+        return self.last(x) + sum(part.auxiliary for part in self.parts)
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+def test_attributes_that_are_assigned_before_they_are_read_are_values_of_the_call(capture: str) -> None:
+    with pytest.warns(UserWarning, match=r"MC3304: .* sets attributes of modules \('auxiliary'\)"):
+        plain, found = assert_trains_as_plainly(lambda: (Routes(), F.mse_loss), 6, 5, 6, capture=capture)
+    assert hasattr(plain.parts[0], "auxiliary") and not hasattr(found.parts[0], "auxiliary")  # type: ignore[index]
+
+
 def test_a_step_that_fails_advances_nothing() -> None:
     model = Net("attribute")
 

@@ -24,6 +24,7 @@ from mirrorc.torch_internals import (
 )
 
 _OF_A_MODULE = re.compile(r"L\['self'\](\._modules\['[^']+'\])*(\._buffers|\._parameters)?$")
+_TABLES = ("._buffers", "._parameters")
 _SUBMODULE = re.compile(r"\._modules\['([^']+)'\]")
 _UNKNOWN = traceback.FrameSummary("<unknown>", 0, "forward", line="")
 
@@ -51,18 +52,26 @@ def dropped_effects(
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
     _refuse_draws(effects.draws, effects.cached_draws, model_name)
-    lasting = []
+    lasting, attributes = list[PythonWrite](), list[PythonWrite]()
     for write in effects.writes:
         is_read = write.is_read_by_changing or any(
             name.startswith(beginning) for part in write.parts for beginning in _reads_of(write, part) for name in read
         )
         if not is_read or _OF_A_MODULE.match(write.source) or not _settles(write, text, again):
-            _refuse_state(write, is_read, model_name)
+            is_attribute = _OF_A_MODULE.match(write.source) is not None
+            if is_read or (is_attribute and write.source.endswith(_TABLES)):
+                _refuse_state(write, model_name)
             lasting.append(write)
+            if is_attribute:
+                attributes.append(write)
     _refuse_reads_of_next_trace(lasting, text, again, model_name)
-    return tuple(
-        dict.fromkeys([*(_of_write(write, model_name) for write in lasting), *_of_calls(effects.calls, model_name)])
-    )
+    notes = [_of_write(write, model_name) for write in lasting if write not in attributes]
+    notes += _of_calls(effects.calls, model_name)
+    if attributes:
+        names = dict.fromkeys(part.removeprefix(".") for write in attributes for part in write.parts)
+        frame = _users_frame(attributes[0].stack)
+        notes.append(Note.at(frame, unkept_attributes(model_name, [*names], frame)))
+    return tuple(dict.fromkeys(notes))
 
 
 def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
@@ -115,6 +124,16 @@ def drawn_number(model_name: str, why: str, at: str) -> CaptureError:
     )
 
 
+def unkept_attributes(model_name: str, names: Sequence[str], frame: traceback.FrameSummary | None = None) -> str:
+    shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+    return message(
+        f"MC3304: forward of {model_name} sets attributes of modules ({shown}), which do not reach the model",
+        "a step has them for the call alone, one value for each replica",
+        ("call the model itself, if you read them", "keep the values in buffers"),
+        at=line_of(frame) if frame is not None else "",
+    )
+
+
 def assigned_attribute(model_name: str, name: str, why: str, at: str = "") -> str:
     return message(
         f"MC2301: forward of {model_name} sets {name}",
@@ -160,7 +179,7 @@ def _refuse_reads_of_next_trace(
     if not known or _is_same_after(known, text, again):
         return
     alone = (write for write in known if len(known) == 1 or not _is_same_after([write], text, again))
-    _refuse_state(next(alone, known[0]), True, model_name)
+    _refuse_state(next(alone, known[0]), model_name)
 
 
 def _is_same_after(writes: Sequence[PythonWrite], text: str, again: Callable[[], fx.GraphModule]) -> bool:
@@ -173,22 +192,21 @@ def _is_same_after(writes: Sequence[PythonWrite], text: str, again: Callable[[],
             return False
 
 
-def _refuse_state(write: PythonWrite, is_read: bool, model_name: str) -> None:
+def _refuse_state(write: PythonWrite, model_name: str) -> None:
     where = users_place(write.stack)
     if _OF_A_MODULE.match(write.source):
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
         sets = f"an attribute of {f'its module {name!r}' if name else 'itself'}, self.x = ..."
         refusal = assigned_attribute(model_name, sets, "a compiled step would not set it again", where)
         raise UnreadableError(refusal, f"{f'{where}: ' if where else ''}forward sets {sets}")
-    if is_read:
-        changes = f"reads and changes {write.words.name}"
-        refusal = message(
-            f"MC2301: forward or loss of {model_name} {changes}",
-            "each step would go on from the last one, which a captured graph cannot",
-            ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it between steps"),
-            at=where,
-        )
-        raise UnreadableError(refusal, f"{f'{where}: ' if where else ''}it {changes}")
+    changes = f"reads and changes {write.words.name}"
+    refusal = message(
+        f"MC2301: forward or loss of {model_name} {changes}",
+        "each step would go on from the last one, which a captured graph cannot",
+        ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it between steps"),
+        at=where,
+    )
+    raise UnreadableError(refusal, f"{f'{where}: ' if where else ''}it {changes}")
 
 
 def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:

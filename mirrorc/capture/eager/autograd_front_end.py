@@ -113,7 +113,7 @@ class EagerGuards:
     draws: Sequence[object] = ()
 
     def __init__(self, call: OpaqueCall, training_call: TrainingCall) -> None:
-        self._call, self._training_call = call, training_call
+        self._call, self._training_call, self._num_settled = call, training_call, call.state.num_settled
         self._plain = {name: Constant(value) for name, value in training_call.plain.items()}
         self._numbers = [
             (module, key, Constant(value))
@@ -133,6 +133,8 @@ class EagerGuards:
         return not self.broken()
 
     def broken(self) -> str:
+        if self._num_settled != self._call.state.count_settled():
+            return "what forward keeps from call to call, which the last call has not changed"
         plain = self._training_call.plain
         for name, value in self._plain.items():
             if plain.get(name) is not value.value and Constant(plain.get(name)) != value:

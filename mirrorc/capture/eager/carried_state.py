@@ -18,6 +18,7 @@ _FIXES = (
     "keep it in a buffer, self.register_buffer('x', ...) once and self.x.copy_(value) in forward",
     "return it, with return_outputs=True",
 )
+_MOST_CAPTURES = 4
 _LONGEST_WAIT_SECONDS = 3600
 
 
@@ -28,10 +29,13 @@ class CarriedState:
 
     Attributes:
         is_advanced: whether a first run has changed any state. Replicas then run one after the other.
+        num_settled: how often a step has changed nothing after one that did, as when a cache is filled. Another front end
+            may then take the model.
     """
 
     def __init__(self, model_name: str) -> None:
-        self.is_advanced = False
+        self.is_advanced, self.num_settled = False, 0
+        self._is_fallback, self._was_advanced = False, False
         self._model_name = model_name
         self._lock = threading.RLock()
         self._state: PythonState | None = None
@@ -62,6 +66,18 @@ class CarriedState:
         assert self._state is not None, "within first runs"
         return self._state.changes()
 
+    def note_capture(self, *, is_fallback: bool) -> None:
+        """A model that runs as plain PyTorch for want of another front end is captured again when its state settles."""
+        self._is_fallback, self._was_advanced = is_fallback, False
+
+    def count_settled(self) -> int:
+        """`num_settled` after the last step."""
+        if self._left:
+            self._was_advanced = True
+        elif self._left is not None and self._was_advanced and self._is_fallback and self.num_settled < _MOST_CAPTURES:
+            self.num_settled, self._was_advanced = self.num_settled + 1, False
+        return self.num_settled
+
     def begin_step(self, root: nn.Module) -> None:
         self._state, self._left = PythonState(root), None
 
@@ -86,7 +102,7 @@ class CarriedState:
                     "replicas ran at the same time, and each has changed it",
                     "call the step again with the same batch: replicas run one after the other from now on",
                 )
-            self._left = self._left or left
+            self._left = self._left if self._left is not None else left
             self._check(left, self._left, ExecutionError)
 
     @contextlib.contextmanager

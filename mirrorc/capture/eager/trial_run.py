@@ -21,7 +21,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
     sparse_gradient,
 )
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
-from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute
+from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute, unkept_attributes
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
@@ -37,7 +37,7 @@ from mirrorc.capture.model.transient_attributes import (
     ReadBeforeAssignedError,
 )
 from mirrorc.errors import CaptureError
-from mirrorc.messages.problem import message, problem
+from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import line_of
 from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import is_users_file
@@ -278,13 +278,5 @@ def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str
 def _notes_on_transient(transient: Set[Attribute], model_name: str) -> list[Note]:
     if not transient:
         return []
-    names = ", ".join(repr(name) for name in dict.fromkeys(name for _, name in sorted(transient)))
-    return [
-        Note(
-            message(
-                f"MC3304: forward of {model_name} sets attributes of modules ({names}), which do not reach the model",
-                "in a step each replica has modules of its own",
-                ("call the model itself, if you read them", "keep the values in buffers"),
-            )
-        )
-    ]
+    names = [*dict.fromkeys(name for _, name in sorted(transient))]
+    return [Note(unkept_attributes(model_name, names))]
