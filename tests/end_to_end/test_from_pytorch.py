@@ -892,9 +892,50 @@ def test_count_in_forward() -> None:
         own.count += 1
         return own.net(x)
 
+    with pytest.warns(UserWarning, match="MC2701"), Pair(Around(forward)) as pair:
+        pair.train(3)
+        assert pair.model.count == pair.twin.count == 3
+
+
+@pytest.mark.slow
+def test_cached_mask() -> None:
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(own, "mask"):
+            own.mask = torch.ones(3, 3, dtype=torch.float64).triu(1)
+        return own.net(x @ own.mask)
+
+    with pytest.warns(UserWarning, match="MC2701"), Pair(Around(forward)) as pair:
+        pair.train(4)
+        assert torch.equal(pair.model.mask, pair.twin.mask)
+        assert "autograd" not in pair.step.program.to_text()
+
+
+@pytest.mark.slow
+def test_loss_in_an_attribute() -> None:
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        own.net[0].aux = x.pow(2).sum(1, keepdim=True)
+        return own.net(x) * own.net[0].aux
+
+    with pytest.warns(UserWarning, match="MC3304"), Pair(Around(forward)) as pair:
+        pair.train()
+
+
+def test_running_mean_in_python() -> None:
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        own.count = 0.9 * own.count + 0.1 * x.mean(0)
+        return own.net(x - own.count)
+
     model = Around(forward)
-    with compiled(model) as step, refused("count-in-forward", model):
+    with compiled(model) as step, refused("running-mean-in-python", model):
         step(X, target=Y)
+
+
+def test_iterator_in_forward() -> None:
+    model = Around(lambda own, x: own.net(x) * next(own.noise))
+    model.noise = (0.5 for _ in range(9))
+    with compiled(model) as step, refused("iterator-in-forward", model):
+        step(X, target=Y)
+    assert len([*model.noise]) == 9
 
 
 @pytest.mark.slow

@@ -205,12 +205,11 @@ def test_microbatches_and_accumulation_advance_it_once_a_call() -> None:
     reset()
     model, (batch, other) = Net("attribute"), data_of(6, 4)
     with compiled_step(model, F.mse_loss, capture="autograd") as step:
-        with step.accumulate():
-            step(*batch)
+        step.accumulate(*batch)
         assert model.calls == 1
         step(*other)
         assert model.calls == 2
-        step.evaluate(batch[0])
+        step.evaluate(*batch[:1], target=batch[1])
         assert model.calls == 3
 
 
