@@ -14,11 +14,11 @@ from torch import nn
 
 from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.eager.python_state import restored_state
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.loss_check.equal_draws import EqualDraws
 from mirrorc.loss_check.observed_calls import ObservedCalls
 from mirrorc.messages.problem import problem
-from mirrorc.user.restore import restored
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Evaluation:
         copies = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
         observed = ObservedCalls(by_running_statistics)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(restored(self._call, deep=True))
+            stack.enter_context(restored_state(self._call))
             stack.enter_context(_restored_random_streams(self._device))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())

@@ -28,7 +28,7 @@ def reasons_for(
     if not is_repeatable:
         reasons.append(
             "the loss of the same batch changes from call to call: forward or the loss reads Python state that it changes where "
-            "check_loss cannot put it back, such as a global, a class, an iterator or a queue; compare with that held fixed"
+            "check_loss cannot put it back, such as an iterator or a queue; compare with that held fixed"
         )
     if whole.observed.unequal_draws:
         names = ", ".join(sorted(whole.observed.unequal_draws))

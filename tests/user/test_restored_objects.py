@@ -1,6 +1,7 @@
 """A deep restore, by `mirrorc.check_loss`, of the objects that forward and loss change, and its limits."""
 
 import copy
+import itertools
 import random
 from array import array
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
@@ -181,10 +182,19 @@ def test_parameters_that_forward_writes_and_batches_are_put_back() -> None:
     assert torch.equal(x, torch.ones(6, 3))
 
 
-def test_python_state_elsewhere_is_named_as_a_reason() -> None:
+def test_globals_are_put_back() -> None:
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         steps["done"] += 1
         return F.mse_loss(output, target) * steps["done"]
+
+    assert check(Net(), loss_fn).same and steps == {"done": 0}
+
+
+def test_an_iterator_is_named_as_a_reason() -> None:
+    numbers = itertools.count(1)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target) * next(numbers)
 
     found = check(Net(), loss_fn)
     assert not found.same and "the loss of the same batch changes from call to call" in str(found)

@@ -11,9 +11,10 @@ import sys
 import sysconfig
 import threading
 import traceback
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,16 @@ from mirrorc.capture.eager.user_generators import states_of
 from mirrorc.capture.model.function_module import assigned_globals, global_names
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import problem
-from mirrorc.user.restore import can_keep_value, content_of, is_collection, refill
+from mirrorc.user.restore import (
+    SavedValue,
+    can_keep_value,
+    content_of,
+    is_collection,
+    put_back_after,
+    refill,
+    restored,
+    run_all,
+)
 from mirrorc.user.slots import slots_of
 
 _ABSENT = object()
@@ -60,6 +70,10 @@ class _Place:
         if self.kind == "state":
             return not _is_unchanged(now, self.before)
         return not are_equal(now, self.before)
+
+    def put_back(self) -> None:
+        if self.has_changed(self.read()):
+            self.write(self.before)
 
     def name_of(self, now: Any) -> str:
         """With the first entry of a dict that has changed."""
@@ -138,12 +152,13 @@ class PythonState:
             tuple(place.name for _, place, _ in changed if place.kind == "draws"),
         )
 
+    @property
+    def actions(self) -> list[Callable[[], object]]:
+        """Each puts back one thing."""
+        return [place.put_back for place in self._places]
+
     def put_back(self) -> None:
-        for place in self._places:
-            if place.has_changed(place.read()):
-                place.write(place.before)
-        for write, stand_in, _ in self._stand_ins:
-            write(stand_in)
+        run_all([*self.actions, *(functools.partial(write, stand_in) for write, stand_in, _ in self._stand_ins)])
 
     @contextlib.contextmanager
     def sources_refused(self, model_name: str) -> Iterator[None]:
@@ -157,6 +172,14 @@ class PythonState:
             for write, _, value in self._stand_ins:
                 write(value)
             self._stand_ins = []
+
+
+@contextlib.contextmanager
+def restored_state(root: nn.Module) -> Iterator[None]:
+    """Undoes the changes of a block to parameters and buffers, and to what forward can reach in Python."""
+    values = [SavedValue(parameter).put_back for parameter in root.parameters() if can_keep_value(parameter)]
+    with restored(root), put_back_after([*PythonState(root).actions, *values]):
+        yield
 
 
 def are_equal(first: Any, second: Any, depth: int = 0) -> bool:
@@ -174,7 +197,7 @@ def are_equal(first: Any, second: Any, depth: int = 0) -> bool:
         return first == second or (first != first and second != second)  # nan equals itself
     if isinstance(first, _PLAIN):
         return bool(first == second)
-    if isinstance(first, set | frozenset):
+    if isinstance(first, set | frozenset | bytearray | array):
         return first == second
     if is_collection(first) or isinstance(first, tuple):
         if isinstance(first, dict) and list(first) != list(second):
@@ -259,7 +282,13 @@ class _Search:
             self._add_tensor(value, name)
         elif issubclass(kind, np.ndarray):
             if value.nbytes <= _LARGEST_COPY:
-                self.places.append(_Place(name, value.copy, functools.partial(value.__setitem__, ...), "memory"))
+                self.places.append(_Place(name, value.copy, functools.partial(_fill_array, value), "memory"))
+            if value.dtype.hasobject:
+                self._waiting += [(item, f"an item of {name}") for item in value.flat]
+        elif issubclass(kind, bytearray | array):
+            self.places.append(
+                _Place(name, lambda: value[:], functools.partial(value.__setitem__, slice(None)), "memory")
+            )
         elif (states := states_of(value)) is not None:
             self.places.append(_Place(f"{name}, a {kind.__module__}.{kind.__name__}", *states, "draws"))
         elif issubclass(kind, type):
@@ -281,7 +310,7 @@ class _Search:
             self._waiting.append((value.__func__, name))
         elif issubclass(kind, property):
             self._waiting += [(function, name) for function in (value.fget, value.fset) if function is not None]
-        elif issubclass(kind, nn.Module) or _is_users_class(kind):
+        elif issubclass(kind, nn.Module | SimpleNamespace) or _is_users_class(kind):
             self._visit_object(value, name)
 
     def _visit_collection(self, value: Any, name: str, *, is_of_object: bool = False, is_place: bool = True) -> None:
@@ -392,18 +421,17 @@ class _Search:
             self._found(value, name, write)
 
     def _add_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        if not can_keep_value(tensor) or tensor.requires_grad or tensor.nbytes > _LARGEST_COPY:
+        if not can_keep_value(tensor) or tensor.nbytes > _LARGEST_COPY:
             self.places.append(_Place(name, lambda: tensor._version, lambda _: None, "memory"))
             return
-        kept = tensor.detach().clone()
+        saved = SavedValue(tensor)
+        self.places.append(_Place(name, lambda: saved.has_changed, lambda _: saved.put_back(), "memory"))
 
-        def read() -> torch.Tensor:
-            return kept if are_equal(tensor, kept) else tensor.detach().clone()
 
-        def write(value: torch.Tensor) -> None:
-            tensor.detach().resize_(value.shape).copy_(value)
-
-        self.places.append(_Place(name, read, write, "memory"))
+def _fill_array(values: Any, content: Any) -> None:
+    if values.shape != content.shape:
+        values.resize(content.shape, refcheck=False)
+    values[...] = content
 
 
 def _content_of_cell(cell: CellType) -> Any:

@@ -37,7 +37,9 @@ def _is_torchs(generator: torch.Generator) -> bool:
 
 
 def states_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """Functions that read and set the state of a generator of Python's random or numpy; None for another object."""
+    """Functions that read and set the state of a generator of torch, Python's random or numpy; None for another object."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
     if isinstance(value, np.random.RandomState):
