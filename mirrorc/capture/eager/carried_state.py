@@ -79,7 +79,9 @@ class CarriedState:
         return self.num_settled
 
     def begin_step(self, root: nn.Module) -> None:
-        self._state, self._left = PythonState(root), None
+        if self._state is None or self._state.root is not root or self._state.changes():  # by the user, or the last step
+            self._state = PythonState(root)
+        self._left = None
 
     def undo_step(self) -> None:
         if self._state is not None:

@@ -140,6 +140,7 @@ class PythonState:
 
     def __init__(self, root: nn.Module) -> None:
         search = _Search(root)
+        self.root = root
         self._places, self._sources = search.places, search.sources
         self._stand_ins: list[tuple[Callable[[Any], object], _Refusing, Any]] = []
 
