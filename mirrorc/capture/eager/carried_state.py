@@ -37,7 +37,7 @@ class CarriedState:
         self.is_advanced, self.num_settled = False, 0
         self._is_fallback, self._was_advanced = False, False
         self._model_name = model_name
-        self._lock = threading.RLock()
+        self._lock, self._num_running = threading.RLock(), 0
         self._state: PythonState | None = None
         self._left: Changes | None = None
 
@@ -79,7 +79,9 @@ class CarriedState:
         return self.num_settled
 
     def begin_step(self, root: nn.Module) -> None:
-        if self._state is None or self._state.root is not root or self._state.changes():  # by the user, or the last step
+        if (
+            self._state is None or self._state.root is not root or self._state.changes()
+        ):  # by the user, or the last step
             self._state = PythonState(root)
         self._left = None
 
@@ -91,21 +93,36 @@ class CarriedState:
     def advanced(self) -> Iterator[None]:
         """A forward of a step."""
         assert self._state is not None, "within a step"
+        if not self.is_advanced:
+            with self._refused_changes(self._state):
+                yield
+            return
         with self.alone():
-            if self.is_advanced:
-                self._state.put_back()
+            self._state.put_back()
             yield
             left = self._state.changes()
-            if left and not self.is_advanced:
-                self.is_advanced = True
-                raise problem(
-                    ExecutionError,
-                    f"MC2601: forward or loss of {self._model_name} changed {left.a_name}, and did not in its first run",
-                    "replicas ran at the same time, and each has changed it",
-                    "call the step again with the same batch: replicas run one after the other from now on",
-                )
             self._left = self._left if self._left is not None else left
             self._check(left, self._left, ExecutionError)
+
+    @contextlib.contextmanager
+    def _refused_changes(self, state: PythonState) -> Iterator[None]:
+        """Looks when no forward runs, as one may change something for a while."""
+        with self._lock:
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                is_last = not self._num_running
+        if is_last and (changes := state.changes()):
+            self.is_advanced = True
+            raise problem(
+                ExecutionError,
+                f"MC2601: forward or loss of {self._model_name} changed {changes.a_name}, and did not in its first run",
+                "replicas ran at the same time, and each has changed it",
+                "call the step again with the same batch: replicas run one after the other from now on",
+            )
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
