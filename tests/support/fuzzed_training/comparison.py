@@ -34,6 +34,7 @@ class Side:
                     names = {id(p): name for name, p in self.model.named_parameters()}
                     value = [names.get(id(p), "none of the model's") for p in value]
                 found[f"{key} of group {i}"] = value
+        found["calls"] = getattr(self.model, "kept", {}).get("calls")
         return found
 
 

@@ -24,6 +24,11 @@ FEATURES = (
     "fails",  # an operator that fails on some numbers
     "asserts",  # that the batch is finite
 )
+STATE_FEATURES = (
+    "counter",  # which forward advances in a dict
+    "cache",  # a tensor that the first forward leaves in an attribute
+    "straight-through",  # an autograd.Function with a gradient of its own
+)
 POISON = 1e6  # what the operator that fails fails on
 POISON_IN_BACKWARD = 1e5  # what its backward fails on
 
@@ -75,12 +80,22 @@ class FunctionalNorm(nn.Module):
         return F.batch_norm(x, self.mean, self.variance, training=self.training)
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.round(4 * x) / 4
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
 class Tiny(nn.Module):
     gain = 1.0
 
     def __init__(self, features: frozenset[str]) -> None:
         super().__init__()
-        self.has = {feature: feature in features for feature in (*FEATURES, DROPOUT)}
+        self.has = {feature: feature in features for feature in (*FEATURES, *STATE_FEATURES, DROPOUT)}
         is_normalized = not features.isdisjoint(("batch-norm", "functional-norm"))
         self.trunk = nn.Linear(3, 4, bias=not is_normalized)  # such a bias would have gradients of nothing but noise
         self.hidden = nn.Linear(4, 4)
@@ -104,6 +119,7 @@ class Tiny(nn.Module):
         self.slope, self.sign = 0.5, 0.0
         self.numbers, self.pair = {"shift": 0.25}, (0.5, -0.5)
         self.layers, self.settings = [1.0, 2.0], SimpleNamespace(temperature=1.0)
+        self.kept: dict[str, Any] = {"calls": 0, "cached": None}
         self.register_buffer("scale", torch.tensor(1.0))
 
     def forward(self, x: torch.Tensor, words: torch.Tensor | None = None, head: str = "a") -> torch.Tensor:
@@ -126,7 +142,18 @@ class Tiny(nn.Module):
             hidden = torch.tanh(hidden + hidden @ (self.left @ one) + hidden @ other[:4])
         if self.has["python-state"]:
             hidden = self._by_python_state(hidden)
+        hidden = self._by_kept_state(hidden)
         return (self.head if head == "a" else self.other_head)(hidden) * self.scale
+
+    def _by_kept_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.has["counter"]:
+            self.kept["calls"] += 1
+            hidden = hidden * (1.0 + 0.1 * self.kept["calls"])
+        if self.has["cache"]:
+            if self.kept["cached"] is None:
+                self.kept["cached"] = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
+            hidden = hidden * self.kept["cached"]
+        return StraightThrough.apply(hidden) if self.has["straight-through"] else hidden
 
     def _by_python_state(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden * self.slope + self.numbers["shift"] + self.pair[0] * self.pair[1]

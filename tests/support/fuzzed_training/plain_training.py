@@ -93,13 +93,15 @@ class PlainTraining:
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         self.optimizer.zero_grad()
         own, total = {name: list(values) for name, values in self._own.items()}, 0.0
+        kept = dict(self.model.kept)
         try:
             shards = self._shards(batch)
             for replica, shard in enumerate(shards):
-                total += self._run_replica(replica, shard, len(batch["target"]), loss_fn, buffers, own)
+                total += self._run_replica(kept, replica, shard, len(batch["target"]), loss_fn, buffers, own)
         except Exception:
             for name, buffer in buffers.items():
                 buffer.detach().copy_(before[name])
+            self.model.kept.update(kept)
             self.optimizer.zero_grad()
             raise
         self._own = own
@@ -129,6 +131,7 @@ class PlainTraining:
 
     def _run_replica(
         self,
+        kept: Mapping[str, Any],
         replica: int,
         shard: dict[str, Any],
         num_examples: int,
@@ -142,6 +145,7 @@ class PlainTraining:
         total = 0.0
         for part in _split(shard, max(1, min(most, len(shard["target"]) // self._fewest()))):
             target = part.pop("target")
+            self.model.kept.update(kept)  # each forward of a step goes on from the last step
             weight = len(target) / num_examples if self.is_mean else 1.0
             loss = loss_fn(self.model(**part), target) * weight
             if torch.is_grad_enabled():

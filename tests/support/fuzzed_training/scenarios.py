@@ -14,7 +14,7 @@ from fuzzed_training import (
     users_steps,
 )
 from fuzzed_training.events import EVENTS, Event
-from fuzzed_training.models import DROPOUT, FEATURES, LOSSES
+from fuzzed_training.models import DROPOUT, FEATURES, LOSSES, STATE_FEATURES
 from fuzzed_training.pair import Pair
 from fuzzed_training.plans import Plans, draw_plans  # noqa: F401 - the text of a run has it
 from fuzzed_training.settings import (
@@ -87,6 +87,7 @@ def draw_scenario(
     """
     left_out = {*left_out, *KNOWN_TO_FAIL}
     features = random.sample([name for name in FEATURES if name not in left_out], random.randint(0, 3))
+    features += random.sample(STATE_FEATURES, 1) if random.random() < 0.2 else []
     factors, exact_order = random.choice(((True, False), (True, False), (False, False), (False, True)))
     distribution = Distribution(
         num_devices=random.randint(1, 4) if is_uneven else random.choice((2, 1, 4)),
