@@ -151,7 +151,7 @@ MC1309 A container that cannot be made again
 Shards need containers of their own. Pass a plain `dict`, `list` or `tuple`, or a dataclass.
 
 MC1310 A list that may have an item for each example
-A step splits every tensor along dim 0, also those in a list, not the list. Stack what its items have, if they are examples.
+`mirrorc.examples(list)` splits it by items, all of one structure; `tuple(list)` splits each tensor in it along dim 0.
 
 MC1401 A loss_fn that is a class
 `loss_fn=nn.CrossEntropyLoss()`, with parentheses; or a function, `torch.nn.functional.cross_entropy`.

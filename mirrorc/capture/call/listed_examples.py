@@ -1,0 +1,77 @@
+"""Recognizes lists with an item for each example, such as the targets of a detector, among the arguments of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mirrorc.capture.call.argument_markers import BatchDim, Examples, PerReplica, Replicated
+from mirrorc.capture.call.containers import flatten_container
+
+_DEPTH = 2  # of dicts and tuples around such a list
+
+
+def with_lists_of_examples(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Marks lists that are as long as the batch, if their tensors cannot be split along dim 0, as `Examples`.
+
+    Dicts in such a list are always taken for examples.
+    """
+    values = (*args, *kwargs.values())
+    if not any(isinstance(value, list | dict | tuple) for value in values):
+        return args, kwargs
+    number = _num_examples(values[0] if len(values) == 1 and type(values[0]) is tuple else values)
+    if number is None:
+        return args, kwargs
+    marked = tuple(_marked(value, number, _DEPTH) for value in args)
+    return marked, {key: _marked(value, number, _DEPTH) for key, value in kwargs.items()}
+
+
+def _num_examples(values: Iterable[Any]) -> int | None:
+    """By the first argument that tells it without doubt: a tensor, or a marked list."""
+    for value in values:
+        if isinstance(value, Examples):
+            return len(value.items)
+        if isinstance(value, BatchDim):
+            return value.value.size(value.dim)
+        if isinstance(value, torch.Tensor) and value.dim() and not value.is_nested:
+            return value.size(0)
+        if type(value) is dict and (number := _num_examples(value.values())) is not None:
+            return number
+    return None
+
+
+def _marked(value: Any, number: int, depth: int) -> Any:
+    if type(value) is list and len(value) == number:
+        return _marked_list(value, number)
+    if not depth or type(value) not in (dict, tuple):
+        return value
+    children = list(value.values()) if isinstance(value, dict) else value
+    marked = [_marked(child, number, depth - 1) for child in children]
+    if all(new is old for new, old in zip(marked, children, strict=True)):
+        return value
+    return dict(zip(value, marked, strict=True)) if isinstance(value, dict) else tuple(marked)
+
+
+def _marked_list(value: list[Any], number: int) -> Any:
+    each = [list(_tensors_in(item)) for item in value]
+    tensors = [tensor for of_item in each for tensor in of_item]
+    if not all(each) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return value
+    have_rows = all(tensor.dim() and tensor.size(0) == number for tensor in tensors)
+    if have_rows and not all(isinstance(item, dict) for item in value):
+        return value
+    kinds = {(type(item), *((t.dtype, t.dim()) for t in of_item)) for item, of_item in zip(value, each, strict=True)}
+    return Examples(value, is_marked=False, have_rows=have_rows) if len(kinds) == 1 else value
+
+
+def _tensors_in(value: Any) -> Iterator[Any]:
+    """Tensors and markers."""
+    if isinstance(value, torch.Tensor | Replicated | PerReplica | Examples | BatchDim):
+        yield value
+    elif (parts := flatten_container(value, "")) is not None:
+        for _, child in parts.children:
+            yield from _tensors_in(child)
