@@ -211,7 +211,7 @@ MC2201 No loss
 Give `loss_fn=`, or let the model return the loss, as models of Hugging Face do if they are given `labels=`.
 
 MC2202 A loss that is no scalar
-`loss.mean()`; or `loss.sum()` with `mirrorc.compile(..., loss_reduction="sum")`.
+`loss.mean()`; or `loss.sum()` with `loss_reduction="sum"`. Of several items the first is the loss: `return loss, logits`.
 
 MC2203 A loss that reaches no trained parameter
 `.detach()`, `.item()`, `torch.no_grad()` or `argmax` cuts the graph; or the optimizer was given other parameters.

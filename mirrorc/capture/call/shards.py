@@ -164,7 +164,7 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
             wanted, first = sizes, leaf.path
         elif sizes != wanted:
             say = _per_replica if sum(wanted) == sum(sizes) else _in_all
-            fixes = _if_listed(first, leaf.path) + _if_offsets(first, leaf.path)
+            fixes = (_if_in_dim_1(leaf, sum(wanted)) or _if_listed(first, leaf.path)) + _if_offsets(first, leaf.path)
             raise problem(
                 ValueError,
                 f"MC1304: arguments disagree on dim 0: {first!r} has {say(wanted)} examples, {leaf.path!r} has {say(sizes)}",
@@ -179,6 +179,11 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
             "pass the batch as tensors, not all of them replicated",
         )
     return wanted
+
+
+def _if_in_dim_1(leaf: Leaf, number: int) -> tuple[str, ...]:
+    has_examples = leaf.tensor is not None and leaf.tensor.dim() > 1 and leaf.tensor.size(1) == number
+    return (f"mirrorc.batch_dim({leaf.path}, 1), if its dim 1 is the batch",) if has_examples else ()
 
 
 def _if_listed(*paths: str) -> tuple[str, ...]:
