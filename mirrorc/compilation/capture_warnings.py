@@ -27,7 +27,7 @@ class CaptureWarnings:
         for leaf in call.leaves:
             if leaf.split and (match := _ITEM.match(leaf.path)):
                 items.setdefault(match["list"], set()).add(match["index"])
-        by_items = {leaf.path for leaf in call.leaves if leaf.has_rows_too}
+        by_items = {leaf.path for leaf in call.leaves if leaf.is_guess}
         by_rows = {name for name, indices in items.items() if len(indices) == num_examples}
         for name in sorted(by_items | by_rows):
             if self._num_devices > 1 and num_examples > 1 and name not in self._listed:
@@ -35,9 +35,10 @@ class CaptureWarnings:
                 how = "is split by items" if name in by_items else "is split along dim 0 of each tensor in it"
                 text = message(
                     f"MC1310: {name!r}, a list of {num_examples} items, {how}",
-                    f"the batch has {num_examples} examples, and dim 0 of each tensor in it is {num_examples}, too",
+                    f"the batch has {num_examples} examples, too, which may be a coincidence",
                     (
                         f"mirrorc.examples({name}), if each item is an example",
+                        f"mirrorc.replicated({name}), if each device needs all items",
                         f"{f'tuple({name})' if name in by_items else 'nothing'}, if dim 0 of each tensor is the batch",
                     ),
                 )

@@ -51,9 +51,9 @@ def replicated(value: Any) -> Any:
 
 
 class Examples:
-    """A list of examples. ``have_rows`` is whether tensors of a list that is not marked have a row for each, too."""
+    """A list of examples. ``is_guess`` is whether a list that the user has not marked may be something else."""
 
-    def __init__(self, items: Sequence[Any], *, is_marked: bool = True, have_rows: bool = False) -> None:
+    def __init__(self, items: Sequence[Any], *, is_marked: bool = True, is_guess: bool = False) -> None:
         if not isinstance(items, list | tuple):
             kind = type(items).__name__
             raise problem(
@@ -62,7 +62,7 @@ class Examples:
                 fix=("mirrorc.examples(list(items))", "pass a tensor as it is: its dim 0 counts examples"),
             )
         self.items = list(items)
-        self.is_marked, self.have_rows = is_marked, have_rows
+        self.is_marked, self.is_guess = is_marked, is_guess
 
     def __repr__(self) -> str:
         return f"mirrorc.examples({len(self.items)} items)"

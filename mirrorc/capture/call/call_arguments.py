@@ -26,7 +26,7 @@ class Leaf:
         split: whether dim 0 counts examples.
         column: the same tensor of each item of a list of `examples`. A replica gets that of its item ``place``.
         counts_items: whether it is the tensor that stands for the number of items of such a list.
-        has_rows_too: whether each tensor of a list that is not marked could be split along dim 0 as well.
+        is_guess: whether such a list is not marked, and may be something else.
         is_moved: whether dim 0 is another dim of the argument, see `batch_dim`.
     """
 
@@ -37,7 +37,7 @@ class Leaf:
     column: tuple[torch.Tensor, ...] = ()
     place: int = 0
     counts_items: bool = False
-    has_rows_too: bool = False
+    is_guess: bool = False
     is_moved: bool = False
 
     def of_items(self, begin: int, number: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
     if isinstance(value, Examples):
         if mode != "split":
             raise _examples_within(path)
-        count = Leaf(path, torch.arange(len(value.items)), split=True, counts_items=True, has_rows_too=value.have_rows)
+        count = Leaf(path, torch.arange(len(value.items)), split=True, counts_items=True, is_guess=value.is_guess)
         return _flatten_examples(value, path, leaves, count)
     if isinstance(value, BatchDim):
         if mode == "replicated":

@@ -18,7 +18,8 @@ def with_lists_of_examples(
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Marks lists that are as long as the batch, if their tensors cannot be split along dim 0, as `Examples`.
 
-    Dicts in such a list are always taken for examples.
+    Dicts in such a list are taken for examples even if their tensors can be. A list of dicts whose tensors cannot be split is
+    no guess.
     """
     values = (*args, *kwargs.values())
     if not any(isinstance(value, list | dict | tuple) for value in values):
@@ -57,21 +58,37 @@ def _marked(value: Any, number: int, depth: int) -> Any:
 
 
 def _marked_list(value: list[Any], number: int) -> Any:
-    each = [list(_tensors_in(item)) for item in value]
-    tensors = [tensor for of_item in each for tensor in of_item]
-    if not all(each) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+    try:
+        each = [list(_leaves_of(item, "")) for item in value]
+    except (TypeError, RecursionError):  # `flatten_call` names the argument
         return value
+    leaves = [leaf for of_item in each for _, leaf in of_item]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    have_tensors = all(any(isinstance(leaf, torch.Tensor) for _, leaf in of_item) for of_item in each)
+    if not have_tensors or any(isinstance(leaf, _MARKERS) for leaf in leaves):
+        return value
+    are_dicts = all(isinstance(item, dict) for item in value)
     have_rows = all(tensor.dim() and tensor.size(0) == number for tensor in tensors)
-    if have_rows and not all(isinstance(item, dict) for item in value):
+    kinds = [[(path, *_kind(leaf)) for path, leaf in of_item] for of_item in each]
+    are_alike = all(kind == kinds[0] for kind in kinds)
+    if (have_rows or not are_dicts) and not (are_alike and (are_dicts or not have_rows)):
         return value
-    kinds = {(type(item), *((t.dtype, t.dim()) for t in of_item)) for item, of_item in zip(value, each, strict=True)}
-    return Examples(value, is_marked=False, have_rows=have_rows) if len(kinds) == 1 else value
+    return Examples(value, is_marked=False, is_guess=have_rows or not are_dicts)
 
 
-def _tensors_in(value: Any) -> Iterator[Any]:
-    """Tensors and markers."""
-    if isinstance(value, torch.Tensor | Replicated | PerReplica | Examples | BatchDim):
-        yield value
-    elif (parts := flatten_container(value, "")) is not None:
-        for _, child in parts.children:
-            yield from _tensors_in(child)
+_MARKERS = (Replicated, PerReplica, Examples, BatchDim)
+
+
+def _leaves_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    parts = None if isinstance(value, (torch.Tensor, *_MARKERS)) else flatten_container(value, path)
+    if parts is None:
+        yield path, value
+    else:
+        for child_path, child in parts.children:
+            yield from _leaves_of(child, child_path)
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.dim()
+    return type(leaf), leaf if isinstance(leaf, str | int | float | None) else id(leaf)

@@ -67,9 +67,9 @@ def split_call(
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []
+    begins = [sum(sizes[:replica]) for replica in range(num_replicas)]
     for leaf in call.leaves:
         if leaf.column:
-            begins = [sum(sizes[:replica]) for replica in range(num_replicas)]
             parts_of_list = [leaf.of_items(begin, size) for begin, size in zip(begins, sizes, strict=True)]
             columns.append([_resolved(tensor).detach() for tensor in parts_of_list])
         elif leaf.tensor is None:
@@ -116,7 +116,7 @@ def _refuse_microbatches(call: Call) -> None:
             raise problem(
                 ValueError,
                 f"MC1307: argument {leaf.path!r} cannot be cut into microbatches",
-                "these are cut along dim 0 of each tensor, and it is a list of examples or a value without examples in dim 0",
+                "a microbatch is rows of each tensor, and this is a list of examples, or a tensor without them in dim 0",
                 ("leave microbatches out", "step.accumulate(...) with smaller batches"),
             )
 
