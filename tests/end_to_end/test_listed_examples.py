@@ -157,6 +157,10 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
         "mirrorc.examples(targets), if each item of 'targets' is one example",
     ),
     "marks within marks": (lambda: (images(2), mirrorc.replicated(mirrorc.examples(targets_of(1, 2)))), "MC1310"),
+    "marks within items": (
+        lambda: (images(1), mirrorc.examples([{"boxes": mirrorc.PerReplica([images(1)] * 2)}])),
+        "MC1310",
+    ),
     "lists of each replica": (
         lambda: (mirrorc.PerReplica(images(3).split((1, 2))), mirrorc.PerReplica([targets_of(1), targets_of(1, 2)])),
         "mirrorc.PerReplica([mirrorc.examples(a), mirrorc.examples(b)])",

@@ -128,7 +128,7 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
         return _flatten_per_replica(value, path, leaves)
     if isinstance(value, Examples):
         if mode != "split":
-            raise _examples_within(path)
+            raise _combined_marks(path)
         count = Leaf(path, torch.arange(len(value.items)), split=True, counts_items=True, is_guess=value.is_guess)
         return _flatten_examples(value, path, leaves, count)
     if isinstance(value, BatchDim):
@@ -233,6 +233,8 @@ def _flatten_examples(value: Examples, path: str, leaves: list[Leaf], count: Lea
         _flatten(item, f"{path}[{i}]", of_item, "replicated", None)
         for i, (item, of_item) in enumerate(zip(items, each, strict=True))
     ]
+    if any(leaf.tensor is None for of_item in each for leaf in of_item):
+        raise _combined_marks(path)
     kinds = [
         (structure, [(leaf.tensor.dtype, leaf.tensor.dim()) for leaf in of_item if leaf.tensor is not None])
         for structure, of_item in zip(structures, each, strict=True)
@@ -265,12 +267,12 @@ def _shift(structure: Structure, start: int) -> Structure:
     return (structure[0], structure[1], tuple(_shift(child, start) for child in structure[2]))
 
 
-def _examples_within(path: str) -> ValueError:
+def _combined_marks(path: str) -> ValueError:
     return problem(
         ValueError,
-        f"MC1310: argument {path!r} has mirrorc.examples() inside of another marker or list of examples",
+        f"MC1310: argument {path!r} combines mirrorc.examples() with a mark around it or inside of it",
         "its items are split once",
-        ("mirrorc.PerReplica([mirrorc.examples(a), mirrorc.examples(b)])", "leave the inner mark out"),
+        ("mirrorc.PerReplica([mirrorc.examples(a), mirrorc.examples(b)])", "leave one of the marks out"),
     )
 
 
