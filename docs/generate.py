@@ -70,7 +70,7 @@ _TOPICS: dict[str, tuple[str, ...]] = {
     "Compiling": ("compile", "train_step", "plan", "World"),
     "The step": ("Step", "join", "save_checkpoint", "load_checkpoint"),
     "Groups of options": ("Communication", "Memory", "Compiler", "Debug", "ClipGradNorm", "TopK"),
-    "Arguments and outputs": ("replicated", "PerReplica", "summed", "shard_batch"),
+    "Arguments and outputs": ("replicated", "examples", "batch_dim", "PerReplica", "summed", "shard_batch"),
     "Values of all replicas": ("all_reduce", "all_gather", "replica_id", "num_replicas"),
     "Comparing with one device": ("check_loss", "LossCheck"),
     "Programs and pipelines": ("Program", "before", "after", "Placed"),

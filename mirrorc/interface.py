@@ -3,7 +3,7 @@
 from mirrorc import all_reduce_algorithms, cluster, compression, packing
 from mirrorc.api import compile, plan, train_step
 from mirrorc.calls.worker_batch import shard_batch
-from mirrorc.capture.call.call_arguments import PerReplica, replicated
+from mirrorc.capture.call.argument_markers import PerReplica, batch_dim, examples, replicated
 from mirrorc.capture.call.traced_outputs import summed
 from mirrorc.checkpoints import load_checkpoint, save_checkpoint
 from mirrorc.collectives import all_gather, all_reduce, num_replicas, replica_id
@@ -52,11 +52,13 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_algorithms",
+    "batch_dim",
     "before",
     "check_loss",
     "cluster",
     "compile",
     "compression",
+    "examples",
     "join",
     "load_checkpoint",
     "num_replicas",

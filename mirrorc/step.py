@@ -123,7 +123,8 @@ class Step(StepReports):
         """Trains on one batch: forward, backward, all-reduce, update.
 
         Args:
-            *args: arguments of the model; tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
+            *args: arguments of the model; tensors are split along dim 0, see `mirrorc.replicated`, `mirrorc.examples`,
+                `mirrorc.batch_dim` and `mirrorc.PerReplica`.
                 With a loss_fn, the last one is its second argument: ``step(x, y)``.
             **kwargs: likewise; that argument by name is ``target``.
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from mirrorc.capture.call.call_arguments import Leaf, PerReplica, Structure, flatten_call, rebuild, replicated
+import torch
+
+from mirrorc.capture.call.argument_markers import BatchDim, PerReplica, replicated
+from mirrorc.capture.call.call_arguments import Leaf, Structure, flatten_call, rebuild
 from mirrorc.capture.call.shards import shard_sizes
 from mirrorc.cluster import find_place
 from mirrorc.ir.workers import Workers, World
@@ -27,7 +31,7 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
     Args:
         batch: a tensor, or nested containers of tensors with equally many examples in dim 0. `mirrorc.replicated`
             values, tensors without dimensions and other objects stay as they are. A `mirrorc.PerReplica` has a value
-            for each replica of all workers; this worker keeps its own.
+            for each replica of all workers; this worker keeps its own. Lists of examples are cut by items.
         devices_per_worker: the number of devices of each worker; a sequence of numbers if they differ.
         process_group: as for `mirrorc.Communication`.
 
@@ -47,13 +51,13 @@ def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
     if not workers.are_several:
         return batch
     call = flatten_call(["batch"], (batch,), {})
-    is_split = [leaf.tensor is None or (leaf.split and leaf.tensor.dim() > 0) for leaf in call.leaves]
+    is_split = [leaf.split and (leaf.tensor is None or leaf.tensor.dim() > 0) for leaf in call.leaves]
     to_split = tuple(leaf for leaf, splits in zip(call.leaves, is_split, strict=True) if splits)
     sizes = shard_sizes(dataclasses.replace(call, leaves=to_split), workers.num_all_replicas, fewest)
     (structure,), _ = call.structure
     _refuse_sequences_of_none(structure, sizes, workers)
     parts = [
-        _part(leaf, sizes, workers) if splits else leaf.tensor if leaf.split else replicated(leaf.tensor)
+        leaf.tensor if leaf.column or (leaf.split and not splits) else _part(leaf, sizes, workers)
         for leaf, splits in zip(call.leaves, is_split, strict=True)
     ]
     shard: _T = rebuild(structure, parts, call.plain)
@@ -62,9 +66,22 @@ def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
 
 def _part(leaf: Leaf, sizes: Sequence[int], workers: Workers) -> Any:
     first, number = workers.first_replica, workers.devices_per_worker[workers.rank]
+    begins = [0, *itertools.accumulate(sizes)]
+    if leaf.counts_items:
+        of_replicas = [slice(begins[i], begins[i + 1]) for i in range(first, first + number)]
+        return of_replicas if leaf.tensor is None else slice(begins[first], begins[first + number])
+    mark = _mark_of(leaf)
     if leaf.tensor is None:
-        return PerReplica(leaf.per_replica[first : first + number])
-    return leaf.tensor.narrow(0, sum(sizes[:first]), sum(sizes[first : first + number]))
+        return PerReplica([mark(tensor) for tensor in leaf.per_replica[first : first + number]])
+    if not leaf.split:
+        return mark(leaf.tensor)
+    return mark(leaf.tensor.narrow(0, begins[first], begins[first + number] - begins[first]))
+
+
+def _mark_of(leaf: Leaf) -> Callable[[torch.Tensor], Any]:
+    if not leaf.split:
+        return replicated
+    return functools.partial(BatchDim, dim=0) if leaf.is_moved else lambda tensor: tensor
 
 
 def _refuse_sequences_of_none(structure: Structure, sizes: Sequence[int], workers: Workers) -> None:

@@ -27,15 +27,19 @@ class CaptureWarnings:
         for leaf in call.leaves:
             if leaf.split and (match := _ITEM.match(leaf.path)):
                 items.setdefault(match["list"], set()).add(match["index"])
-        for name in sorted(name for name, indices in items.items() if len(indices) == num_examples > 1):
-            if self._num_devices > 1 and name not in self._listed:
+        by_items = {leaf.path for leaf in call.leaves if leaf.is_guess}
+        by_rows = {name for name, indices in items.items() if len(indices) == num_examples}
+        for name in sorted(by_items | by_rows):
+            if self._num_devices > 1 and num_examples > 1 and name not in self._listed:
                 self._listed.add(name)
+                how = "is split by items" if name in by_items else "is split along dim 0 of each tensor in it"
                 text = message(
-                    f"MC1310: each tensor in {name!r}, a list of {num_examples} items, is split along its dim 0",
-                    f"the batch has {num_examples} examples, and items of a list are not taken for examples",
+                    f"MC1310: {name!r}, a list of {num_examples} items, {how}",
+                    f"the batch has {num_examples} examples, too, which may be a coincidence",
                     (
-                        f"{{key: torch.stack([item[key] for item in {name}]) for key in {name}[0]}}, if they are examples",
-                        "nothing, if dim 0 of each tensor is the batch",
+                        f"mirrorc.examples({name}), if each item is an example",
+                        f"mirrorc.replicated({name}), if each device needs all items",
+                        f"{f'tuple({name})' if name in by_items else 'nothing'}, if dim 0 of each tensor is the batch",
                     ),
                 )
                 warnings.warn(text, stacklevel=users_stack_level())

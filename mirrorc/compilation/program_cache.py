@@ -136,7 +136,7 @@ class Specialization:
             gathered = self.executor.outputs.take(shards.num_examples)
             if not self.executor.program.present:
                 gathered = self.outputs.of_no_examples(loss.device)
-            return loss, self.outputs.of_step(gathered, loss, call)
+            return loss, self.outputs.of_step(gathered, loss, call, shards)
         except Exception as error:
             raise problem(
                 ExecutionError,
@@ -151,9 +151,9 @@ class Specialization:
         try:
             gathered = self.executor.outputs.take(shards.num_examples)
             if LOSS_OUTPUT not in gathered:
-                return None, self.outputs.of_step(gathered, None, call)
+                return None, self.outputs.of_step(gathered, None, call, shards)
             loss = gathered.pop(LOSS_OUTPUT).reshape(())
-            return loss, self.outputs.of_step(gathered, loss, call)
+            return loss, self.outputs.of_step(gathered, loss, call, shards)
         except Exception as error:
             raise problem(
                 ExecutionError, "MC2403: the outputs of the evaluation could not be put together", str(error)

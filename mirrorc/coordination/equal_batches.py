@@ -29,7 +29,8 @@ class EqualBatches:
         """A digest of the arguments that are split over replicas; 0 without such arguments, or after the last comparison."""
         if self._num_calls >= _NUM_CALLS:
             return 0
-        tensors = [t for leaf in call.leaves if leaf.split for t in (leaf.tensor, *leaf.per_replica) if t is not None]
+        compared = [leaf for leaf in call.leaves if leaf.column or (leaf.split and not leaf.counts_items)]
+        tensors = [t for leaf in compared for t in (leaf.tensor, *leaf.per_replica) if t is not None]
         sampled = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
         if not sampled:
             return 0

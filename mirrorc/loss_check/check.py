@@ -166,6 +166,8 @@ def _joined(call: Call) -> list[torch.Tensor]:
             joined.append(leaf.tensor.detach())
             continue
         try:
+            if not leaf.split:
+                raise RuntimeError("their dim 0 does not count examples")
             joined.append(torch.cat(leaf.per_replica).detach())
         except RuntimeError as error:
             raise problem(

@@ -151,7 +151,7 @@ MC1309 A container that cannot be made again
 Shards need containers of their own. Pass a plain `dict`, `list` or `tuple`, or a dataclass.
 
 MC1310 A list that may have an item for each example
-A step splits every tensor along dim 0, also those in a list, not the list. Stack what its items have, if they are examples.
+`mirrorc.examples(list)` splits it by items, all of one structure; `tuple(list)` splits each tensor in it along dim 0.
 
 MC1401 A loss_fn that is a class
 `loss_fn=nn.CrossEntropyLoss()`, with parentheses; or a function, `torch.nn.functional.cross_entropy`.
@@ -211,7 +211,7 @@ MC2201 No loss
 Give `loss_fn=`, or let the model return the loss, as models of Hugging Face do if they are given `labels=`.
 
 MC2202 A loss that is no scalar
-`loss.mean()`; or `loss.sum()` with `mirrorc.compile(..., loss_reduction="sum")`.
+`loss.mean()`; or `loss.sum()` with `loss_reduction="sum"`. Of several items the first is the loss: `return loss, logits`.
 
 MC2203 A loss that reaches no trained parameter
 `.detach()`, `.item()`, `torch.no_grad()` or `argmax` cuts the graph; or the optimizer was given other parameters.

@@ -70,6 +70,25 @@ def test_containers_are_those_of_the_batch() -> None:
     assert part_of_worker(batch, ALONE) is batch
 
 
+def test_lists_of_examples_and_other_dims_keep_their_marks() -> None:
+    x, items = torch.arange(5), [{"boxes": torch.ones(n, 4) * n} for n in (1, 2, 3, 4, 6)]
+    cut = [
+        mirrorc.examples(items[:2]),
+        mirrorc.examples(items[2:3]),
+        mirrorc.examples(items[3:4]),
+        mirrorc.examples(items[4:]),
+    ]
+    bags = mirrorc.PerReplica([mirrorc.replicated(torch.arange(n)) for n in range(4)])
+    states = torch.arange(10).view(2, 5)
+    batch = (x, items, mirrorc.examples(items), mirrorc.PerReplica(cut), bags, mirrorc.batch_dim(states, 1))
+    part = part_of_worker(batch, World(3, (1, 2, 1)).worker(1))
+    assert part[0].tolist() == [2, 3] and isinstance(part[1], list)
+    for listed in (part[1], part[2].items, [item for each in part[3].values for item in each.items]):
+        assert [len(item["boxes"]) for item in listed] == [3, 4]
+    assert [value.value.tolist() for value in part[4].values] == [[0], [0, 1]]
+    assert part[5].dim == 1 and part[5].value.equal(states[:, 2:4])
+
+
 @pytest.mark.parametrize(
     ("batch", "error"),
     [

@@ -19,8 +19,8 @@ class Detector(nn.Module):
         return sum((self.body(x).mean(0) - target["boxes"].mean(0)).square().mean() for target in targets)
 
 
-def told(num_items: int, num_devices: int = 2) -> list[str]:
-    targets = [{"boxes": torch.randn(4, 4)} for _ in range(num_items)]
+def told(num_items: int, num_devices: int = 2, kind: type = list) -> list[str]:
+    targets = kind({"boxes": torch.randn(4, 4)} for _ in range(num_items))
     with warnings.catch_warnings(record=True) as caught, sgd_step(Detector(), num_devices) as step:
         warnings.simplefilter("always")
         step(torch.randn(4, 3), targets=targets)
@@ -30,7 +30,12 @@ def told(num_items: int, num_devices: int = 2) -> list[str]:
 
 def test_a_list_as_long_as_the_batch_is_warned_of_once() -> None:
     (text,) = told(4)
-    assert "each tensor in 'targets', a list of 4 items, is split along its dim 0\n" in text
+    assert "'targets', a list of 4 items, is split by items\n" in text and "tuple(targets), if dim 0" in text
+
+
+def test_a_tuple_as_long_as_the_batch_is_split_by_rows() -> None:
+    (text,) = told(4, kind=tuple)
+    assert "'targets', a list of 4 items, is split along dim 0 of each tensor in it\n" in text
 
 
 @pytest.mark.parametrize(("num_items", "num_devices"), [(3, 2), (4, 1)])

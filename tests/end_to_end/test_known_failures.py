@@ -19,6 +19,7 @@ from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
+from mirrorc.options.table import grouped
 
 ARRAY, NUMBER, TOTAL = np.array([2.0, 3.0]), np.float32(2.0), torch.zeros(2)
 MASK = nn.Transformer.generate_square_subsequent_mask(3)
@@ -214,3 +215,85 @@ def test_tensors_that_are_not_dense_are_refused_by_name() -> None:
                 step(value, target=torch.zeros(4, 2))
             assert "\n  fix:  " in str(why.value)
         step(x, target=torch.zeros(4, 2))
+
+
+class LogitsFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.layer(x)
+        return logits, F.cross_entropy(logits, y)
+
+
+def test_a_loss_after_the_logits_is_to_be_returned_first() -> None:
+    model, x, y = LogitsFirst(), torch.randn(4, 6), torch.arange(4) % 3
+    with compiled_step(model) as step, unchanged(model), pytest.raises(CaptureError) as raised:
+        step(x, y)
+    assert "fix:  return loss, logits," in str(raised.value) and "lambda *batch: model(*batch)[1]" in str(raised.value)
+    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), **grouped({"backend": "eager"})}
+    expected = model(x, y)[1].item()
+    with mirrorc.compile(lambda *batch: model(*batch)[1], ["cpu:0", "cpu:1"], modules=[model], **options) as step:
+        assert step(x, y).item() == pytest.approx(expected)
+
+
+def multiplied(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    target.mul_(2.0)
+    return F.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+def test_an_argument_that_the_loss_writes_is_not_laid_to_forward(capture: str) -> None:
+    error = pytest.raises(CaptureError, match="forward or loss of Linear writes its argument 'target'")
+    with compiled_step(nn.Linear(6, 3), multiplied, capture=capture) as step, error:
+        step(torch.randn(4, 6), torch.randn(4, 3))
+
+
+def changed_by_call(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    scores = output.sigmoid()
+    loss = (scores * scores - target).mean()
+    scores.mul_(2.0)
+    return loss
+
+
+def changed_by_assignment(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    scores = output.sigmoid()
+    loss = (scores * scores - target).mean()
+    scores[0] = 0.0
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "line"), [(changed_by_call, "scores.mul_(2.0)"), (changed_by_assignment, "scores[0] = 0.0")]
+)
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
+def test_a_tensor_changed_before_backward_is_named_with_its_line(loss_fn: Any, line: str) -> None:
+    for capture in ("auto", "autograd"):
+        model = nn.Linear(6, 3)
+        with (
+            compiled_step(model, loss_fn, capture=capture) as step,
+            unchanged(model),
+            pytest.raises(CaptureError) as raised,
+        ):
+            step(torch.randn(4, 6), torch.randn(4, 3))
+        text = str(raised.value)
+        assert text.startswith("MC2103: Linear or its loss changes a tensor in place that backward needs as it was\n")
+        assert (line in text) == (capture == "auto") and "value = value + 1" in text
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(6, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.layer(x, hidden)[0].mean()
+
+
+def test_states_of_layers_are_said_to_have_their_batch_in_dim_1() -> None:
+    x, hidden = torch.randn(4, 5, 6), (torch.zeros(1, 4, 3), torch.zeros(1, 4, 3))
+    with compiled_step(Reads()) as step:
+        with pytest.raises(ValueError, match=r"fix:  mirrorc\.batch_dim\(hidden\[0\], 1\), if its dim 1 is the batch"):
+            step(x, hidden)
+        assert step(x, tuple(mirrorc.batch_dim(state, 1) for state in hidden)).isfinite()

@@ -220,6 +220,7 @@ def _run(given: dict[str, Any], number: int) -> Any:
     import torch
     import two_steps
     import worker_habits
+    import worker_lists
     import worker_texts
     import worker_training
 
@@ -235,6 +236,7 @@ def _run(given: dict[str, Any], number: int) -> Any:
         "habits": sharded_habits.train,
         "two": two_steps.train_two,
         "texts": worker_texts.train,
+        "lists": worker_lists.train,
     }
     for name in ENVIRONMENT:
         os.environ.pop(name, None)

@@ -4,65 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from mirrorc.capture.call.argument_markers import BatchDim, Examples, PerReplica, Replicated
 from mirrorc.capture.call.containers import flatten_container, paths_of_children, unflatten_container
+from mirrorc.capture.call.listed_examples import with_lists_of_examples
 from mirrorc.messages.problem import problem
 
 Structure = tuple[Any, ...]  # nested and hashable; see _flatten
 
 
-class PerReplica:
-    """A value that is already split: a tensor (or nested tensors) for each replica, in order of the devices.
-
-    Args:
-        values: their sizes along dim 0 may differ; each replica's loss is weighted by its size. A replica without
-            examples runs neither forward nor backward.
-    """
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        if not isinstance(values, Iterable) or isinstance(values, (torch.Tensor, str, Mapping)):
-            kind = type(values).__name__
-            raise problem(
-                TypeError,
-                f"MC1307: PerReplica takes values for all replicas, not {kind}",
-                fix="mirrorc.PerReplica([x0, x1])",
-            )
-        self.values = tuple(values)
-
-    def __repr__(self) -> str:
-        return f"PerReplica({len(self.values)} values)"
-
-
-class Replicated:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return "mirrorc.replicated(...)"
-
-
-def replicated(value: Any) -> Any:
-    """Marks an argument of a step: each replica gets the whole argument instead of a shard.
-
-    Args:
-        value: a tensor, or nested containers of tensors.
-    """
-    return Replicated(value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor argument. Either ``tensor`` is set, or ``per_replica`` for an argument that the user has split."""
+    """A tensor argument. Either ``tensor`` is set, or ``per_replica`` for an argument that the user has split.
+
+    Attributes:
+        split: whether dim 0 counts examples.
+        column: the same tensor of each item of a list of `examples`. A replica gets that of its item ``place``.
+        counts_items: whether it is the tensor that stands for the number of items of such a list.
+        is_guess: whether such a list is not marked, and may be something else.
+        is_moved: whether dim 0 is another dim of the argument, see `batch_dim`.
+    """
 
     path: str
     tensor: torch.Tensor | None
     split: bool
     per_replica: tuple[torch.Tensor, ...] = ()
+    column: tuple[torch.Tensor, ...] = ()
+    place: int = 0
+    counts_items: bool = False
+    is_guess: bool = False
+    is_moved: bool = False
+
+    def of_items(self, begin: int, number: int) -> torch.Tensor:
+        """The tensor of a replica that has ``number`` items; no rows if it has fewer than this place needs."""
+        if self.place < number:
+            return self.column[begin + self.place]
+        return _no_rows(self.column[0])
 
 
 class Constant:
@@ -106,6 +88,7 @@ def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[st
     Raises:
         TypeError, ValueError: an argument cannot be rebuilt from shards.
     """
+    args, kwargs = with_lists_of_examples(args, kwargs)
     leaves: list[Leaf] = []
     plain: dict[str, Any] = {}
     positional = []
@@ -143,9 +126,20 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
         return _flatten(value.value, path, leaves, "replicated", plain)
     if isinstance(value, PerReplica):
         return _flatten_per_replica(value, path, leaves)
+    if isinstance(value, Examples):
+        if mode != "split":
+            raise _combined_marks(path)
+        count = Leaf(path, torch.arange(len(value.items)), split=True, counts_items=True, is_guess=value.is_guess)
+        return _flatten_examples(value, path, leaves, count)
+    if isinstance(value, BatchDim):
+        if mode == "replicated":
+            return _flatten(value.value, path, leaves, mode, plain)
+        structure = _flatten(value.value.movedim(value.dim, 0), path, leaves, mode, plain)
+        leaves[-1] = dataclasses.replace(leaves[-1], is_moved=True)
+        return ("batch dim", (value.dim,), (structure,))
     if isinstance(value, torch.Tensor):
         _refuse_tensor_kinds(value, path)
-        leaves.append(Leaf(path, value, split=mode == "split"))
+        leaves.append(Leaf(path, value, split=mode != "replicated"))
         return ("leaf", len(leaves) - 1)
     if isinstance(value, np.ndarray):
         raise problem(
@@ -204,22 +198,65 @@ def _refuse_tensor_kinds(tensor: torch.Tensor, path: str) -> None:
 
 
 def _flatten_per_replica(value: PerReplica, path: str, leaves: list[Leaf]) -> Structure:
+    if value.values and all(isinstance(each, Examples) for each in value.values):
+        counts = tuple(torch.arange(len(each.items)) for each in value.values)
+        items = Examples([item for each in value.values for item in each.items])
+        return _flatten_examples(items, path, leaves, Leaf(path, None, True, counts, counts_items=True))
     structures, per_replica = [], []
     for i, replica_value in enumerate(value.values):
         replica_leaves: list[Leaf] = []
-        structures.append(_flatten(replica_value, f"{path}[replica {i}]", replica_leaves, "replicated", None))
+        structures.append(_flatten(replica_value, f"{path}[replica {i}]", replica_leaves, "per replica", None))
         per_replica.append(replica_leaves)
     if not value.values or any(structure != structures[0] for structure in structures):
+        are_lists = all(isinstance(each, list) for each in value.values) and bool(value.values)
+        in_lists = ("mirrorc.PerReplica([mirrorc.examples(a), mirrorc.examples(b)]), if the items are examples",)
         raise problem(
             ValueError,
             f"MC1307: argument {path!r}: a PerReplica needs one value for each replica",
             "all have the same structure",
-            "mirrorc.PerReplica([x0, x1])",
+            (*(in_lists if are_lists else ()), "mirrorc.PerReplica([x0, x1])"),
         )
     start = len(leaves)
     for column in zip(*per_replica, strict=True):
-        leaves.append(Leaf(path, None, split=True, per_replica=tuple(leaf.tensor for leaf in column)))
+        tensors = tuple(leaf.tensor for leaf in column)
+        leaves.append(dataclasses.replace(column[0], path=path, tensor=None, per_replica=tensors))
     return _shift(structures[0], start)
+
+
+def _flatten_examples(value: Examples, path: str, leaves: list[Leaf], count: Leaf) -> Structure:
+    """A list of items, as long on each replica as its part of ``count``."""
+    leaves.append(count)
+    items = value.items
+    children: list[Structure] = [("leaf", len(leaves) - 1)]
+    each: list[list[Leaf]] = [[] for _ in items]
+    structures = [
+        _flatten(item, f"{path}[{i}]", of_item, "replicated", None)
+        for i, (item, of_item) in enumerate(zip(items, each, strict=True))
+    ]
+    if any(leaf.tensor is None for of_item in each for leaf in of_item):
+        raise _combined_marks(path)
+    kinds = [
+        (structure, [(leaf.tensor.dtype, leaf.tensor.dim()) for leaf in of_item if leaf.tensor is not None])
+        for structure, of_item in zip(structures, each, strict=True)
+    ]
+    if other := next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None):
+        raise problem(
+            ValueError,
+            f"MC1310: items 0 and {other} of {path!r} differ in structure, plain values or kinds of tensors",
+            "replicas with different items run one program",
+            (
+                "give each item the same keys, with tensors of the same dtype and number of dims",
+                "torch.tensor(value) in place of a number that differs",
+                "leave out what forward and loss do not read, such as file names",
+            ),
+        )
+    columns = [tuple(leaf.tensor for leaf in column) for column in zip(*each, strict=True)]
+    for i, (structure, of_item) in enumerate(zip(structures, each, strict=True)):
+        children.append(_shift(structure, len(leaves)))
+        leaves += [
+            dataclasses.replace(leaf, column=column, place=i) for leaf, column in zip(of_item, columns, strict=True)
+        ]
+    return ("examples", (value.is_marked, ()), tuple(children))
 
 
 def _shift(structure: Structure, start: int) -> Structure:
@@ -228,6 +265,15 @@ def _shift(structure: Structure, start: int) -> Structure:
     if structure[0] == "constant":
         return structure
     return (structure[0], structure[1], tuple(_shift(child, start) for child in structure[2]))
+
+
+def _combined_marks(path: str) -> ValueError:
+    return problem(
+        ValueError,
+        f"MC1310: argument {path!r} combines mirrorc.examples() with a mark around it or inside of it",
+        "its items are split once",
+        ("mirrorc.PerReplica([mirrorc.examples(a), mirrorc.examples(b)])", "leave one of the marks out"),
+    )
 
 
 Rebuild = Callable[[Structure, Sequence[Any], Mapping[str, Any]], tuple[list[Any], dict[str, Any]]]
@@ -261,9 +307,30 @@ def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any
     if kind == "constant":
         return structure[1].value
     children = [rebuild(child, leaves, plain) for child in structure[2]]
+    if kind == "examples":
+        return _own_items(structure[1][0], *children)
+    if kind == "batch dim":
+        return _with_dim_moved(children[0], *structure[1])
     if kind == "packed sequence" and any(isinstance(child, PerReplica) for child in children):
         return _packed_of_replicas(structure[1], *children)
     return unflatten_container(kind, structure[1], children)
+
+
+def _own_items(is_marked: bool, count: Any, *items: Any) -> Any:
+    if isinstance(count, slice):  # of `shard_batch`
+        return Examples(items[count]) if is_marked else [*items[count]]
+    if isinstance(count, list):
+        return PerReplica([Examples(items[part]) for part in count])
+    number = count.size(0)
+    return [*items[:number], *items[-1:] * (number - len(items))]  # longer in a trace with one more example
+
+
+def _with_dim_moved(value: Any, dim: int) -> Any:
+    if isinstance(value, BatchDim):  # of `shard_batch`
+        return BatchDim(value.value.movedim(0, dim), dim)
+    if isinstance(value, PerReplica):
+        return PerReplica([_with_dim_moved(each, dim) for each in value.values])
+    return value.movedim(0, dim)
 
 
 def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> Any:
@@ -286,23 +353,29 @@ def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]
 
 
 def _paths_within(structure: Structure, path: str) -> list[str]:
-    if structure[0] in ("leaf", "plain", "constant"):
+    if structure[0] in ("leaf", "plain", "constant", "batch dim"):
         return []
     kind, detail, children = structure
-    paths = paths_of_children(kind, detail, len(children), path)
+    if kind == "examples":
+        paths = [path, *(f"{path}[{i}]" for i in range(len(children) - 1))]
+    else:
+        paths = paths_of_children(kind, detail, len(children), path)
     return [*(p for name, child in zip(paths, children, strict=True) for p in _paths_within(child, name)), path]
 
 
 def without_examples(call: Call) -> Call:
     """Gives split tensors the size 0 along dim 0; replicated tensors stay."""
-    return dataclasses.replace(call, leaves=tuple(_emptied(leaf) if leaf.split else leaf for leaf in call.leaves))
+    leaves = (_emptied(leaf) if leaf.split or leaf.column else leaf for leaf in call.leaves)
+    return dataclasses.replace(call, leaves=tuple(leaves))
 
 
 def _emptied(leaf: Leaf) -> Leaf:
     if leaf.tensor is None:
         return dataclasses.replace(leaf, per_replica=tuple(map(_no_rows, leaf.per_replica)))
-    return dataclasses.replace(leaf, tensor=_no_rows(leaf.tensor))
+    return dataclasses.replace(leaf, tensor=_no_rows(leaf.tensor), column=tuple(map(_no_rows, leaf.column)))
 
 
 def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.dim():
+        return tensor
     return torch.empty_strided((0, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -70,6 +70,8 @@ class ChangingSizes:
             none: list[list[frozenset[int]]] = [[frozenset()] * _rank(leaf) for leaf in call.leaves]
             seen = self._seen[key] = _Seen(_shapes(call), none, [set() for _ in call.leaves])
         for leaf, sizes, symbolic in zip(call.leaves, seen.sizes, seen.symbolic, strict=True):
+            if leaf.counts_items:
+                continue  # a list has a length, not a symbol
             for dim, known in enumerate(sizes):
                 marked = [tensor.shape[dim] for tensor in _tensors(leaf) if dim in dims_marked_by_user(tensor)]
                 if marked and min(marked) < FEWEST_SYMBOLIC:

@@ -67,8 +67,12 @@ def split_call(
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []
+    begins = [sum(sizes[:replica]) for replica in range(num_replicas)]
     for leaf in call.leaves:
-        if leaf.tensor is None:
+        if leaf.column:
+            parts_of_list = [leaf.of_items(begin, size) for begin, size in zip(begins, sizes, strict=True)]
+            columns.append([_resolved(tensor).detach() for tensor in parts_of_list])
+        elif leaf.tensor is None:
             columns.append([_resolved(tensor).detach() for tensor in leaf.per_replica])
         elif leaf.split:
             columns.append(_resolved(leaf.tensor).split_with_sizes(sizes))
@@ -78,6 +82,8 @@ def split_call(
         tuple(size for size in _even_part_sizes(shard_size, microbatches, fewest) if size) for shard_size in sizes
     )
     is_whole = all(len(part_sizes) <= 1 for part_sizes in parts)
+    if not is_whole:
+        _refuse_microbatches(call)
     return Shards(tuple(zip(*columns, strict=True)), sizes, () if is_whole else parts)
 
 
@@ -97,11 +103,22 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty:
                     "it trains the parameters of its model alone",
                     (f"{leaf.path}.detach()", "if another model has computed it, compile one module that holds both"),
                 )
-    is_split = any(leaf.tensor is None for leaf in call.leaves)
+    is_split = any(leaf.tensor is None and leaf.split for leaf in call.leaves)
     sizes = _shard_sizes(call, num_replicas, 1 if is_split else fewest)
     if not may_be_empty and not any(sizes):
         _refuse_empty(next(leaf for leaf in call.leaves if leaf.split))
     return sizes
+
+
+def _refuse_microbatches(call: Call) -> None:
+    for leaf in call.leaves:
+        if leaf.counts_items or (leaf.tensor is None and not leaf.split):
+            raise problem(
+                ValueError,
+                f"MC1307: argument {leaf.path!r} cannot be cut into microbatches",
+                "a microbatch is rows of each tensor, and this is a list of examples, or a tensor without them in dim 0",
+                ("leave microbatches out", "step.accumulate(...) with smaller batches"),
+            )
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,7 +164,7 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
             wanted, first = sizes, leaf.path
         elif sizes != wanted:
             say = _per_replica if sum(wanted) == sum(sizes) else _in_all
-            fixes = _if_listed(first, leaf.path) + _if_offsets(first, leaf.path)
+            fixes = (_if_in_dim_1(leaf, sum(wanted)) or _if_listed(first, leaf.path)) + _if_offsets(first, leaf.path)
             raise problem(
                 ValueError,
                 f"MC1304: arguments disagree on dim 0: {first!r} has {say(wanted)} examples, {leaf.path!r} has {say(sizes)}",
@@ -164,14 +181,24 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
     return wanted
 
 
+def _if_in_dim_1(leaf: Leaf, number: int) -> tuple[str, ...]:
+    has_examples = leaf.tensor is not None and leaf.tensor.dim() > 1 and leaf.tensor.size(1) == number
+    return (f"mirrorc.batch_dim({leaf.path}, 1), if its dim 1 is the batch",) if has_examples else ()
+
+
 def _if_listed(*paths: str) -> tuple[str, ...]:
-    lists = [path.rpartition("[")[0] for path in paths if path.endswith("]")]
-    return (f"torch.stack({lists[0]}), if each tensor in {lists[0]!r} is one example",) if lists else ()
+    lists = [path.partition("[")[0] for path in paths if "[" in path]
+    return (f"mirrorc.examples({lists[0]}), if each item of {lists[0]!r} is one example",) if lists else ()
 
 
 def _if_offsets(*paths: str) -> tuple[str, ...]:
     has_offsets = any("offsets" in path for path in paths)
-    return ("give each bag a row of 2-D indices, filled with padding_idx, in place of offsets",) if has_offsets else ()
+    if not has_offsets:
+        return ()
+    return (
+        "give each bag a row of 2-D indices, filled with padding_idx, in place of offsets",
+        "mirrorc.PerReplica([mirrorc.replicated(indices0), ...]), mirrorc.PerReplica([offsets0, ...])",
+    )
 
 
 def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.call.call_arguments import Call, Constant, PerReplica, Structure, rebuild
+from mirrorc.capture.call.argument_markers import PerReplica
+from mirrorc.capture.call.call_arguments import Call, Constant, Structure, rebuild
 from mirrorc.capture.call.containers import has_hash
+from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.traced_outputs import IMMUTABLE, LeafKind, OutputLeaf, TracedOutputs
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import problem
@@ -31,8 +33,9 @@ class Outputs:
     _is_whole: bool  # whether there is one device
     _types: Mapping[str, tuple[torch.Size, torch.dtype]]
 
-    def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
-        return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
+    def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call, shards: Shards) -> Any:
+        values = [self._value(leaf, gathered, loss, call, shards) for leaf in self._leaves]
+        return rebuild(self._structure, values, {})
 
     def of_no_examples(self, device: torch.device) -> dict[str, torch.Tensor]:
         """The outputs of a worker without examples: rows are empty, sums are 0, means are NaN."""
@@ -46,11 +49,15 @@ class Outputs:
                 outputs[name] = torch.full(shape, torch.nan, dtype=dtype, device=device)
         return outputs
 
-    def _value(self, leaf: OutputLeaf, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
+    def _value(
+        self, leaf: OutputLeaf, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call, shards: Shards
+    ) -> Any:
         if leaf.kind is LeafKind.LOSS:
             return loss
         if leaf.kind is LeafKind.ARGUMENT:
             argument = call.leaves[leaf.value]
+            if argument.column:
+                return _apart([tensors[leaf.value] for tensors in shards.tensors], self._is_whole)
             return argument.tensor if argument.tensor is not None else _apart(argument.per_replica, self._is_whole)
         if leaf.kind is LeafKind.CONSTANT:
             return leaf.value

@@ -12,7 +12,7 @@ from torch import fx
 from mirrorc.capture.diagnostics.known_failures import INSTALLS_HOOKS, known_failure
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import message, problem, with_line
-from mirrorc.messages.source_lines import last_users_line, line_of, module_of
+from mirrorc.messages.source_lines import last_users_line, line_of, module_of, source_line
 from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, user_frames
 
 EVEN_BATCHES = "use batches that divide by the number of devices"
@@ -25,11 +25,11 @@ class LoneExampleError(CaptureError):
 class UnreadableError(CaptureError):
     """Raised for Python that a tracer cannot follow, but plain PyTorch can run. ``why`` is the reason, without a fix."""
 
-    def __init__(self, refusal: str, why: str) -> None:
+    def __init__(self, refusal: str, why: str, at: str = "") -> None:
         super().__init__(
             with_line(refusal, "fix", "mirrorc.Compiler(capture='autograd'), which runs it as plain PyTorch")
         )
-        self.why = why
+        self.why, self.at = why, at
 
 
 class HooksMissingError(CaptureError):
@@ -104,6 +104,32 @@ def raised_by_user(
         fix or f"give the batch the shapes, dtypes and values that {subject} takes, and try {call} on one shard",
         at=at,
     )
+
+
+def changed_before_backward(error: Exception, model_name: str, graph: fx.Graph | None = None) -> CaptureError | None:
+    """The error for a tensor that is changed in place though backward needs it; None for other errors.
+
+    The line is that of the last operator in ``graph`` that changes a tensor in place.
+    """
+    changed = _CHANGED.search(str(error))
+    if changed is None:
+        return None
+    names = [(str(getattr(node.target, "__name__", node.target)), node) for node in graph.nodes] if graph else []
+    lines = [source_line(node) for name, node in names if name in _CHANGING or name.strip("_") == name[:-1]]
+    at = lines[-1] if lines else ""
+    text = message(
+        f"MC2103: {model_name} or its loss changes a tensor in place that backward needs as it was",
+        f"torch's autograd says {changed[0]}",
+        ("value = value + 1, in place of value.add_(1)", "change a copy, value.clone()"),
+        at=at,
+    )
+    return (
+        CaptureError(text) if graph is None else UnreadableError(text, f"{at}: torch's autograd says {changed[0]}", at)
+    )
+
+
+_CHANGING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})  # and all that end with _
+_CHANGED = re.compile(r"\[[\w.]+ \[[\d, ]*\]\].* is at version \d+; expected version \d+")
 
 
 def _place(error: Exception) -> tuple[str, str]:
@@ -205,10 +231,15 @@ def _checked_loss(loss: Any, model_name: str) -> torch.Tensor:
             ("pass the labels to the model", "mirrorc.compile(..., loss_fn=...), a function loss_fn(output, target)"),
         )
     if loss.numel() != 1:
+        reduced = ("loss.mean()", "loss.sum(), and mirrorc.compile(..., loss_reduction='sum')")
+        first = (
+            "return loss, logits, if this is an output and the loss comes after it: the first item is the loss",
+            "mirrorc.compile(lambda *batch: model(*batch)[1], modules=[model], ...), for a model that you leave as it is",
+        )
         raise problem(
             CaptureError,
             f"MC2202: the loss of {model_name} is no scalar, it has shape {list(loss.shape)}",
-            fix=("loss.mean()", "loss.sum(), and mirrorc.compile(..., loss_reduction='sum')"),
+            fix=(*first, *reduced) if loss.dim() > 1 else (*reduced, first[0]),
         )
     if loss.is_complex():
         raise problem(
@@ -257,7 +288,7 @@ def refuse_written_inputs(
             raise written_parameter(model_name, variable_names[name])
         raise problem(
             CaptureError,
-            f"MC2304: forward of {model_name} writes its argument {leaf_names[int(name)]!r} in place",
+            f"MC2304: forward or loss of {model_name} writes its argument {leaf_names[int(name)]!r} in place",
             "shards are views of the batch",
-            "clone it first, x = x.clone()",
+            f"clone it first, {leaf_names[int(name)]} = {leaf_names[int(name)]}.clone()",
         )

@@ -123,7 +123,8 @@ _KNOWN = (
     ),
     KnownFailure(
         "the first states of a recurrent net have their examples in dim 1, where a step splits its arguments along dim 0",
-        "pass them with the examples first, as h.transpose(0, 1), and begin forward with h = h.transpose(0, 1).contiguous()",
+        "pass mirrorc.batch_dim(h, 1); or the examples first, as h.transpose(0, 1), and begin forward with "
+        "h = h.transpose(0, 1).contiguous()",
         ("expected hidden",),
     ),
     KnownFailure(

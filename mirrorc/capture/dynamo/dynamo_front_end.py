@@ -26,6 +26,7 @@ from mirrorc.capture.call.traced_outputs import (
 )
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
+    changed_before_backward,
     check_evaluated_loss,
     check_loss,
     explain,
@@ -107,7 +108,7 @@ class DynamoFrontEnd(FrontEnd):
         reductions, with_time_first = reductions_of(traced), leaves_with_time_first(traced.graph)
         looked_up, with_offsets = take_sparse_lookups(traced, leaves, model_name), leaves_with_offsets(traced.graph)
         _copy_aliased_loss(traced.graph)
-        with _Explained(model_name, leaves):
+        with _Explained(model_name, leaves, traced.graph):
             names = tuple(outputs.types) if outputs is not None else ()
             joint = export_joint_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
         joint.numbers = guards_of(traced).number_inputs()
@@ -245,8 +246,8 @@ def _copy_aliased_loss(graph: fx.Graph) -> None:
 class _Explained:
     """Shortens the tracer's errors. A generator would add frames to the user's traceback."""
 
-    def __init__(self, model_name: str, leaves: Sequence[torch.Tensor]) -> None:
-        self._model_name, self._leaves, self._quiet = model_name, leaves, quiet_fake_tensors()
+    def __init__(self, model_name: str, leaves: Sequence[torch.Tensor], graph: fx.Graph | None = None) -> None:
+        self._model_name, self._leaves, self._graph, self._quiet = model_name, leaves, graph, quiet_fake_tensors()
 
     def __enter__(self) -> None:
         self._quiet.__enter__()
@@ -257,4 +258,5 @@ class _Explained:
         self._quiet.__exit__(kind, error, traceback)
         if isinstance(error, Exception) and not isinstance(error, NumbersGivenUp | SizesGivenUp):
             logger.debug("tracing %s has failed", self._model_name, exc_info=error)
-            raise explain(error, self._model_name, self._leaves) from None
+            changed = changed_before_backward(error, self._model_name, self._graph)
+            raise changed or explain(error, self._model_name, self._leaves) from None

@@ -15,6 +15,7 @@ from mirrorc.capture.call.traced_outputs import TracedOutputs, UnreadableOutputE
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
     HooksMissingError,
+    changed_before_backward,
     check_evaluated_loss,
     check_trained_loss,
     raised_by_user,
@@ -253,6 +254,8 @@ def _explained(model_name: str) -> Iterator[None]:
             why = f"it reads what an earlier call has left there; {why}"
         raise kind(assigned_attribute(model_name, f"the attribute {error.name!r} of a module", why)) from None
     except Exception as error:
+        if (changed := changed_before_backward(error, model_name)) is not None:
+            raise changed from error
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
         fix = _OF_REENTRANT if "use_reentrant=True" in str(error) else ""
         at = line_of(frames[-1]) if frames else ""

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from mirrorc.capture.diagnostics.capture_errors import UnreadableError
 from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named, rungs
 from mirrorc.errors import CaptureError
-from mirrorc.messages.problem import message
+from mirrorc.messages.problem import message, with_line
 
 T = TypeVar("T")
 
@@ -75,7 +75,13 @@ def _why(error: CaptureError) -> str:
 
 
 def _with_first_attempt(error: CaptureError, first: CaptureError) -> CaptureError:
-    """Appends the first front end's error to the causes of the last front end's error."""
+    """Appends the first front end's error to the causes of the last front end's error, and its line if both say the same."""
+    if (
+        isinstance(first, UnreadableError)
+        and first.at
+        and str(first).partition("\n")[0] == str(error).partition("\n")[0]
+    ):
+        error.args = (with_line(str(error), "at", first.at),)
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -85,12 +85,15 @@ def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], mo
     """Offsets count from the first index of the whole batch."""
     for index in with_offsets:
         leaf = leaves[index]
-        if leaf.split:
+        if leaf.split and leaf.tensor is not None:
             raise problem(
                 CaptureError,
                 f"MC2501: an embedding_bag of {model_name} takes argument {leaf.path!r} as offsets",
                 "offsets are positions among the indices of the whole batch, and a shard has only some of these",
-                "pass 2-D indices, a row for each bag, padded with padding_idx",
+                (
+                    "pass 2-D indices, a row for each bag, padded with padding_idx",
+                    "mirrorc.PerReplica([mirrorc.replicated(indices0), ...]), mirrorc.PerReplica([offsets0, ...])",
+                ),
             )
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mirrorc
-from mirrorc.capture.call.call_arguments import Constant, PerReplica, flatten_call, rebuilding, replicated
+from mirrorc.capture.call.argument_markers import PerReplica, replicated
+from mirrorc.capture.call.call_arguments import Constant, flatten_call, rebuilding
 from mirrorc.capture.call.shards import split_call
 from mirrorc.ir.names import identifier
 
