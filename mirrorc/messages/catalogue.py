@@ -96,7 +96,7 @@ MC1204 No trainable parameter
 MC1205 A ScriptModule that cannot be trained
 Give the module as it was before `torch.jit`, with `load_state_dict` of the scripted one's state.
 
-MC1206 A parameter that was replaced or added after compile
+MC1206 A parameter that was replaced, hidden or added after compile
 Write into the old tensors, as `model.load_state_dict(state)` does, or make the optimizer and the step anew.
 
 MC1207 A hook on a gradient
