@@ -205,7 +205,7 @@ MC2103 Your code raises an exception
 Model or loss raise it on one shard in plain PyTorch, too. Try `loss_fn(model(x[:4]), y[:4])`.
 
 MC2104 One example where torch needs two
-BatchNorm in train mode needs two examples on each device. Use larger batches, `drop_last=True`, or fewer devices.
+BatchNorm in train mode and `x.std()` need two examples on each device. Use larger batches, `drop_last=True`, or fewer devices.
 
 MC2201 No loss
 Give `loss_fn=`, or let the model return the loss, as models of Hugging Face do if they are given `labels=`.

@@ -25,6 +25,7 @@ from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
+from mirrorc.capture.eager.observed_operators import ObservedOperators
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.shared_effects import have_same_bits, refused_effects
@@ -44,11 +45,15 @@ _OF_REENTRANT = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The results of first runs. ``vectors`` has vectors of spectral norms after forward, by buffer index."""
+    """The results of first runs. ``vectors`` has vectors of spectral norms after forward, by buffer index.
+
+    ``undefined`` is the line of an operator whose result is not a number for one example.
+    """
 
     recorded: Recorded
     written_inputs: list[tuple[str, str]]
     notes: tuple[Note, ...]
+    undefined: str = ""
     vectors: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -93,7 +98,8 @@ def first_runs(
     notes = tuple(
         dict.fromkeys([*(note for run in each for note in run.notes), *_notes_on_transient(transient, model_name)])
     )
-    return FirstRuns(common, [written for run in each for written in run.written_inputs], notes)
+    undefined = next((run.undefined for run in each if run.undefined), "")
+    return FirstRuns(common, [written for run in each for written in run.written_inputs], notes, undefined)
 
 
 def _is_alike(values: Sequence[torch.Tensor]) -> bool:
@@ -153,7 +159,8 @@ def _first_run(
         stream = ReplicaStream(seed, parameters[0].device)
         copies = [leaf.detach().clone() for leaf in leaves]
         try:
-            run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(transient), is_first=True)
+            with (observed := ObservedOperators()).watching():
+                run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(transient), is_first=True)
             break
         except AssignedAttributeError as error:
             if not error.attributes:
@@ -179,7 +186,7 @@ def _first_run(
     late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
     recorded = Recorded(loss, tuple(arrived), tuple(written), stream.has_advanced(untouched), outputs, late)
-    return FirstRuns(recorded, written_inputs, notes, vectors)
+    return FirstRuns(recorded, written_inputs, notes, observed.undefined, vectors)
 
 
 def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:

@@ -31,6 +31,7 @@ class Traced:
 
     Attributes:
         alike: the paths of further buffers with one value on all replicas.
+        undefined: the line of an operator that the graph does not show, whose result is not a number for one example.
     """
 
     joint: JointGraph
@@ -43,6 +44,7 @@ class Traced:
     reductions: tuple[Reduction, ...] = ()
     leaves_with_time_first: tuple[int, ...] = ()
     leaves_with_offsets: tuple[int, ...] = ()
+    undefined: str = ""
 
 
 class FrontEnd(ABC):

@@ -25,6 +25,7 @@ from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.capture.diagnostics.identical_buffers import iterated_alike
+from mirrorc.capture.diagnostics.lone_examples import refuse_undefined, undefined_in
 from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
 from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.scale_grad_by_freq import notes_on_counted_lookups
@@ -162,6 +163,18 @@ def _refuse_splits(
     if len(shards.by_microbatch(call).num_examples) > 1:
         refuse_split_time(call.leaves, captured[0].traced.leaves_with_time_first, model_name)
         refuse_split_offsets(call.leaves, captured[0].traced.leaves_with_offsets, model_name)
+        _refuse_lone_examples(captured, runs, shards, model_name)
+
+
+def _refuse_lone_examples(
+    captured: Sequence[CapturedGraph], runs: tuple[tuple[int, ...], ...], shards: Shards, model_name: str
+) -> None:
+    """A batch of one gives what it gives on one device."""
+    sizes = shards.microbatches or [(size,) if size else () for size in shards.num_examples]
+    sized = [pair for indices, parts in zip(runs, sizes, strict=True) for pair in zip(indices, parts, strict=True)]
+    for index in sorted({index for index, size in sized if size == 1}) if len(sized) > 1 else ():
+        graph = captured[index]
+        refuse_undefined(graph.traced.undefined or undefined_in(graph.graph), model_name)
 
 
 def _sizes(
