@@ -142,7 +142,7 @@ def capture_program(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
         AllGuards([graph.traced.guards for graph in captured]),
-        differences_in(captured[0].traced.weighted_means, parts),
+        differences_in([captured[index].traced.weighted_means for indices in runs for index in indices], parts),
         _notes(captured, outputs, len(parts.num_examples), model_name, loss_reduction),
         outputs,
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
