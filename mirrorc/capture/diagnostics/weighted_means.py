@@ -139,11 +139,12 @@ def _targets(target: fx.Node, makers: Sequence[fx.Node]) -> Targets | None:
     known = [place for place in inputs if place is not None]
     if len(known) < len(inputs):
         return None
-    graph, copies = fx.Graph(), {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in makers:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[target])
-    return Targets(fx.GraphModule(target.graph.owning_module, graph), tuple(known), target.meta["example_value"].device)
+    module = fx.GraphModule(target.graph.owning_module or {}, graph)
+    return Targets(module, tuple(known), target.meta["example_value"].device)
 
 
 def _input(node: fx.Node) -> tuple[int, int | None] | None:

@@ -7,9 +7,11 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from mirrorc.capture.diagnostics.lone_examples import is_undefined
 from mirrorc.messages.source_lines import line_of
-from mirrorc.torch_internals import is_users_file, replaced_operators
+from mirrorc.torch_internals import is_users_file, replaced_operators, schema_of, storage_key, writes_argument
 
 
 class ObservedOperators:
@@ -19,6 +21,11 @@ class ObservedOperators:
 
     def __init__(self) -> None:
         self.undefined = ""
+        self._written: set[int] = set()  # keys of memory
+
+    def has_written(self, tensor: torch.Tensor) -> bool:
+        """True also for a write through ``.data``, and of the same value."""
+        return storage_key(tensor) in self._written
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -29,4 +36,14 @@ class ObservedOperators:
         if not self.undefined and is_undefined(operator, args, kwargs):
             frames = [frame for frame in traceback.extract_stack() if is_users_file(frame.filename)]
             self.undefined = line_of(frames[-1]) if frames else str(operator)
+        if writes_argument(operator):
+            given = {**dict(zip((a.name for a in schema_of(operator).arguments), args, strict=False)), **kwargs}
+            for argument in schema_of(operator).arguments:
+                if argument.is_write:
+                    self._note_write(given.get(argument.name))
         return NotImplemented
+
+    def _note_write(self, written: Any) -> None:
+        for tensor in written if isinstance(written, list | tuple) else [written]:
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self._written.add(storage_key(tensor))

@@ -170,7 +170,7 @@ def _first_run(
     ids = vectors_of_spectral_norms([call])
     vectors = {i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids}
     notes = _untrained(run, opaque, call, model_name) if call.trains else ()
-    written_inputs, written = _written(run, opaque, (leaves, buffers))
+    written_inputs, written = _written(run, opaque, (leaves, buffers), observed)
     arrived: list[int] = []
     if call.trains:
         gradients = opaque.gradients_of(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
@@ -199,15 +199,19 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> to
 
 
 def _written(
-    run: Run, opaque: OpaqueCall, before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+    run: Run,
+    opaque: OpaqueCall,
+    before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    observed: ObservedOperators,
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """Compares bits, too, to find writes through ``.data`` or numpy."""
+    """Finds writes through ``.data`` or numpy, too, also those of an equal value: another run may write another."""
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
 
     def places(tensors: Sequence[torch.Tensor], were: Sequence[torch.Tensor]) -> list[int]:
         changed = [i for i, (new, old) in enumerate(zip(tensors, were, strict=True)) if not have_same_bits(new, old)]
-        return sorted({*run.written(tensors), *changed})
+        counted = [i for i, tensor in enumerate(tensors) if observed.has_written(tensor)]
+        return sorted({*run.written(tensors), *run.replaced(tensors), *counted, *changed})
 
     names, written = [*opaque.buffers], places(run.buffers, buffers)
     inputs = [("parameter", [*opaque.parameters][place]) for place in places(run.parameters, parameters)]
