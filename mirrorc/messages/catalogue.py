@@ -23,10 +23,8 @@ def explained(code: str) -> str:
     Raises:
         ValueError: there is no such code.
     """
-    wanted = code.strip().upper()
-    wanted = wanted if wanted.startswith("MC") else f"MC{wanted}"
-    entry = ENTRIES.get(wanted)
-    if entry is None:
+    wanted = "MC" + code.strip().upper().removeprefix("MC")
+    if (entry := ENTRIES.get(wanted)) is None:
         close = difflib.get_close_matches(wanted, ENTRIES, n=3)
         guess = f"did you mean {' or '.join(close)}?" if close else f"codes are {min(ENTRIES)} to {max(ENTRIES)}"
         raise ValueError(f"there is no {wanted}; {guess}")
@@ -34,8 +32,7 @@ def explained(code: str) -> str:
 
 
 def _parsed(catalogue: str) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
-    group = ""
+    entries, group = dict[str, Entry](), ""
     for block in catalogue.strip().split("\n\n"):
         head, _, text = block.partition("\n")
         if head.startswith("# "):
@@ -327,6 +324,9 @@ With `capture="autograd"` each replica sets them on modules of its own. Keep the
 
 MC3305 A tensor that gets no gradient
 Register it: `self.scale = nn.Parameter(...)` in the model, or in a loss that is a module.
+
+MC3306 A buffer that keeps rows of examples
+Each replica writes those of its shard. `self.bank[mirrorc.all_gather(i)] = mirrorc.all_gather(rows)` writes all rows on each.
 
 MC3401 A dynamic size of 0 or 1
 torch makes other graphs for these sizes, so the size is a number until a larger one comes.

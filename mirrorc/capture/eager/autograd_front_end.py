@@ -89,6 +89,7 @@ class AutogradFrontEnd(FrontEnd):
             (remark,),
             alike,
             undefined=trials.undefined,
+            written_rows=trials.rows,
         )
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:

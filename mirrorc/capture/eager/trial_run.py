@@ -23,6 +23,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
+from mirrorc.capture.diagnostics.written_rows import writes_rows
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
 from mirrorc.capture.eager.observed_operators import ObservedOperators
@@ -45,15 +46,21 @@ _OF_REENTRANT = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The results of first runs. ``vectors`` has vectors of spectral norms after forward, by buffer index.
+    """The results of first runs.
 
-    ``undefined`` is the line of an operator whose result is not a number for one example.
+    Attributes:
+        undefined: the line of an operator whose result is not a number for one example.
+        rows: the names of buffers of which each run has written rows of its own.
+        buffers: all buffers after forward.
+        vectors: those that are vectors of spectral norms, by index.
     """
 
     recorded: Recorded
     written_inputs: list[tuple[str, str]]
     notes: tuple[Note, ...]
     undefined: str = ""
+    rows: tuple[str, ...] = ()
+    buffers: Sequence[torch.Tensor] = ()
     vectors: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -98,8 +105,11 @@ def first_runs(
     notes = tuple(
         dict.fromkeys([*(note for run in each for note in run.notes), *_notes_on_transient(transient, model_name)])
     )
+    buffers = [(i, name, buffer) for i, (name, buffer) in enumerate(opaque.buffers.items()) if i in written]
+    sizes = [{len(leaf) for leaf in part if leaf.dim()} for part in parts]
+    rows = tuple(name for i, name, old in buffers if writes_rows(old, [run.buffers[i] for run in each], sizes))
     undefined = next((run.undefined for run in each if run.undefined), "")
-    return FirstRuns(common, [written for run in each for written in run.written_inputs], notes, undefined)
+    return FirstRuns(common, [written for run in each for written in run.written_inputs], notes, undefined, rows)
 
 
 def _is_alike(values: Sequence[torch.Tensor]) -> bool:
@@ -186,7 +196,7 @@ def _first_run(
     late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
     recorded = Recorded(loss, tuple(arrived), tuple(written), stream.has_advanced(untouched), outputs, late)
-    return FirstRuns(recorded, written_inputs, notes, observed.undefined, vectors)
+    return FirstRuns(recorded, written_inputs, notes, observed.undefined, (), run.buffers, vectors)
 
 
 def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:

@@ -32,6 +32,7 @@ class Traced:
     Attributes:
         alike: the paths of further buffers with one value on all replicas.
         undefined: the line of an operator that the graph does not show, whose result is not a number for one example.
+        written_rows: the buffers of which each shard has written rows of its own, where the graph does not show it.
     """
 
     joint: JointGraph
@@ -45,6 +46,7 @@ class Traced:
     leaves_with_time_first: tuple[int, ...] = ()
     leaves_with_offsets: tuple[int, ...] = ()
     undefined: str = ""
+    written_rows: tuple[str, ...] = ()
 
 
 class FrontEnd(ABC):

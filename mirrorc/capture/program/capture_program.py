@@ -31,6 +31,7 @@ from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.scale_grad_by_freq import notes_on_counted_lookups
 from mirrorc.capture.diagnostics.time_first import refuse_split_time
 from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_on
+from mirrorc.capture.diagnostics.written_rows import notes_on_rows
 from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named
 from mirrorc.capture.front_ends.state_guards import AllGuards
 from mirrorc.capture.model.model_state import ModelState, free_name
@@ -143,7 +144,8 @@ def capture_program(
         {name: value for graph in captured for name, value in graph.constants.items()},
         AllGuards([graph.traced.guards for graph in captured]),
         differences_in([captured[index].traced.weighted_means for indices in runs for index in indices], parts),
-        _notes(captured, outputs, len(parts.num_examples), model_name, loss_reduction),
+        _notes(captured, outputs, len(parts.num_examples), model_name, loss_reduction)
+        + (_notes_on_rows(captured[0], call, model_name) if len(runs) > 1 else ()),
         outputs,
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
         _sizes(captured, runs, shards, call),
@@ -302,7 +304,11 @@ def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None
 
 
 def _notes(
-    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, model_name: str, loss_reduction: str
+    captured: Sequence[CapturedGraph],
+    outputs: Outputs | None,
+    num_parts: int,
+    model_name: str,
+    loss_reduction: str,
 ) -> tuple[Note, ...]:
     notes = [note for graph in captured for note in graph.traced.notes]
     if outputs is not None and outputs.unknown:
@@ -315,6 +321,15 @@ def _notes(
         notes += notes_on_counted_lookups(captured[0].graph, model_name)
         notes += notes_on_reductions(captured[0].traced.reductions, loss_reduction, num_parts, model_name)
     return tuple(dict.fromkeys(notes))
+
+
+def _notes_on_rows(captured: CapturedGraph, call: Call, model_name: str) -> tuple[Note, ...]:
+    if not captured.trains:
+        return ()
+    arguments = [_with_examples(argument, call) for argument in captured.arguments]
+    names = {argument.name for argument in arguments if argument.has_examples}
+    split = {node for node in captured.graph.find_nodes(op="placeholder") if node.target in names}
+    return notes_on_rows(captured.graph, split, captured.traced.written_rows, model_name)
 
 
 def _gathered(
