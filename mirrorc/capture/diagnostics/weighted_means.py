@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from mirrorc.torch_internals import leaf_of_placeholder
 logger = logging.getLogger(__name__)
 
 DEFAULT_IGNORE_INDEX = -100
+_OPERATORS = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_MEAN = 1  # as operators count reductions
 _SIGNATURES = {function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)}
 
 
@@ -32,6 +34,7 @@ class WeightedMean:
         is_weighted: whether it divides by the sum of class weights.
         targets: computes the targets of a shard; None if they depend on more than arguments.
         writes_ignored: whether the code that makes the targets names ``ignore_index``.
+        counted: the numbers of ignored and of all targets in the run that made the call; None for a graph.
     """
 
     function: str
@@ -41,11 +44,16 @@ class WeightedMean:
     line: str = ""
     targets: Targets | None = None
     writes_ignored: bool = False
+    counted: tuple[int, int] | None = None
 
     def counts(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         """The numbers of ignored and of all targets in a shard; None if unknown."""
         targets = self.targets.of(tensors) if self.targets is not None else None
-        return None if targets is None else (int((targets == self.ignore_index).sum()), targets.numel())
+        return self.counted if targets is None else _counts(targets, self.ignore_index)
+
+
+def _counts(targets: torch.Tensor, ignore_index: int) -> tuple[int, int]:
+    return int((targets == ignore_index).sum()), targets.numel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +102,15 @@ def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return WeightedMean(
         function.__name__, arguments["target"], arguments["weight"] is not None, arguments["ignore_index"]
     )
+
+
+def weighted_mean_of_operator(operator: Any, args: Sequence[Any], line: Callable[[], str]) -> WeightedMean | None:
+    """The mean that an operator of a run computes; None for another operator."""
+    if operator not in _OPERATORS or args[3] != _MEAN:
+        return None
+    _, target, weight, _, ignore_index = args[:5]
+    counted = _counts(target, ignore_index)
+    return WeightedMean("cross_entropy or nll_loss", target, weight is not None, ignore_index, line(), counted=counted)
 
 
 def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:

@@ -90,6 +90,7 @@ class AutogradFrontEnd(FrontEnd):
             alike,
             undefined=trials.undefined,
             written_rows=trials.rows,
+            means_of_shards=tuple(map(tuple, trials.means)),
         )
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.diagnostics.lone_examples import is_undefined
+from mirrorc.capture.diagnostics.weighted_means import WeightedMean, weighted_mean_of_operator
 from mirrorc.messages.source_lines import line_of
 from mirrorc.torch_internals import is_users_file, replaced_operators, schema_of, storage_key, writes_argument
 
@@ -17,10 +18,12 @@ from mirrorc.torch_internals import is_users_file, replaced_operators, schema_of
 class ObservedOperators:
     """Attributes:
     undefined: the line of the first operator whose result is not a number for one example; may be empty.
+    means: the means over targets, with the numbers of targets.
     """
 
     def __init__(self) -> None:
         self.undefined = ""
+        self.means: list[WeightedMean] = []
         self._written: set[int] = set()  # keys of memory
 
     def has_written(self, tensor: torch.Tensor) -> bool:
@@ -34,8 +37,9 @@ class ObservedOperators:
 
     def _note(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self.undefined and is_undefined(operator, args, kwargs):
-            frames = [frame for frame in traceback.extract_stack() if is_users_file(frame.filename)]
-            self.undefined = line_of(frames[-1]) if frames else str(operator)
+            self.undefined = _running_line() or str(operator)
+        if (mean := weighted_mean_of_operator(operator, args, _running_line)) is not None:
+            self.means.append(mean)
         if writes_argument(operator):
             given = {**dict(zip((a.name for a in schema_of(operator).arguments), args, strict=False)), **kwargs}
             for argument in schema_of(operator).arguments:
@@ -47,3 +51,8 @@ class ObservedOperators:
         for tensor in written if isinstance(written, list | tuple) else [written]:
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self._written.add(storage_key(tensor))
+
+
+def _running_line() -> str:
+    frames = [frame for frame in traceback.extract_stack() if is_users_file(frame.filename)]
+    return line_of(frames[-1]) if frames else ""

@@ -23,6 +23,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
+from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.capture.diagnostics.written_rows import writes_rows
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
@@ -51,6 +52,7 @@ class FirstRuns:
     Attributes:
         undefined: the line of an operator whose result is not a number for one example.
         rows: the names of buffers of which each run has written rows of its own.
+        means: for each run, the means over targets.
         buffers: all buffers after forward.
         vectors: those that are vectors of spectral norms, by index.
     """
@@ -60,6 +62,7 @@ class FirstRuns:
     notes: tuple[Note, ...]
     undefined: str = ""
     rows: tuple[str, ...] = ()
+    means: Sequence[Sequence[WeightedMean]] = ()
     buffers: Sequence[torch.Tensor] = ()
     vectors: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
@@ -108,8 +111,9 @@ def first_runs(
     buffers = [(i, name, buffer) for i, (name, buffer) in enumerate(opaque.buffers.items()) if i in written]
     sizes = [{len(leaf) for leaf in part if leaf.dim()} for part in parts]
     rows = tuple(name for i, name, old in buffers if writes_rows(old, [run.buffers[i] for run in each], sizes))
+    means = [mean for run in each for mean in run.means]
     undefined = next((run.undefined for run in each if run.undefined), "")
-    return FirstRuns(common, [written for run in each for written in run.written_inputs], notes, undefined, rows)
+    return FirstRuns(common, [written for run in each for written in run.written_inputs], notes, undefined, rows, means)
 
 
 def _is_alike(values: Sequence[torch.Tensor]) -> bool:
@@ -196,7 +200,7 @@ def _first_run(
     late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
     recorded = Recorded(loss, tuple(arrived), tuple(written), stream.has_advanced(untouched), outputs, late)
-    return FirstRuns(recorded, written_inputs, notes, observed.undefined, (), run.buffers, vectors)
+    return FirstRuns(recorded, written_inputs, notes, observed.undefined, (), [observed.means], run.buffers, vectors)
 
 
 def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:

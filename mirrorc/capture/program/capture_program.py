@@ -138,12 +138,14 @@ def capture_program(
             return outputs_for(front_end, training_call, grown_examples(distinct[0], call, devices[0].torch_device))
 
     parts = shards.by_microbatch(call)
+    means_of = [captured[index].traced.weighted_means for indices in runs for index in indices]
+    means_of = [*captured[0].traced.means_of_shards] or means_of
     outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
         AllGuards([graph.traced.guards for graph in captured]),
-        differences_in([captured[index].traced.weighted_means for indices in runs for index in indices], parts),
+        differences_in(means_of, parts),
         _notes(captured, outputs, len(parts.num_examples), model_name, loss_reduction)
         + (_notes_on_rows(captured[0], call, model_name) if len(runs) > 1 else ()),
         outputs,

@@ -1,6 +1,7 @@
 """Which losses are no means over examples, as far as a graph and a batch tell, and what is said of them."""
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -122,6 +123,15 @@ def test_targets_that_forward_leaves_out_count_like_those_left_out_before(
     assert len(messages) == (numbers is not None), "also of other values, if the first batch shows it"
     messages, _ = warned(Marked(targets), batch(0, (1, 2, 0, 0)))
     assert len(messages) == (numbers is not None) and (numbers or "") in "".join(messages)
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+def test_plain_pytorch_counts_them_too(capture: str) -> None:
+    filled = Marked(lambda output, labels: labels.masked_fill(labels == 0, -100))
+    for model, left_out in ((filled, 0), (Marked(lambda output, labels: labels), -100)):
+        assert warned(model, batch(left_out, (1, 1, 1, 1)), capture=capture)[0] == []
+        messages, _ = warned(model, batch(left_out, (1, 2, 0, 0)), capture=capture)
+        assert len(messages) == 1 and re.search(r"test_weighted_means.py:.*3 of 10, 0 of 10 in the shards", messages[0])
 
 
 @pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "inductor"]))
