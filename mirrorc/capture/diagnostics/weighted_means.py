@@ -69,12 +69,12 @@ class Targets:
     device: torch.device
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        given = [
+        inputs = [
             tensors[leaf].to(self.device) if dim is None else tensors[leaf].shape[dim] for leaf, dim in self.inputs
         ]
         try:
             with torch.no_grad(), torch.random.fork_rng():
-                return self.graph(*given)
+                return self.graph(*inputs)
         except Exception as error:
             logger.debug("no count of targets", exc_info=error)
             return None

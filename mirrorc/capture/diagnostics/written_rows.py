@@ -43,8 +43,8 @@ def _writes_rows(node: fx.Node, buffer: str, differs: dict[fx.Node, bool], sizes
     """Of places that the batch gives, or of as many rows as there are examples."""
     operator, args = bare_name(node.target), list[Any](node.args)
     if operator in _AT_INDEX and _is_of(args[0], buffer):
-        given = args[1] if operator == "index_put" else [args[2]]
-        indices = [index for index in given if isinstance(index, fx.Node)]
+        places = args[1] if operator == "index_put" else [args[2]]
+        indices = [index for index in places if isinstance(index, fx.Node)]
         is_long = any(str(index.meta["val"].numel()) in sizes for index in indices)
         return any(differs[index] for index in indices) or (is_long and differs[node])
     if operator not in ("cat", "slice_scatter"):

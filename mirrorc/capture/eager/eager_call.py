@@ -151,8 +151,7 @@ class OpaqueCall:
             [value.detach() for value in leaves],
             stream,
         )
-        values, inputs = (*parameters, *buffers, *leaves), (*run.parameters, *run.buffers, *run.leaves)
-        run.before = {id(t): (value, t._version, t.data_ptr()) for t, value in zip(inputs, values, strict=True)}
+        run.note_inputs((*parameters, *buffers, *leaves))
         originals = (*self.parameters.values(), *self.buffers.values())
         tensors = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
         copy.load(tensors, transient, plain=self._plain)

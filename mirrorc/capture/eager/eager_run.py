@@ -64,6 +64,10 @@ class Run:
     unreached: Set[int] = frozenset()
     outputs: RunOutputs | None = None
 
+    def note_inputs(self, values: Sequence[torch.Tensor]) -> None:
+        inputs = zip((*self.parameters, *self.buffers, *self.leaves), values, strict=True)
+        self.before = {id(tensor): (value, tensor._version, tensor.data_ptr()) for tensor, value in inputs}
+
     def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Also finds assignments of another value to ``.data``."""
         return [place for place, tensor in enumerate(tensors) if self._is_written(tensor)]

@@ -41,10 +41,10 @@ class ObservedOperators:
         if (mean := weighted_mean_of_operator(operator, args, _running_line)) is not None:
             self.means.append(mean)
         if writes_argument(operator):
-            given = {**dict(zip((a.name for a in schema_of(operator).arguments), args, strict=False)), **kwargs}
+            values = {**dict(zip((a.name for a in schema_of(operator).arguments), args, strict=False)), **kwargs}
             for argument in schema_of(operator).arguments:
                 if argument.is_write:
-                    self._note_write(given.get(argument.name))
+                    self._note_write(values.get(argument.name))
         return NotImplemented
 
     def _note_write(self, written: Any) -> None:
