@@ -65,7 +65,7 @@ class Specializer:
         self._caches = {
             purpose: Specializations(purpose.value, has_numbers_as_sizes=are_numbers) for purpose in Purpose
         }
-        self._lone: set[Key] = set()  # call keys with a shard of one example that torch refused
+        self._lone: set[Key] = set()  # call keys with a shard of one example that was refused
         self._rows_elsewhere: dict[Key, RowsElsewhere] = {}
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self.sizes = ChangingSizes(dynamic=options.dynamic)
@@ -78,7 +78,7 @@ class Specializer:
     ) -> tuple[Specialization, Shards]:
         """Returns the specialization, and the shards on which it runs.
 
-        If torch refuses a shard of one example, the batch is split among fewer replicas.
+        If a shard of one example is refused, or gives nan, the batch is split among fewer replicas.
 
         Args:
             is_stale: whether the user has changed the optimizer's state since the last step.
@@ -125,15 +125,17 @@ class Specializer:
         finally:
             self._interrupts.let_go()
         try:
-            new = self._compiled(call, shards, changes, purpose)
-        except LoneExampleError:
-            if not shards.have_one_example or by_twos().have_one_example:
-                raise
-            self._lone.add(key)
-            return self._cached_or_compiled(call, shards, is_stale, purpose)
+            new: Specialization | None = self._compiled(call, shards, changes, purpose)
         except HooksMissingError:
             if not install_capturing_hooks(self._options.model):
                 raise
+            return self._cached_or_compiled(call, shards, is_stale, purpose)
+        except CaptureError:
+            if not shards.have_one_example or by_twos().have_one_example:
+                raise
+            self._lone.add(key)
+            new = None
+        if new is None:  # outside of the handler: a second error would name the first one as its context
             return self._cached_or_compiled(call, shards, is_stale, purpose)
         try:
             self._interrupts.hold()

@@ -23,10 +23,8 @@ def explained(code: str) -> str:
     Raises:
         ValueError: there is no such code.
     """
-    wanted = code.strip().upper()
-    wanted = wanted if wanted.startswith("MC") else f"MC{wanted}"
-    entry = ENTRIES.get(wanted)
-    if entry is None:
+    wanted = "MC" + code.strip().upper().removeprefix("MC")
+    if (entry := ENTRIES.get(wanted)) is None:
         close = difflib.get_close_matches(wanted, ENTRIES, n=3)
         guess = f"did you mean {' or '.join(close)}?" if close else f"codes are {min(ENTRIES)} to {max(ENTRIES)}"
         raise ValueError(f"there is no {wanted}; {guess}")
@@ -34,8 +32,7 @@ def explained(code: str) -> str:
 
 
 def _parsed(catalogue: str) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
-    group = ""
+    entries, group = dict[str, Entry](), ""
     for block in catalogue.strip().split("\n\n"):
         head, _, text = block.partition("\n")
         if head.startswith("# "):
@@ -96,7 +93,7 @@ MC1204 No trainable parameter
 MC1205 A ScriptModule that cannot be trained
 Give the module as it was before `torch.jit`, with `load_state_dict` of the scripted one's state.
 
-MC1206 A parameter that was replaced or added after compile
+MC1206 A parameter that was replaced, hidden or added after compile
 Write into the old tensors, as `model.load_state_dict(state)` does, or make the optimizer and the step anew.
 
 MC1207 A hook on a gradient
@@ -205,7 +202,7 @@ MC2103 Your code raises an exception
 Model or loss raise it on one shard in plain PyTorch, too. Try `loss_fn(model(x[:4]), y[:4])`.
 
 MC2104 One example where torch needs two
-BatchNorm in train mode needs two examples on each device. Use larger batches, `drop_last=True`, or fewer devices.
+BatchNorm in train mode and `x.std()` need two examples on each device. Use larger batches, `drop_last=True`, or fewer devices.
 
 MC2201 No loss
 Give `loss_fn=`, or let the model return the loss, as models of Hugging Face do if they are given `labels=`.
@@ -327,6 +324,9 @@ A step has them for the call alone, on each replica. Return them, or keep them i
 
 MC3305 A tensor that gets no gradient
 Register it: `self.scale = nn.Parameter(...)` in the model, or in a loss that is a module.
+
+MC3306 A buffer that keeps rows of examples
+Each replica writes those of its shard. `self.bank[mirrorc.all_gather(i)] = mirrorc.all_gather(rows)` writes all rows on each.
 
 MC3401 A dynamic size of 0 or 1
 torch makes other graphs for these sizes, so the size is a number until a larger one comes.

@@ -22,6 +22,7 @@ import torch
 from asserting import TEXT, Asserting
 from interrupts import Interrupter, python_handles_interrupts
 from references import assert_same_model, assert_same_state, train_step, unchanged
+from selections import slow
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
@@ -991,6 +992,22 @@ def test_freeze() -> None:
             for model, _ in pair.sides:
                 model[0].requires_grad_(flag)
             pair.train()
+
+
+@pytest.mark.parametrize("devices", [1, *slow((2,), (3,))])
+def test_freeze_with_zeros(devices: Any) -> None:
+    with Pair(devices=devices) as pair:
+        pair.train()
+        for model, optimizer in pair.sides:
+            optimizer.zero_grad(set_to_none=False)
+            model[0].requires_grad_(False)
+        before = pair.model[0].weight.detach().clone()
+        pair.step(X, target=Y)
+        F.cross_entropy(pair.twin(X), Y).backward()
+        pair.twin_optimizer.step()
+        assert torch.equal(pair.model[0].weight, before)
+        assert not torch.allclose(pair.twin[0].weight, before), "momentum goes on"
+        torch.testing.assert_close(pair.model[2].state_dict(), pair.twin[2].state_dict())
 
 
 @pytest.mark.slow

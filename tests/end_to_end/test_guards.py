@@ -299,3 +299,35 @@ def test_a_hook_on_all_modules_is_seen() -> None:
             assert step(batch()["x"], target=batch()["target"]).item() == 0 != before.item()
         finally:
             handle.remove()
+
+
+class Members(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        self.register_buffer("offset", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).tanh() * self.gain + self.offset
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+@pytest.mark.parametrize("name", ["layer", "gain", "offset"])
+def test_an_attribute_that_hides_a_member_is_refused_until_it_is_gone(name: str, capture: str) -> None:
+    model = nn.Sequential(Members())
+    hidden = f"MC1206: .*hides the model's (submodule|parameter|buffer) '0.{name}'"
+    values = {"layer": nn.Linear(3, 3), "gain": torch.full((3,), 2.0), "offset": torch.full((3,), 5.0)}
+    object.__setattr__(model[0], name, values[name])
+    with pytest.raises(ValueError, match=hidden):
+        compiled(model, capture=capture)
+    vars(model[0]).pop(name)
+    given = batch()
+    with compiled(model, capture=capture) as step:
+        step(given["x"], target=given["target"])
+        vars(model[0])[name] = values[name]
+        for _ in range(2):
+            with unchanged(model), pytest.raises(ValueError, match=hidden):
+                step(given["x"], target=given["target"])
+        vars(model[0]).pop(name)
+        expected = F.mse_loss(model(given["x"]), given["target"])
+        torch.testing.assert_close(step(given["x"], target=given["target"]), expected.detach())

@@ -502,6 +502,15 @@ def writes_an_argument(model: Any, h: torch.Tensor) -> None:
     model.frozen.data.numpy()[0] = 5.0
 
 
+def bounds_a_norm(model: Any, h: torch.Tensor) -> None:
+    """By a bound that the first weights keep."""
+    model.frozen.data = torch.renorm(model.frozen.data[None], 2, 0, 1e3)[0]
+
+
+def bounds_a_norm_in_place(model: Any, h: torch.Tensor) -> None:
+    model.frozen.data[None].renorm_(2, 0, 1e3)
+
+
 def keeps_a_graph(model: Any, h: torch.Tensor) -> None:
     model.seen.add_(h.sum())
 
@@ -521,6 +530,8 @@ REFUSED = [
     (draws_of_numpy, r"draws from Python's random or numpy's.*torch.rand"),
     (writes_a_parameter, r"writes the parameter 'frozen' in place"),
     (writes_an_argument, r"writes the parameter 'frozen' in place"),
+    (bounds_a_norm, r"writes the parameter 'frozen' in place.*write it between steps"),
+    (bounds_a_norm_in_place, r"writes the parameter 'frozen' in place"),
     (keeps_a_graph, r"writes a value that requires a gradient to the buffer 'seen'"),
     (raises, r"KeyError: 'no such word'\n.*test_plain_pytorch.py:\d+.*\n.*\n  fix"),
 ]
@@ -589,6 +600,14 @@ def counts(model: Any, h: torch.Tensor) -> None:
     model.seen.add_(1.0)
 
 
+def counts_uncounted(model: Any, h: torch.Tensor) -> None:
+    model.seen.data.add_(1.0)
+
+
+def replaces_the_memory(model: Any, h: torch.Tensor) -> None:
+    model.frozen.data = model.frozen.data * 0.5
+
+
 LATER = [
     (
         raises,
@@ -597,6 +616,8 @@ LATER = [
     (assigns, r"^MC2301: forward of a module sets its attribute 'last_seen'"),
     (draws, r"forward of Does drew random numbers of torch, and drew none when it was captured"),
     (counts, r"MC2601: .* wrote the buffer 'seen', and did not when it was captured"),
+    (counts_uncounted, r"MC2601: .* wrote the buffer 'seen', and did not when it was captured"),
+    (replaces_the_memory, r"MC2601: .* wrote its parameter 'frozen' in place.*now:  No parameter was .*between steps"),
     (keeps_a_graph, r"MC2601: .* wrote the buffer 'seen', and did not when it was captured"),
     (uses_what_an_object_holds, r"MC2306: .* uses the parameter 'last.weight' through .* or an object.*No parameter"),
 ]
@@ -617,6 +638,48 @@ def test_a_later_run_that_differs_fails_before_anything_is_updated(
                 step(**batch)
         model.is_on = torch.tensor(False)
         assert step(**batch).item() < before.item()
+
+
+class Decays(Net):
+    """Its first write through ``.data`` leaves the value as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("decayed", torch.zeros(8, dtype=torch.float64))
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        self.decayed.data.mul_(0.5).add_(self.calls)
+        self.calls += 1
+        return h.tanh() * (1 + self.decayed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_buffer_that_a_first_run_writes_with_its_own_value_is_written_later(devices: int) -> None:
+    with plain_twins(Decays(), devices=devices) as pair:
+        for size in (6, 5, 6, 7):
+            pair.train(**batches(size)[0])
+        pair.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_norm_that_is_bounded_before_each_step_is_that_of_one_bounded_in_forward(devices: int) -> None:
+    class Bounded(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.first.weight.data = torch.renorm(self.first.weight.data, 2, 0, 0.3)
+            return super().forward(x)
+
+    model, twin = Net(), Bounded()
+    optimizer, few = SGD(model.parameters()), batches(6, 5, 7)
+    trained = train_on_one_device(twin, SGD, few, F.cross_entropy)
+    with compile_plain(model, devices=devices, optimizer=optimizer) as step:
+        for batch in few:
+            with torch.no_grad():
+                model.first.weight.copy_(torch.renorm(model.first.weight, 2, 0, 0.3))
+            step(**batch)
+    assert_same_parameters(model, trained.model, TOLERANCE)
 
 
 @pytest.mark.slow

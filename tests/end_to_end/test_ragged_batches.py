@@ -197,6 +197,49 @@ def test_only_a_batch_of_one_has_no_statistics(norm: Callable[[], nn.Module]) ->
         assert step._specializer.num_programs == compiled == 3
 
 
+class Normalized(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - x.mean(0)) / x.std(0)
+
+
+class Covariance(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        centered = x - x.mean(0)
+        return x @ (centered.T @ centered / (len(x) - 1))
+
+
+class Squeezed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.squeeze()[:, 1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+@pytest.mark.parametrize("kind", [Normalized, Covariance, Squeezed])
+def test_no_shard_has_one_example_where_that_gives_no_number_or_an_error(kind: type[nn.Module], capture: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), kind(), nn.Linear(3 if kind is Squeezed else 4, 3)).double()
+    few = batches((3, 5, 2, 7, 3))
+    for num_devices in (1, 2, 3):
+        mirrored = train_mirrored(model, SGD, few, num_devices, F.mse_loss, capture=capture)
+        expected = train_shard_by_shard(model, SGD, few, num_devices, F.mse_loss)
+        assert_same_training(mirrored, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+def test_one_example_that_gives_no_number_is_refused_in_a_shard_of_the_users_own(capture: str) -> None:
+    model = make_net(Normalized())
+    (whole,) = batches((3,))
+    split = {key: mirrorc.PerReplica(value.split((2, 1))) for key, value in whole.items()}
+    with compiled_step(model, F.mse_loss, capture=capture) as step:
+        with (
+            unchanged(model),
+            pytest.raises(CaptureError, match=r"MC2104: .*less one(?s:.*)test_ragged_batches.py:\d+ .*x\.std\(0\)"),
+        ):
+            step(**split)
+        assert step(**batches((1,))[0]).isnan(), "as on one device"
+
+
 @pytest.mark.slow
 def test_images_have_statistics_of_one_example() -> None:
     """As on one device, where torch takes them over the pixels."""

@@ -16,10 +16,14 @@ from mirrorc.messages.source_lines import last_users_line, line_of, module_of, s
 from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, user_frames
 
 EVEN_BATCHES = "use batches that divide by the number of devices"
+TWO_EXAMPLES = (
+    "DataLoader(..., drop_last=True)",
+    "give each device two examples or more, in each part of a PerReplica, too",
+)
 
 
 class LoneExampleError(CaptureError):
-    """Raised if a torch operator refuses a shard of one example because it normalizes over the examples."""
+    """Raised if a torch operator refuses a shard of one example because it normalizes over the examples, or gives nan."""
 
 
 class UnreadableError(CaptureError):
@@ -90,10 +94,7 @@ def raised_by_user(
             LoneExampleError,
             f"MC2104: {model_name} normalizes over the examples of a shard, and this shard has a single one",
             f"torch refuses a single example on one device, too: {reason}",
-            (
-                "DataLoader(..., drop_last=True)",
-                "give each device two examples or more, in each part of a PerReplica, too",
-            ),
+            TWO_EXAMPLES,
             at=at,
         )
     call = "loss_fn(model(...), target)" if subject == "the loss" else "model(...)"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +14,15 @@ from torch import fx
 from torch.nn import functional as F
 
 from mirrorc.capture.call.shards import Shards
+from mirrorc.ir.nodes import ancestors
 from mirrorc.messages.source_lines import last_users_line
 from mirrorc.torch_internals import leaf_of_placeholder
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_IGNORE_INDEX = -100
+_OPERATORS = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_MEAN = 1  # as operators count reductions
 _SIGNATURES = {function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)}
 
 
@@ -25,7 +32,9 @@ class WeightedMean:
 
     Attributes:
         is_weighted: whether it divides by the sum of class weights.
-        leaf: the index of the tensor argument with the targets; None if unknown.
+        targets: computes the targets of a shard; None if they depend on more than arguments.
+        writes_ignored: whether the code that makes the targets names ``ignore_index``.
+        counted: the numbers of ignored and of all targets in the run that made the call; None for a graph.
     """
 
     function: str
@@ -33,7 +42,42 @@ class WeightedMean:
     is_weighted: bool
     ignore_index: int
     line: str = ""
-    leaf: int | None = None
+    targets: Targets | None = None
+    writes_ignored: bool = False
+    counted: tuple[int, int] | None = None
+
+    def counts(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+        """The numbers of ignored and of all targets in a shard; None if unknown."""
+        targets = self.targets.of(tensors) if self.targets is not None else None
+        return self.counted if targets is None else _counts(targets, self.ignore_index)
+
+
+def _counts(targets: torch.Tensor, ignore_index: int) -> tuple[int, int]:
+    return int((targets == ignore_index).sum()), targets.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """The part of a graph that computes the targets of a loss.
+
+    Attributes:
+        inputs: for each placeholder, the index of a tensor argument, and its dim if the placeholder is a size.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[tuple[int, int | None], ...]
+    device: torch.device
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        inputs = [
+            tensors[leaf].to(self.device) if dim is None else tensors[leaf].shape[dim] for leaf, dim in self.inputs
+        ]
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                return self.graph(*inputs)
+        except Exception as error:
+            logger.debug("no count of targets", exc_info=error)
+            return None
 
 
 def bound_arguments(
@@ -60,6 +104,15 @@ def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     )
 
 
+def weighted_mean_of_operator(operator: Any, args: Sequence[Any], line: Callable[[], str]) -> WeightedMean | None:
+    """The mean that an operator of a run computes; None for another operator."""
+    if operator not in _OPERATORS or args[3] != _MEAN:
+        return None
+    _, target, weight, _, ignore_index = args[:5]
+    counted = _counts(target, ignore_index)
+    return WeightedMean("cross_entropy or nll_loss", target, weight is not None, ignore_index, line(), counted=counted)
+
+
 def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
     means = []
     for node in traced.graph.nodes:
@@ -69,16 +122,61 @@ def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
         value = mean.target.meta.get("example_value")
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             line = last_users_line(node.meta.get("stack_trace") or "")
-            means.append(replace(mean, line=line, leaf=_leaf_behind(mean.target)))
+            nodes = _makers(mean.target, node)
+            writes = any(mean.ignore_index in _numbers_of(maker) for maker in nodes)
+            means.append(replace(mean, line=line, targets=_targets(mean.target, nodes), writes_ignored=writes))
     return tuple(means)
 
 
-def _leaf_behind(node: fx.Node) -> int | None:
-    while node.op != "placeholder":
-        if len(node.all_input_nodes) != 1:
-            return None
-        node = node.all_input_nodes[0]
-    return leaf_of_placeholder(node)
+def _makers(target: fx.Node, loss: fx.Node) -> list[fx.Node]:
+    """The nodes that compute the targets, with writes in place."""
+    nodes, size = ancestors(target), 0
+    while len(nodes) > size:
+        size = len(nodes)
+        made = {node for node in nodes if node.op != "placeholder"}
+        for node in loss.graph.nodes:
+            if node is loss:
+                break
+            if _writes(node) and not made.isdisjoint(ancestors(node.args[0])):
+                nodes |= ancestors(node)
+    return [node for node in loss.graph.nodes if node in nodes]
+
+
+def _writes(node: fx.Node) -> bool:
+    is_method = node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return (is_method or node.target is operator.setitem) and isinstance(node.args[0], fx.Node)
+
+
+def _numbers_of(node: fx.Node) -> list[Any]:
+    return [value for value in (*node.args, *node.kwargs.values()) if type(value) in (int, float)]
+
+
+def _targets(target: fx.Node, makers: Sequence[fx.Node]) -> Targets | None:
+    inputs = [_input(node) for node in makers if node.op == "placeholder"]
+    known = [place for place in inputs if place is not None]
+    if len(known) < len(inputs):
+        return None
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in makers:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[target])
+    module = fx.GraphModule(target.graph.owning_module or {}, graph)
+    return Targets(module, tuple(known), target.meta["example_value"].device)
+
+
+def _input(node: fx.Node) -> tuple[int, int | None] | None:
+    """None for a variable."""
+    if (leaf := leaf_of_placeholder(node)) is not None:
+        return leaf, None
+    size = node.meta.get("example_value")
+    if not isinstance(size, torch.SymInt):
+        return None
+    for other in node.graph.find_nodes(op="placeholder"):
+        if (leaf := leaf_of_placeholder(other)) is not None:
+            shape = list(map(str, other.meta["example_value"].shape))
+            if str(size) in shape:
+                return leaf, shape.index(str(size))
+    return None
 
 
 def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, ...]:
@@ -86,17 +184,20 @@ def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, .
     return tuple(dict.fromkeys(text for text in texts if text))
 
 
-def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, ...]:
+def differences_in(means_of: Sequence[Sequence[WeightedMean]], shards: Shards) -> tuple[str, ...]:
+    """``means_of`` has the means in the graph of each shard with examples."""
     differences: list[str] = []
     present = [tensors for tensors, size in zip(shards.tensors, shards.num_examples, strict=True) if size]
-    for mean in means if len(present) > 1 else ():
-        targets_of_shards = [] if mean.leaf is None else [tensors[mean.leaf] for tensors in present]
-        counts = [(int((targets == mean.ignore_index).sum()), targets.numel()) for targets in targets_of_shards]
-        if len({few / many for few, many in counts if many}) > 1:
-            numbers = ", ".join(f"{few} of {many}" for few, many in counts)
-            differences.append(f"{_text(mean, ignores=True)} ({numbers} in the shards of this batch)")
-        elif mean.is_weighted:
-            differences.append(_text(mean))
+    for means in zip(*means_of, strict=False) if len(present) > 1 else ():
+        counts = [mean.counts(tensors) for mean, tensors in zip(means, present, strict=True)]
+        known = [count for count in counts if count is not None]
+        if len({few / many for few, many in known if many}) > 1:
+            numbers = ", ".join(f"{few} of {many}" for few, many in known)
+            differences.append(f"{_text(means[0], ignores=True)} ({numbers} in the shards of this batch)")
+        elif means[0].writes_ignored and not known:
+            differences.append(_text(means[0], ignores=True))
+        elif means[0].is_weighted:
+            differences.append(_text(means[0]))
     return tuple(dict.fromkeys(differences))
 
 

@@ -82,7 +82,17 @@ class AutogradFrontEnd(FrontEnd):
         remark = _REMARK if call.trains else _REMARK_ON_EVALUATION
         buffers = [*opaque.buffers]
         alike = [buffers[place] for place in sorted(trials.recorded.alike)]
-        return Traced(joint, EagerGuards(opaque, call), trials.notes, opaque.recorded.outputs, (remark,), alike)
+        return Traced(
+            joint,
+            EagerGuards(opaque, call),
+            trials.notes,
+            opaque.recorded.outputs,
+            (remark,),
+            alike,
+            undefined=trials.undefined,
+            written_rows=trials.rows,
+            means_of_shards=tuple(map(tuple, trials.means)),
+        )
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         """Runs the first shard with its first example repeated; None if the run fails."""

@@ -23,6 +23,7 @@ from mirrorc.capture.eager.eager_run import (
     reached_text,
 )
 from mirrorc.capture.eager.module_copies import ModuleCopy
+from mirrorc.capture.eager.python_state import have_same_bits
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients
@@ -153,7 +154,7 @@ class OpaqueCall:
             [value.detach() for value in leaves],
             stream,
         )
-        run.versions = [tensor._version for tensor in (*run.parameters, *run.buffers, *run.leaves)]
+        run.note_inputs((*parameters, *buffers, *leaves))
         originals = (*self.parameters.values(), *self.buffers.values())
         tensors = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
         carried = CARRIED.among(copy.originals)
@@ -262,16 +263,21 @@ class OpaqueCall:
         ):
             for place in run.written(tensors):
                 name = f" {_short([*variables][place])!r}" if variables else ""
+                stays = place not in run.replaced(tensors)
                 raise ExecutionError(
                     self._changed(
                         f"forward of {{}} wrote its {kind}{name} in place, and did not when it was captured",
                         "",
-                        "write a copy, and load a checkpoint of the model",
-                        "it stays written, whatever is undone",
+                        "write a copy, and load a checkpoint of the model" if stays else "write it between steps",
+                        "it stays written, whatever is undone" if stays else "",
                     )
                 )
-        names = [*self.buffers]
-        for place in run.written(run.buffers):
+        names, written = [*self.buffers], run.written(run.buffers)
+        for place, buffer in enumerate(run.buffers):
+            # a write through .data, or by a normalization, has no version
+            if place not in self.recorded.written and not have_same_bits(buffer, run.before[id(buffer)][0]):
+                written.append(place)
+        for place in written:
             if place not in self.recorded.written:
                 raise ExecutionError(
                     self._changed(

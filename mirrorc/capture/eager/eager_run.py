@@ -12,6 +12,7 @@ from torch import nn
 
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.eager.module_copies import ModuleCopy
+from mirrorc.capture.eager.python_state import have_same_bits
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import RunOutputs
 from mirrorc.capture.model.transient_attributes import Attribute
@@ -49,6 +50,7 @@ class Run:
         copy: the modules that ran forward; backward may run them again.
         parameters, buffers, leaves: the inputs; parameters have gradients after backward.
         loss: keeps its autograd graph until backward; an empty tensor in an evaluation without a loss.
+        before: for the id of each input, its value, version and address before forward.
         unreached: in training, the indices of parameters outside of the graph of the loss.
     """
 
@@ -57,14 +59,31 @@ class Run:
     buffers: list[torch.Tensor]
     leaves: list[torch.Tensor]
     stream: ReplicaStream | None = None
-    versions: list[int] = field(default_factory=list)
+    before: dict[int, tuple[torch.Tensor, int, int]] = field(default_factory=dict)
     loss: torch.Tensor = field(init=False)
     unreached: Set[int] = frozenset()
     outputs: RunOutputs | None = None
 
+    def note_inputs(self, values: Sequence[torch.Tensor]) -> None:
+        inputs = zip((*self.parameters, *self.buffers, *self.leaves), values, strict=True)
+        self.before = {id(tensor): (value, tensor._version, tensor.data_ptr()) for tensor, value in inputs}
+
     def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        known = {id(t): v for t, v in zip((*self.parameters, *self.buffers, *self.leaves), self.versions, strict=True)}
-        return [place for place, tensor in enumerate(tensors) if tensor._version != known[id(tensor)]]
+        """Also finds assignments of another value to ``.data``."""
+        return [place for place, tensor in enumerate(tensors) if self._is_written(tensor)]
+
+    def _is_written(self, tensor: torch.Tensor) -> bool:
+        value, version, _ = self.before[id(tensor)]
+        return tensor._version != version or (self._is_replaced(tensor) and not have_same_bits(tensor, value))
+
+    def _is_replaced(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() != self.before[id(tensor)][2]
+
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The assignments to ``.data``, also of an equal value. ``flatten_parameters`` of a recurrent layer is none."""
+        layers = [module for module in self.copy.root.modules() if isinstance(module, nn.RNNBase)]
+        moved = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+        return [i for i, tensor in enumerate(tensors) if id(tensor) not in moved and self._is_replaced(tensor)]
 
 
 @dataclass(frozen=True)

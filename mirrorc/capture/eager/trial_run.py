@@ -24,12 +24,15 @@ from mirrorc.capture.diagnostics.capture_errors import (
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute, unkept_attributes
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
+from mirrorc.capture.diagnostics.weighted_means import WeightedMean
+from mirrorc.capture.diagnostics.written_rows import writes_rows
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
+from mirrorc.capture.eager.observed_operators import ObservedOperators
 from mirrorc.capture.eager.python_state import Changes, have_same_bits
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import difference
-from mirrorc.capture.eager.shared_effects import refused_draws
+from mirrorc.capture.eager.user_generators import refused_draws
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED
 from mirrorc.capture.model.transient_attributes import (
     CARRIED,
@@ -51,11 +54,23 @@ _OF_REENTRANT = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The results of first runs. ``vectors`` has vectors of spectral norms after forward, by buffer index."""
+    """The results of first runs.
+
+    Attributes:
+        undefined: the line of an operator whose result is not a number for one example.
+        rows: the names of buffers of which each run has written rows of its own.
+        means: for each run, the means over targets.
+        buffers: all buffers after forward.
+        vectors: those that are vectors of spectral norms, by index.
+    """
 
     recorded: Recorded
     written_inputs: list[tuple[str, str]]
     notes: tuple[Note, ...]
+    undefined: str = ""
+    rows: tuple[str, ...] = ()
+    means: Sequence[Sequence[WeightedMean]] = ()
+    buffers: Sequence[torch.Tensor] = ()
     vectors: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -103,7 +118,12 @@ def first_runs(
     notes = tuple(
         dict.fromkeys([*(note for run in each for note in run.notes), *_notes_on_transient(transient, model_name)])
     )
-    return FirstRuns(common, [written for run in each for written in run.written_inputs], notes)
+    buffers = [(i, name, buffer) for i, (name, buffer) in enumerate(opaque.buffers.items()) if i in written]
+    sizes = [{len(leaf) for leaf in part if leaf.dim()} for part in parts]
+    rows = tuple(name for i, name, old in buffers if writes_rows(old, [run.buffers[i] for run in each], sizes))
+    means = [mean for run in each for mean in run.means]
+    undefined = next((run.undefined for run in each if run.undefined), "")
+    return FirstRuns(common, [written for run in each for written in run.written_inputs], notes, undefined, rows, means)
 
 
 def _is_alike(values: Sequence[torch.Tensor]) -> bool:
@@ -165,7 +185,8 @@ def _first_run(
         copies = [leaf.detach().clone() for leaf in leaves]
         opaque.state.restart()
         try:
-            run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(transient), is_first=True)
+            with (observed := ObservedOperators()).watching():
+                run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(transient), is_first=True)
             break
         except AssignedAttributeError as error:
             if not error.attributes:
@@ -181,7 +202,7 @@ def _first_run(
     ids = vectors_of_spectral_norms([call])
     vectors = {i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids}
     notes = _untrained(run, opaque, call, model_name) if call.trains else ()
-    written_inputs, written = _written(run, opaque, (leaves, buffers))
+    written_inputs, written = _written(run, opaque, (leaves, buffers), observed)
     arrived: list[int] = []
     if call.trains:
         gradients = opaque.gradients_of(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
@@ -198,7 +219,7 @@ def _first_run(
     late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
     recorded = Recorded(loss, tuple(arrived), tuple(written), stream.has_advanced(untouched), outputs, late)
-    return FirstRuns(recorded, written_inputs, notes, vectors)
+    return FirstRuns(recorded, written_inputs, notes, observed.undefined, (), [observed.means], run.buffers, vectors)
 
 
 def _refuse_changes_of_backward(before: Changes, after: Changes, model_name: str) -> None:
@@ -222,15 +243,19 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> to
 
 
 def _written(
-    run: Run, opaque: OpaqueCall, before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+    run: Run,
+    opaque: OpaqueCall,
+    before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    observed: ObservedOperators,
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """Compares bits, too, to find writes through ``.data`` or numpy."""
+    """Finds writes through ``.data`` or numpy, too, also those of an equal value: another run may write another."""
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
 
     def places(tensors: Sequence[torch.Tensor], were: Sequence[torch.Tensor]) -> list[int]:
         changed = [i for i, (new, old) in enumerate(zip(tensors, were, strict=True)) if not have_same_bits(new, old)]
-        return sorted({*run.written(tensors), *changed})
+        counted = [i for i, tensor in enumerate(tensors) if observed.has_written(tensor)]
+        return sorted({*run.written(tensors), *run.replaced(tensors), *counted, *changed})
 
     names, written = [*opaque.buffers], places(run.buffers, buffers)
     inputs = [("parameter", [*opaque.parameters][place]) for place in places(run.parameters, parameters)]

@@ -31,6 +31,9 @@ class Traced:
 
     Attributes:
         alike: the paths of further buffers with one value on all replicas.
+        undefined: the line of an operator that the graph does not show, whose result is not a number for one example.
+        written_rows: the buffers of which each shard has written rows of its own, where the graph does not show it.
+        means_of_shards: the means over targets in each shard, where the graph does not show them.
     """
 
     joint: JointGraph
@@ -43,6 +46,9 @@ class Traced:
     reductions: tuple[Reduction, ...] = ()
     leaves_with_time_first: tuple[int, ...] = ()
     leaves_with_offsets: tuple[int, ...] = ()
+    undefined: str = ""
+    written_rows: tuple[str, ...] = ()
+    means_of_shards: tuple[tuple[WeightedMean, ...], ...] = ()
 
 
 class FrontEnd(ABC):

@@ -56,11 +56,24 @@ class ModelState:
     def _scan_modules(self) -> None:
         self._named = [named for root in self._roots.values() for named in root.named_modules()]
         self._modules = [module for _, module in self._named]
+        self._refuse_hidden()
         self._dicts = [attributes for module in self._modules for attributes in _dicts_of(module)]
         self._sizes = list(map(len, self._dicts))
         self._plain = [place for module in self._modules for place in _plain_attributes(module)]
         self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
         self._num_carried = CARRIED.num
+
+    def _refuse_hidden(self) -> None:
+        for path, module in self._named:
+            for kind, members in _members_of(module):
+                for key in vars(module).keys() & members.keys():
+                    if members[key] is not None and vars(module)[key] is not members[key]:
+                        raise problem(
+                            ValueError,
+                            f"MC1206: an attribute hides the model's {kind} {'.'.join(filter(None, (path, key)))!r}",
+                            "forward reads the attribute, and the step trains what it hides",
+                            (f"module.{key} = value, before mirrorc.compile()", f"del vars(module)[{key!r}]"),
+                        )
 
     def _rescan_modules(self) -> None:
         self._scan_modules()

@@ -25,11 +25,13 @@ from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.capture.diagnostics.identical_buffers import iterated_alike
+from mirrorc.capture.diagnostics.lone_examples import refuse_undefined, undefined_in
 from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
 from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.scale_grad_by_freq import notes_on_counted_lookups
 from mirrorc.capture.diagnostics.time_first import refuse_split_time
 from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_on
+from mirrorc.capture.diagnostics.written_rows import notes_on_rows
 from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named
 from mirrorc.capture.front_ends.state_guards import AllGuards
 from mirrorc.capture.model.model_state import ModelState, free_name
@@ -136,13 +138,16 @@ def capture_program(
             return outputs_for(front_end, training_call, grown_examples(distinct[0], call, devices[0].torch_device))
 
     parts = shards.by_microbatch(call)
+    means_of = [captured[index].traced.weighted_means for indices in runs for index in indices]
+    means_of = [*captured[0].traced.means_of_shards] or means_of
     outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
         AllGuards([graph.traced.guards for graph in captured]),
-        differences_in(captured[0].traced.weighted_means, parts),
-        _notes(captured, outputs, len(parts.num_examples), model_name, loss_reduction),
+        differences_in(means_of, parts),
+        _notes(captured, outputs, len(parts.num_examples), model_name, loss_reduction)
+        + (_notes_on_rows(captured[0], call, model_name) if len(runs) > 1 else ()),
         outputs,
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
         _sizes(captured, runs, shards, call),
@@ -162,6 +167,18 @@ def _refuse_splits(
     if len(shards.by_microbatch(call).num_examples) > 1:
         refuse_split_time(call.leaves, captured[0].traced.leaves_with_time_first, model_name)
         refuse_split_offsets(call.leaves, captured[0].traced.leaves_with_offsets, model_name)
+        _refuse_lone_examples(captured, runs, shards, model_name)
+
+
+def _refuse_lone_examples(
+    captured: Sequence[CapturedGraph], runs: tuple[tuple[int, ...], ...], shards: Shards, model_name: str
+) -> None:
+    """A batch of one gives what it gives on one device."""
+    sizes = shards.microbatches or [(size,) if size else () for size in shards.num_examples]
+    sized = [pair for indices, parts in zip(runs, sizes, strict=True) for pair in zip(indices, parts, strict=True)]
+    for index in sorted({index for index, size in sized if size == 1}) if len(sized) > 1 else ():
+        graph = captured[index]
+        refuse_undefined(graph.traced.undefined or undefined_in(graph.graph), model_name)
 
 
 def _sizes(
@@ -289,7 +306,11 @@ def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None
 
 
 def _notes(
-    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, model_name: str, loss_reduction: str
+    captured: Sequence[CapturedGraph],
+    outputs: Outputs | None,
+    num_parts: int,
+    model_name: str,
+    loss_reduction: str,
 ) -> tuple[Note, ...]:
     notes = [note for graph in captured for note in graph.traced.notes]
     if outputs is not None and outputs.unknown:
@@ -302,6 +323,15 @@ def _notes(
         notes += notes_on_counted_lookups(captured[0].graph, model_name)
         notes += notes_on_reductions(captured[0].traced.reductions, loss_reduction, num_parts, model_name)
     return tuple(dict.fromkeys(notes))
+
+
+def _notes_on_rows(captured: CapturedGraph, call: Call, model_name: str) -> tuple[Note, ...]:
+    if not captured.trains:
+        return ()
+    arguments = [_with_examples(argument, call) for argument in captured.arguments]
+    names = {argument.name for argument in arguments if argument.has_examples}
+    split = {node for node in captured.graph.find_nodes(op="placeholder") if node.target in names}
+    return notes_on_rows(captured.graph, split, captured.traced.written_rows, model_name)
 
 
 def _gathered(

@@ -1,12 +1,14 @@
 """Which losses are no means over examples, as far as a graph and a batch tell, and what is said of them."""
 
 import copy
+import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from selections import slow_but
+from selections import slow, slow_but
 from tiny_programs import sgd_step
 from torch import nn
 from torch.nn import functional as F
@@ -65,13 +67,71 @@ def test_class_weights_are_warned_of_once() -> None:
 @pytest.mark.slow
 def test_targets_that_are_left_out_count_where_shards_differ_in_them() -> None:
     messages, remarks = warned(Tagger(), batch(per_example=(1, 2, 0, 0)))
-    assert len(messages) == 1 and "3 of 10, 0 of 10 in the shards of this batch" in messages[0]
+    assert len(messages) == 1 and "3 of 10, 2 of 10 in the shards of this batch" in messages[0]
     assert "leaves out" not in remarks, "a program does not depend on the batch's values"
     for even in ((0, 0, 0, 0), (2, 1, 1, 2)):
         assert warned(Tagger(), batch(per_example=even))[0] == []
     messages, remarks = warned(Tagger(ignore_index=0), batch(0, (2, 2, 2, 2)))
     assert messages == [] and "the number of targets that are not 0" in remarks, "another batch may differ"
     assert len(warned(Tagger(ignore_index=0), batch(0, (2, 2, 2, 1)))[0]) == 1
+
+
+Targets = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Marked(nn.Module):
+    """Leaves out targets by itself."""
+
+    def __init__(self, targets: Targets) -> None:
+        super().__init__()
+        self.last, self.targets = nn.Linear(3, 4), targets
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        output = self.last(x)
+        return F.cross_entropy(output.flatten(0, 1), self.targets(output, labels).reshape(-1))
+
+
+def assigned(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    labels = labels.clone()
+    labels[labels == 0] = -100
+    return labels
+
+
+def ends_filled(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    labels = labels.clone()
+    labels[:, 0].fill_(-100)
+    return labels
+
+
+@pytest.mark.parametrize(
+    ("targets", "numbers"),
+    [
+        (lambda output, labels: labels.masked_fill(labels == 0, -100), r"3 of 10, 0 of 10 in the shards of this batch"),
+        *slow(
+            (lambda output, labels: torch.where(labels == 0, -100, labels), "3 of 10, 0 of 10"),
+            (assigned, "3 of 10, 0 of 10"),
+            (lambda output, labels: labels.masked_fill(output.amax(-1) < 0.2, -100), "of its own shard\n"),
+            (ends_filled, None),
+            (lambda output, labels: labels.clamp(min=1), None),
+        ),
+    ],
+)
+def test_targets_that_forward_leaves_out_count_like_those_left_out_before(
+    targets: Targets, numbers: str | None
+) -> None:
+    messages, _ = warned(Marked(targets), batch(), batch(0, (1, 2, 0, 0)), batch(0, (1, 2, 0, 0, 1, 0)))
+    assert len(messages) == (numbers is not None), "also of other values, if the first batch shows it"
+    messages, _ = warned(Marked(targets), batch(0, (1, 2, 0, 0)))
+    assert len(messages) == (numbers is not None) and (numbers or "") in "".join(messages)
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+def test_plain_pytorch_counts_them_too(capture: str) -> None:
+    filled = Marked(lambda output, labels: labels.masked_fill(labels == 0, -100))
+    for model, left_out in ((filled, 0), (Marked(lambda output, labels: labels), -100)):
+        assert warned(model, batch(left_out, (1, 1, 1, 1)), capture=capture)[0] == []
+        messages, _ = warned(model, batch(left_out, (1, 2, 0, 0)), capture=capture)
+        assert len(messages) == 1 and re.search(r"test_weighted_means.py:.*3 of 10, 0 of 10 in the shards", messages[0])
 
 
 @pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "inductor"]))
