@@ -18,6 +18,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
     check_evaluated_loss,
     check_trained_loss,
     raised_by_user,
+    shapes_of,
     sparse_gradient,
 )
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
@@ -64,7 +65,7 @@ def first_runs(
     A write or draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
     """
     transient: set[Attribute] = set()
-    with _explained(model_name), refused_effects(call, model_name):
+    with _explained(model_name, leaves), refused_effects(call, model_name):
         num_known = -1
         while len(transient) > num_known:
             num_known = len(transient)
@@ -210,7 +211,7 @@ def _written(
 
 
 @contextlib.contextmanager
-def _explained(model_name: str) -> Iterator[None]:
+def _explained(model_name: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     try:
         yield
     except CaptureError:
@@ -227,7 +228,8 @@ def _explained(model_name: str) -> Iterator[None]:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
         fix = _OF_REENTRANT if "use_reentrant=True" in str(error) else ""
         at = line_of(frames[-1]) if frames else ""
-        raise raised_by_user(model_name, f"{type(error).__name__}: {error}", at, "loss or model", fix=fix) from error
+        reason, subject = f"{type(error).__name__}: {error}", "this line" if at else "loss or model"
+        raise raised_by_user(model_name, reason, at, subject, shapes_of(leaves), fix) from error
 
 
 def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
