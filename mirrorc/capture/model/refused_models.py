@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -56,11 +57,17 @@ def check_model(model: Any) -> None:
                 f"MC1203: {name!r} is on the meta device and has no memory",
                 fix=("model.to_empty(device='cpu'), and initialize it", "model.load_state_dict(state, assign=True)"),
             )
-        if tensor.is_sparse:
+        if tensor.layout is not torch.strided:
             raise problem(
                 ValueError,
                 f"MC1203: {name!r} is a sparse tensor: mirrored variables are dense",
                 fix=f"model.{name}.to_dense()",
+            )
+        if tensor.is_inference():
+            raise problem(
+                ValueError,
+                f"MC1203: {name!r} was made in inference mode, and takes no part in backward",
+                fix=("make the model outside of torch.inference_mode()", "copy.deepcopy(model), outside of it"),
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise problem(
