@@ -139,5 +139,5 @@ class OfCurvature(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_hessian_for_each_example_trains(backend: str) -> None:
-    for num_devices in (1, 2, 3):
-        assert_trains_alike(OfCurvature(), SGD, batches(7, 8), num_devices, F.cross_entropy, backend=backend)
+    for num_devices, sizes in ((1, [8]), (2, [8]), (3, [7, 8])) if backend == "eager" else [(2, [8])]:
+        assert_trains_alike(OfCurvature(), SGD, batches(*sizes), num_devices, F.cross_entropy, backend=backend)

@@ -105,7 +105,7 @@ def _raised_in_trace(model_name: str, kind: str, text: str, at: str, subject: st
         return error
     refusal = message(
         f"MC2103: {model_name} or its loss raised {reason}",
-        f"it was raised while one shard was traced{f', {shapes}' if shapes else ''}",
+        f"it was raised in a trace of one shard{f', {shapes}' if shapes else ''}",
         _fix_of_batch(subject),
         at=at,
     )

@@ -164,6 +164,7 @@ def _first_run(
     ids = vectors_of_spectral_norms([call])
     vectors = {i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids}
     notes = _untrained(run, opaque, call, model_name) if call.trains else ()
+    _refuse_grown(run, opaque, model_name)
     written_inputs, written = _written(run, opaque, (leaves, buffers))
     arrived: list[int] = []
     if call.trains:
@@ -190,6 +191,17 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> to
         check_evaluated_loss(loss, model_name, is_from_loss_function=call.needs_loss)
         return loss.dtype
     return None
+
+
+def _refuse_grown(run: Run, opaque: OpaqueCall, model_name: str) -> None:
+    for (name, buffer), value in zip(opaque.buffers.items(), run.buffers, strict=True):
+        if value.shape != buffer.shape:
+            raise problem(
+                CaptureError,
+                f"MC2304: forward of {model_name} changes the size of the buffer {name.removeprefix('model.')!r}",
+                f"a step keeps the memory of each buffer, here of {list(buffer.shape)}, not {list(value.shape)}",
+                ("model(x) on a batch, once before mirrorc.compile()", "make it of its last size in __init__"),
+            )
 
 
 def _written(

@@ -129,12 +129,9 @@ def refuse_modules(root: nn.Module, model_name: str) -> None:
         for hook in [hook for table in hook_tables(module) for hook in table.values()]:
             remedy = next((words for kind, words in _HOOKS.items() if isinstance(hook, kind)), "")
             if remedy:
-                raise problem(
-                    CaptureError,
-                    f"MC2306: {kind} {name!r} of {model_name} has a hook of torch.nn.utils ({type(hook).__name__})",
-                    "it assigns an attribute in forward, and a captured step does not do that again",
-                    remedy,
-                )
+                hooks = f"a hook of torch.nn.utils ({type(hook).__name__})"
+                why = f"{kind} {name!r} has {hooks}, which assigns an attribute in forward"
+                raise cannot_trace(model_name, why, remedy, runs_as_pytorch=True)
 
 
 _HOOKS: dict[type, str] = {
