@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from branching import SGD, batches
+from references import assert_trains_alike
 from selections import slow_but
 from torch import nn
 from torch.nn import functional as F
-from twins import Twins
+from twins import Twins, same_each_time
 
 
 class StraightThrough(torch.autograd.Function):
@@ -122,3 +124,20 @@ def test_functions_have_the_gradients_of_plain_pytorch(name: str) -> None:
         pair.check()
         texts = [remark.text for remark in pair.step.program.remarks]
     assert any("run as plain PyTorch" in text for text in texts) is not is_captured
+
+
+class OfCurvature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = same_each_time(lambda: nn.Linear(6, 4).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hessian = torch.func.hessian(lambda row: self.layer(row).tanh().sum())
+        return self.layer(x) * torch.func.vmap(hessian)(x).sum((1, 2))[:, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_hessian_for_each_example_trains(backend: str) -> None:
+    for num_devices, sizes in ((1, [8]), (2, [8]), (3, [7, 8])) if backend == "eager" else [(2, [8])]:
+        assert_trains_alike(OfCurvature(), SGD, batches(*sizes), num_devices, F.cross_entropy, backend=backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 import warnings
@@ -142,6 +143,26 @@ def test_a_lazy_module() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with refuses(ValueError, "'0.weight'", "lazy module", "model(example_input)"):
         mirrorc.compile(model, 2, optimizer=ADAMW(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_model_with_a_sparse_buffer(layout: str) -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("adjacency", getattr(torch.eye(3), layout)())
+    with refuses(ValueError, "MC1203: 'adjacency' is a sparse tensor", "model.adjacency.to_dense()"):
+        compile_mlp(model)
+
+
+def test_a_model_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = make_mlp()
+    with refuses(ValueError, "MC1203: 'first.weight' was made in inference mode", "copy.deepcopy(model)"):
+        compile_mlp(model)
+    copied = copy.deepcopy(model)
+    with compile_mlp(copied) as step:
+        step(**mlp_batch(4))
+    assert not torch.equal(copied.first.weight, model.first.weight)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_trains_alike, unchanged
+from references import assert_trains_alike, train_step, unchanged
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from twins import Twins, compiled_step, same_each_time
@@ -146,6 +146,44 @@ def test_what_cannot_be_captured_is_refused_in_a_few_lines(capfd: pytest.Capture
         text = "".join(traceback.format_exception(caught.value))
         assert text.count("\n") < 48 and len(str(caught.value)) < 600, f"{name}: {text}"
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:MC2701", "ignore:MC3304", "ignore:MC3207")
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "pruned"])
+def test_weights_that_hooks_compute_in_forward_train_as_plain_pytorch(name: str) -> None:
+    make, data, _ = REFUSED[name]
+    for num_devices in (1, 2, 3):
+        model, plain = seeded(make), seeded(make)
+        optimizer = SGD(plain.parameters())
+        with compiled_step(model, F.mse_loss, num_devices, SGD) as step:
+            for _ in range(3):
+                step(**data)
+                train_step(plain, optimizer, data, F.mse_loss)
+        for own, expected in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+            assert torch.allclose(own, expected, rtol=0, atol=TOLERANCE)
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.seen.numel() == 0:
+            self.seen.resize_(3).fill_(2.0)
+        return self.layer(x) * self.seen
+
+
+@pytest.mark.filterwarnings("ignore:MC2701")
+def test_a_buffer_that_grows_in_forward_is_refused_until_it_has_its_size() -> None:
+    model, data = seeded(Grows), batch()
+    words = r"MC2304: .*changes the size of the buffer 'seen'\n.*of \[0\], not \[3\]\n  fix:  model\(x\) on a batch"
+    with compiled_step(model, F.mse_loss) as step, pytest.raises(CaptureError, match=words):
+        step(**data)
+    model(data["x"])
+    assert_trains_alike(model, SGD, [data], 2, F.mse_loss, tolerance=TOLERANCE)
 
 
 def test_the_log_has_the_error_of_the_tracer(caplog: pytest.LogCaptureFixture) -> None:

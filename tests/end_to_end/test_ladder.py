@@ -228,3 +228,108 @@ def test_what_the_users_code_raises_comes_first() -> None:
         step(torch.ones(4, 3), target=torch.ones(4, 3))
     cause = caught.value.__cause__
     assert isinstance(cause, NameError) and isinstance(cause.__cause__, UnreadableError)
+
+
+class OtherWayInTraces(Net):
+    """Hugging Face's Autoformer fails so."""
+
+    def __init__(self, raises: str = "", *, in_plain: str = "") -> None:
+        super().__init__(most=0)
+        self.raises, self.in_plain = raises, in_plain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            x = x if self.raises else x.view(-1, 11)
+            raise ValueError(self.raises)
+        if self.in_plain:
+            raise ValueError(self.in_plain)
+        return super().forward(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_code_that_fails_only_while_it_is_traced_trains(num_devices: int) -> None:
+    for raises, words in (("", "shape '.*' is invalid for input"), ("not compiled", "ValueError: not compiled")):
+        with pytest.warns(UserWarning, match=f"MC2701: (?s:.*)test_ladder.py:(?s:.*){words}.* while it is traced"):
+            assert_trains_alike(OtherWayInTraces(raises), SGD, batches(7, 8), num_devices, F.cross_entropy)
+
+
+def test_code_that_fails_in_traces_is_refused_there_alone() -> None:
+    words = "^MC2103: .* raised ValueError: not compiled(?s:.*)in a trace of one shard(?s:.*)capture='autograd'"
+    with (
+        compiled(OtherWayInTraces("not compiled"), capture="dynamo") as step,
+        pytest.raises(UnreadableError, match=words),
+    ):
+        step(**batches(6)[0])
+
+
+def test_an_exception_in_traces_and_in_plain_pytorch_is_told_once() -> None:
+    class Raises(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no such model")
+
+    for model, words in (
+        (Raises(), r"ValueError: no such model\n  at:   .*test_ladder.py"),
+        (
+            OtherWayInTraces("not compiled", in_plain="not trained"),
+            r"ValueError: not trained\n  at:   .*test_ladder.py",
+        ),
+    ):
+        with compiled(model) as step, pytest.raises(CaptureError, match=words) as caught:
+            step(**batches(6)[0])
+        text = str(caught.value)
+        assert "why:  plain PyTorch raises the same on one shard, float64[3, 6], " in text and "traced" not in text
+        assert isinstance(caught.value.__cause__, ValueError) and caught.value.__cause__.__cause__ is None
+
+
+class _Between(Net):
+    """Does something to the hidden value that Dynamo may not follow."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__(most=0)
+        self.drop = nn.Dropout(0.5)
+        self.does = does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(self.does(self, h))
+
+
+def _appends_in_hook(model: Any, h: torch.Tensor) -> torch.Tensor:
+    norms: list[torch.Tensor] = []
+    h.register_hook(lambda gradient: norms.append(gradient.norm()))
+    return h.tanh()
+
+
+def _scales_in_hook(model: Any, h: torch.Tensor) -> torch.Tensor:
+    h.register_hook(lambda gradient: 2 * gradient)
+    return h.tanh()
+
+
+def _retains_gradient(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.hidden = h
+    model.hidden.retain_grad()
+    return model.hidden.tanh()
+
+
+def _drops_in_eval_mode(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.drop.eval()
+    h = model.drop(h)
+    model.drop.train()
+    return h.tanh()
+
+
+def _drops_without_training(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.drop.training = False
+    return model.drop(h).tanh()
+
+
+HABITS = [_appends_in_hook, _scales_in_hook, _retains_gradient, _drops_in_eval_mode, _drops_without_training]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:MC2701", "ignore:MC3304")
+@pytest.mark.parametrize("does", HABITS, ids=lambda does: does.__name__)
+def test_hooks_and_modes_inside_of_forward_train(does: Any) -> None:
+    for num_devices in (1, 2, 3):
+        assert_trains_alike(_Between(does), SGD, batches(7, 8), num_devices, F.cross_entropy)

@@ -246,10 +246,25 @@ def test_what_was_added_may_change_again() -> None:
 # Hooks
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_gradient_is_refused(register: str) -> None:
+HOOKS = [
+    lambda weight, hook: weight.register_hook(hook),
+    lambda weight, hook: weight.register_post_accumulate_grad_hook(hook),
+    lambda weight, hook: _of_accumulation(weight).register_hook(hook),
+    lambda weight, hook: _of_accumulation(weight).register_prehook(hook),
+]
+_HELD: list[Any] = []
+
+
+def _of_accumulation(weight: Any) -> Any:
+    """The AccumulateGrad node, which lasts only while something holds it."""
+    _HELD[:] = [weight.view_as(weight).grad_fn.next_functions[0][0]]
+    return _HELD[0]
+
+
+@pytest.mark.parametrize("register", HOOKS, ids=["tensor", "post-accumulate", "node", "before-node"])
+def test_a_hook_on_a_gradient_is_refused(register: Any) -> None:
     model = make_mlp()
-    getattr(model.second.weight, register)(lambda *_: None)
+    register(model.second.weight, lambda *_: None)
     with (
         pytest.raises(ValueError, match=r"second\.weight.*hook|hook.*second\.weight"),
         compiled(model, loss_fn=F.cross_entropy) as step,
@@ -258,12 +273,12 @@ def test_a_hook_on_a_gradient_is_refused(register: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_gradient_that_comes_later_is_refused(register: str) -> None:
+@pytest.mark.parametrize("register", HOOKS, ids=["tensor", "post-accumulate", "node", "before-node"])
+def test_a_hook_on_a_gradient_that_comes_later_is_refused(register: Any) -> None:
     model = make_mlp()
     with compiled(model, loss_fn=F.cross_entropy) as step:
         step(**mlp_batch(4))
-        handle = getattr(model.second.weight, register)(lambda value: None)
+        handle = register(model.second.weight, lambda *_: None)
         with unchanged(model), pytest.raises(ValueError, match=r"second\.weight.*hook|hook.*second\.weight"):
             step(**mlp_batch(4))
         handle.remove()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,18 @@ class UnreadableError(CaptureError):
         self.why, self.at = why, at
 
 
+class RaisedError(CaptureError):
+    """Raised for an exception of the user's code: ``reason`` is its type and text, ``line`` the user's file and line."""
+
+    reason = line = ""
+
+
+class RaisedInTraceError(RaisedError, UnreadableError):
+    """Raised for an exception while tracing. ``of_plain`` describes the one that plain PyTorch raises at the same line."""
+
+    of_plain: Callable[[str], CaptureError]
+
+
 class HooksMissingError(CaptureError):
     """Raised if forward would install Hugging Face's hooks for hidden states, which cannot be traced."""
 
@@ -53,8 +66,7 @@ def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = 
         fix = "use torch.where, compute with tensors instead of Python numbers, or decide before the step"
         return cannot_trace(model_name, reason, fix, at, True, code="MC2102")
     if raised is not None:
-        shapes = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves)
-        return raised_by_user(model_name, f"{raised[1]}: {raised[3]}", at, subject, shapes)
+        return _raised_in_trace(model_name, raised[1], raised[3], at, subject, shapes_of(leaves))
     if "share storage" in text or "view input mutations" in text:
         fix = "give one of the two memory of its own, with .clone(), and write it where it should follow"
         return cannot_trace(model_name, reason, fix, at)
@@ -85,6 +97,33 @@ def shape_depends_on_values(model_name: str, at: str) -> CaptureError:
     return cannot_trace(model_name, why, fix, at, runs_as_pytorch=True)
 
 
+def shapes_of(leaves: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves)
+
+
+def _raised_in_trace(model_name: str, kind: str, text: str, at: str, subject: str, shapes: str) -> CaptureError:
+    """The code may take another way while it is traced, where ``torch.compiler.is_compiling()``."""
+    reason = f"{kind}: {text}"
+    error = raised_by_user(model_name, reason, at, subject, shapes)
+    if not isinstance(error, RaisedError):
+        return error
+    refusal = message(
+        f"MC2103: {model_name} or its loss raised {reason}",
+        f"it was raised in a trace of one shard{f', {shapes}' if shapes else ''}",
+        _fix_of_batch(subject),
+        at=at,
+    )
+    in_trace = RaisedInTraceError(refusal, f"{f'{at}: ' if at else ''}it raises {reason} while it is traced")
+    in_trace.line = error.line
+    in_trace.of_plain = functools.partial(raised_by_user, model_name, at=at, subject=subject, shapes=shapes)
+    return in_trace
+
+
+def _fix_of_batch(subject: str) -> str:
+    call = "loss_fn(model(...), target)" if subject == "the loss" else "model(...)"
+    return f"give the batch the shapes, dtypes and values that {subject} takes, and try {call} on one shard"
+
+
 def raised_by_user(
     model_name: str, reason: str, at: str = "", subject: str = "the model", shapes: str = "", fix: str = ""
 ) -> CaptureError:
@@ -97,14 +136,19 @@ def raised_by_user(
             TWO_EXAMPLES,
             at=at,
         )
-    call = "loss_fn(model(...), target)" if subject == "the loss" else "model(...)"
-    return problem(
-        CaptureError,
+    error = problem(
+        RaisedError,
         f"MC2103: {model_name} or its loss raised {reason}",
         f"plain PyTorch raises the same on one shard{f', {shapes}' if shapes else ''}",
-        fix or f"give the batch the shapes, dtypes and values that {subject} takes, and try {call} on one shard",
+        fix or _fix_of_batch(subject),
         at=at,
     )
+    is_torchs = at.startswith(torch.__path__[0])
+    error.reason, error.line = reason, "" if is_torchs else "".join(_LINE.findall(at)[:1])
+    return error
+
+
+_LINE = re.compile(r"[^/]*\.py:\d+")
 
 
 def changed_before_backward(error: Exception, model_name: str, graph: fx.Graph | None = None) -> CaptureError | None:

@@ -291,7 +291,9 @@ class _Search:
                 _Place(name, lambda: value[:], functools.partial(value.__setitem__, slice(None)), "memory")
             )
         elif (states := states_of(value)) is not None:
-            self.places.append(_Place(f"{name}, a {kind.__module__.replace('._C', '')}.{kind.__name__}", *states, "draws"))
+            self.places.append(
+                _Place(f"{name}, a {kind.__module__.replace('._C', '')}.{kind.__name__}", *states, "draws")
+            )
         elif issubclass(kind, type):
             if _is_users_class(value) and _is_users_file(_file_of(value)):
                 self._visit_class(value)

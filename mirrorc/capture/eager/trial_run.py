@@ -19,6 +19,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
     check_evaluated_loss,
     check_trained_loss,
     raised_by_user,
+    shapes_of,
     sparse_gradient,
 )
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
@@ -86,7 +87,7 @@ def first_runs(
     A write or draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
     """
     transient: set[Attribute] = set()
-    with _explained(model_name), refused_draws(model_name), opaque.state.first_runs(call) as changes:
+    with _explained(model_name, leaves), refused_draws(model_name), opaque.state.first_runs(call) as changes:
         known: object = None
         while known != (now := (set(transient), CARRIED.num)):
             known, changes[:] = now, ()
@@ -202,6 +203,7 @@ def _first_run(
     ids = vectors_of_spectral_norms([call])
     vectors = {i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids}
     notes = _untrained(run, opaque, call, model_name) if call.trains else ()
+    _refuse_grown(run, opaque, model_name)
     written_inputs, written = _written(run, opaque, (leaves, buffers), observed)
     arrived: list[int] = []
     if call.trains:
@@ -242,6 +244,17 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> to
     return None
 
 
+def _refuse_grown(run: Run, opaque: OpaqueCall, model_name: str) -> None:
+    for (name, buffer), value in zip(opaque.buffers.items(), run.buffers, strict=True):
+        if value.shape != buffer.shape:
+            raise problem(
+                CaptureError,
+                f"MC2304: forward of {model_name} changes the size of the buffer {name.removeprefix('model.')!r}",
+                f"a step keeps the memory of each buffer, here of {list(buffer.shape)}, not {list(value.shape)}",
+                ("model(x) on a batch, once before mirrorc.compile()", "make it of its last size in __init__"),
+            )
+
+
 def _written(
     run: Run,
     opaque: OpaqueCall,
@@ -265,7 +278,7 @@ def _written(
 
 
 @contextlib.contextmanager
-def _explained(model_name: str) -> Iterator[None]:
+def _explained(model_name: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     try:
         yield
     except CaptureError:
@@ -284,7 +297,8 @@ def _explained(model_name: str) -> Iterator[None]:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
         fix = _OF_REENTRANT if "use_reentrant=True" in str(error) else ""
         at = line_of(frames[-1]) if frames else ""
-        raise raised_by_user(model_name, f"{type(error).__name__}: {error}", at, "loss or model", fix=fix) from error
+        reason, subject = f"{type(error).__name__}: {error}", "this line" if at else "loss or model"
+        raise raised_by_user(model_name, reason, at, subject, shapes_of(leaves), fix) from error
 
 
 def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str) -> tuple[Note, ...]:

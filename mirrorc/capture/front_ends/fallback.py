@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from mirrorc.capture.diagnostics.capture_errors import UnreadableError
+from mirrorc.capture.diagnostics.capture_errors import RaisedError, RaisedInTraceError, UnreadableError
 from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named, rungs
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import message, with_line
@@ -43,7 +43,10 @@ class Climbed(Generic[T]):
 
 
 class Ladder:
-    """Front ends in order of preference. Only an `UnreadableError` of the first front end leads to the next."""
+    """Front ends in order of preference. Only an `UnreadableError` of the first front end leads to the next.
+
+    An exception of the user's code counts as one: code may ask `torch.compiler.is_compiling`.
+    """
 
     def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
         self._front_ends = tuple(front_ends)
@@ -67,7 +70,10 @@ class Ladder:
                 errors.append((front_end, error))
             else:
                 return Climbed(result, front_end, tuple((refused, _why(error)) for refused, error in errors))
-        raise _with_first_attempt(errors[-1][1], errors[0][1])
+        first, last = errors[0][1], errors[-1][1]
+        if isinstance(first, RaisedInTraceError) and isinstance(last, RaisedError):
+            raise (first.of_plain(last.reason) if first.line == last.line else last) from last.__cause__
+        raise _with_first_attempt(last, first)
 
 
 def _why(error: CaptureError) -> str:

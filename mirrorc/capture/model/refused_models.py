@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -56,11 +57,17 @@ def check_model(model: Any) -> None:
                 f"MC1203: {name!r} is on the meta device and has no memory",
                 fix=("model.to_empty(device='cpu'), and initialize it", "model.load_state_dict(state, assign=True)"),
             )
-        if tensor.is_sparse:
+        if tensor.layout is not torch.strided:
             raise problem(
                 ValueError,
                 f"MC1203: {name!r} is a sparse tensor: mirrored variables are dense",
                 fix=f"model.{name}.to_dense()",
+            )
+        if tensor.is_inference():
+            raise problem(
+                ValueError,
+                f"MC1203: {name!r} was made in inference mode, and takes no part in backward",
+                fix=("make the model outside of torch.inference_mode()", "copy.deepcopy(model), outside of it"),
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise problem(
@@ -122,12 +129,9 @@ def refuse_modules(root: nn.Module, model_name: str) -> None:
         for hook in [hook for table in hook_tables(module) for hook in table.values()]:
             remedy = next((words for kind, words in _HOOKS.items() if isinstance(hook, kind)), "")
             if remedy:
-                raise problem(
-                    CaptureError,
-                    f"MC2306: {kind} {name!r} of {model_name} has a hook of torch.nn.utils ({type(hook).__name__})",
-                    "it assigns an attribute in forward, and a captured step does not do that again",
-                    remedy,
-                )
+                hooks = f"a hook of torch.nn.utils ({type(hook).__name__})"
+                why = f"{kind} {name!r} has {hooks}, which assigns an attribute in forward"
+                raise cannot_trace(model_name, why, remedy, runs_as_pytorch=True)
 
 
 _HOOKS: dict[type, str] = {

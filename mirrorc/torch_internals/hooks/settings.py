@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as of_all
 
 
@@ -138,7 +139,24 @@ def global_hook_tables() -> list[Mapping[Any, Any]]:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    """Tests for hooks on a tensor, and on the AccumulateGrad node of a leaf."""
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        return True
+    is_in_graph = tensor.requires_grad and tensor.is_leaf and tensor._use_count() > 1  # type: ignore[attr-defined]
+    return is_in_graph and _has_node_hooks(tensor)
+
+
+def _has_node_hooks(leaf: torch.Tensor) -> bool:
+    """Registers hooks, whose handles alone lead to the node's tables of hooks."""
+    with torch.inference_mode(False):
+        node = get_gradient_edge(leaf).node
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(print)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
 
 
 _ROUNDED = tuple((backend, of) for backend in ("cuda", "mkldnn") for of in ("matmul", "conv", "rnn"))

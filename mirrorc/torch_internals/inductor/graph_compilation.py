@@ -6,11 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
 
 from mirrorc.torch_internals.fx.graphs import traced_on_fake_tensors
+from mirrorc.torch_internals.hooks.settings import is_dense
 from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, has_symbols, num_elements_now, sizes_key
 
 
@@ -18,7 +20,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions that Inductor expects to find applied to a graph.
 
     Dropout is left out, because it gets its own random stream. `_EXPANDED_LATE` is left out, because passes look for these
-    operators.
+    operators. Values with gaps or overlaps are copied where Inductor would write to them or lay them out otherwise.
     """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -27,7 +29,43 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     for packet in (torch.ops.aten.native_dropout, *(operator.overloadpacket for operator in _EXPANDED_LATE)):
         for overload in packet.overloads():
             table.pop(getattr(packet, overload), None)
+    for operator in _SCATTERS:
+        table[operator] = functools.partial(_scatter_into_dense, operator, table.get(operator))
+    table[torch.ops.aten.unfold.default] = _copy_overlapping_windows
+    table[torch.ops.aten._efficientzerotensor.default] = torch.zeros  # of torch.func.jvp; Inductor cannot save them
     return table
+
+
+_SCATTERS = (
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.scatter.src,
+    torch.ops.aten.scatter.value,
+    torch.ops.aten.scatter_add.default,
+    torch.ops.aten.scatter_reduce.two,
+    torch.ops.aten.masked_scatter.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+)
+"""Operators that write to a copy of their first argument. Inductor's copy of expanded memory has as few elements."""
+
+
+def _scatter_into_dense(
+    operator: Any, decomposition: Callable[..., Any] | None, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if not is_dense(value):
+        return operator(value.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+    return decomposition(value, *args, **kwargs) if decomposition is not None else NotImplemented
+
+
+def _copy_overlapping_windows(value: torch.Tensor, dim: int, size: int, step: int) -> Any:
+    """Inductor returns windows without their overlaps, in strides that no backward expects."""
+    if step >= size:
+        return NotImplemented
+    dim = dim % value.dim()
+    firsts = torch.arange(0, value.shape[dim] - size + 1, step, device=value.device)
+    places = firsts[:, None] + torch.arange(size, device=value.device)
+    return value.index_select(dim, places.flatten()).unflatten(dim, places.shape).movedim(dim + 1, -1)
 
 
 _EXPANDED_LATE = (
@@ -67,6 +105,17 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
     return decomposition(*tensors, *constants, **keywords)
 
 
+@contextlib.contextmanager
+def _no_index_put_in_place() -> Iterator[None]:
+    """Inductor writes in place also where the new rows are views of what they overwrite."""
+    from torch._inductor.fx_passes.reinplace import inplaceable_ops
+
+    with patch.dict(inplaceable_ops):
+        for operator in (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default):
+            inplaceable_ops.pop(operator, None)
+        yield
+
+
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
@@ -91,8 +140,11 @@ def compile_with_inductor(
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         # part of the cache key, which the line above and the calls of `call_directly` are not
-        graph_module.meta["mirrorc"] = "all outputs keep their strides, and some operators are called directly"
-        return compile_fx_inner(graph_module, list(example_inputs))
+        graph_module.meta["mirrorc"] = (
+            "all outputs keep their strides, some operators are called directly, index_put never in place"
+        )
+        with _no_index_put_in_place():
+            return compile_fx_inner(graph_module, list(example_inputs))
 
 
 def _products(graph: fx.Graph) -> list[fx.Node]:

@@ -38,10 +38,27 @@ class ReadVariable(NamedTuple):
 
 
 def read_variables_from_module(traced: fx.GraphModule) -> None:
-    """Lets joint export replace all variables. Forward may have reached variables from outside, as through a closure."""
+    """Lets joint export replace all variables. Forward may have reached variables from outside, as through a closure.
+
+    Export replaces those of copies, so that other threads may run the user's modules meanwhile.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    traced._modules = {name: _copied(module, copies) for name, module in traced._modules.items()}
     codegen: Any = traced.graph._codegen
     read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
     codegen.dynamo_bytecode_flatten = traced._dynamo_bytecode_flatten = read
+
+
+def _copied(module: nn.Module | None, copies: dict[nn.Module, nn.Module]) -> nn.Module | None:
+    """A module with the attributes of another one, and tables of parameters, buffers and submodules of its own."""
+    if module is None or module in copies:
+        return copies.get(module) if module is not None else None
+    copy: nn.Module = object.__new__(type(module))
+    copies[module] = copy
+    children = {name: _copied(child, copies) for name, child in module._modules.items()}
+    tables = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers), "_modules": children}
+    vars(copy).update(vars(module) | tables)
+    return copy
 
 
 def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:

@@ -1,6 +1,7 @@
 """The graph of forward and backward that torch exports."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -149,3 +150,26 @@ def test_export_forward_graph_has_no_backward() -> None:
     assert list(graph.outputs) == ["loss", "outputs"]
     assert set(graph.buffer_writes) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert set(graph.leaf_of.values()) == {0} and graph.fake_mode is not None
+
+
+def test_export_leaves_the_users_modules_alone() -> None:
+    """Another thread may run them meanwhile."""
+    seen: list[type] = []
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).sum()
+
+    def observed(*args: Any) -> Any:
+        seen.extend(type(parameter) for parameter in module.layer._parameters.values())
+        return NotImplemented
+
+    module, leaves = Sums(), (torch.ones(2, 3),)
+    traced = internals.trace_full_graph(module, leaves)
+    with contextlib.ExitStack() as stack:
+        internals.export_joint_graph(stack, traced, leaves, {torch.ops.aten.sum.default: observed})
+    assert seen and set(seen) == {nn.Parameter}

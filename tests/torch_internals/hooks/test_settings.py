@@ -125,6 +125,25 @@ def test_has_gradient_hooks() -> None:
     assert internals.has_gradient_hooks(first) and internals.has_gradient_hooks(second)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_has_gradient_hooks_of_the_node_that_accumulates(register: str) -> None:
+    parameter, called = torch.nn.Parameter(torch.zeros(2)), []
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    assert not internals.has_gradient_hooks(parameter)
+    handle = getattr(node, register)(lambda *_: called.append(1))
+    with torch.inference_mode():
+        assert internals.has_gradient_hooks(parameter)
+    parameter.sum().backward()
+    assert called == [1]
+    handle.remove()
+    assert not internals.has_gradient_hooks(parameter)
+    getattr(node, register)(lambda *_: called.append(1))
+    del node
+    assert not internals.has_gradient_hooks(parameter), "nothing keeps the node, so that torch calls no hook either"
+    parameter.sum().backward()
+    assert called == [1]
+
+
 def test_torch_modes_follow_the_user() -> None:
     before = internals.torch_modes()
     with torch.autocast("cpu", torch.bfloat16):

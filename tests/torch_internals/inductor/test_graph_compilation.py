@@ -1,5 +1,7 @@
 """Compiling a graph with Inductor, and looking for the compiler that it needs."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
@@ -171,3 +173,29 @@ def test_an_operator_of_ours_becomes_a_call_of_torchs_function() -> None:
         into, given = torch.empty(4, 6), torch.randn(4, 6)
         (found,) = function([into, given])
     assert torch.equal(into, -2 * given) and torch.equal(found, 3 * given)
+
+
+def _added_to_expanded(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros(1, 4).expand(3, 4).index_add(0, index, x * 2).sin()
+
+
+def _overwritten_by_own_views(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    return y.index_copy(1, index, y.flatten()[:9].reshape(3, 3)).sin()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("function", [_added_to_expanded, _overwritten_by_own_views], ids=lambda f: f.__name__)
+def test_what_torch_compiles_wrongly_is_right_here(function: Any) -> None:
+    given = [torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 1])]
+    expected = function(*given)
+    with FakeTensorMode() as mode:
+        examples = [mode.from_tensor(value) for value in given]
+    graph = internals.traced_on_fake_tensors(
+        lambda *values: (function(*values),), examples, internals.inductor_decompositions()
+    )
+    compiled = internals.compile_with_inductor(fx.GraphModule({}, graph), examples, num_threads=1)
+    torch.testing.assert_close(compiled(list(given))[0], expected)
+    of_torch = torch.compile(function)(*given)
+    assert not torch.allclose(of_torch, expected), "torch has mended it: graph_compilation.py need not work around it"
