@@ -79,7 +79,7 @@ def _is_torchs(generator: torch.Generator) -> bool:
     )
 
 
-def states_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+def states_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
     """Functions that read and set the state of a generator of torch, Python's random or numpy; None for another object."""
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
