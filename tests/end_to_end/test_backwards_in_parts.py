@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -145,7 +146,7 @@ def compiled(model: Layers, devices: int = 2, **options: Any) -> mirrorc.Step:
 
 class Events:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.of: dict[int, list[str]] = {}
+        self._kept = argparse.Namespace(of={})  # objects of the standard library are no state of the model
         launch = SharedMemoryCommunicator.launch_reduce_scatter
 
         def noted(communicator: Any, bucket: int, *given: Any) -> Any:
@@ -153,6 +154,10 @@ class Events:
             return launch(communicator, bucket, *given)
 
         monkeypatch.setattr(SharedMemoryCommunicator, "launch_reduce_scatter", noted)
+
+    @property
+    def of(self) -> dict[int, list[str]]:
+        return self._kept.of
 
     def note(self, event: str) -> None:
         self.of.setdefault(threading.get_ident(), []).append(event)

@@ -198,18 +198,6 @@ def test_the_log_has_the_error_of_the_tracer(caplog: pytest.LogCaptureFixture) -
     assert "Dynamo failed to run FX node" in caplog.text
 
 
-def test_a_list_of_examples_is_refused_with_a_remedy() -> None:
-    model = nn.Linear(4, 3)
-    images = [torch.randn(2, 8, 8) for _ in range(4)]
-    with (
-        compiled_step(model, F.mse_loss, optimizer=SGD) as step,
-        pytest.raises(
-            ValueError, match=r"(?s)'input\[0\]' has 2 examples, 'target' has 4\n  why:  .*torch.stack\(input\)"
-        ),
-    ):
-        step(images, target=torch.randn(4, 3))
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_singular_matrix_stops_the_step_before_it_changes_anything(backend: str) -> None:
     class Inverts(nn.Module):

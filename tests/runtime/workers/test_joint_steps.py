@@ -163,6 +163,7 @@ def test_workers_without_examples_count_for_nothing(found: Mapping[str, Any]) ->
         assert own["outputs"] == [[size, 4] for size in sizes]
 
 
+@pytest.mark.slow
 def test_a_step_without_any_example_is_refused_by_all(found: Mapping[str, Any]) -> None:
     losses, values = reference(FAULTS["nothing"], [1])
     for own in found["nothing"][:2]:

@@ -105,6 +105,7 @@ def test_all_workers_decide_and_clip_by_the_same_bits(found: Mapping[str, Any], 
             assert str(own[what]) == str(first[what]), what
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_on_one_worker_is_one_error_on_all(found: Mapping[str, Any]) -> None:
     """It counts the elements of all workers' parts, of which none has all."""
     (error,) = {own["losses"][1] for own in found["checked"]}

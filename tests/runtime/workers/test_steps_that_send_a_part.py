@@ -203,6 +203,7 @@ def test_workers_of_which_one_has_loaded_no_state_are_refused_by_all(found: Mapp
         assert "CommunicationError" in own["losses"][0] and "calls of step.load_state_dict()" in own["losses"][0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_left_sends_what_it_had_not(found: Mapping[str, Any]) -> None:
     first, second = found["leaves"][:2]
     model, unsent, _ = simulated({**LEAVES, "steps": 3})

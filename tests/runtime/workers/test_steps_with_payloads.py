@@ -174,6 +174,7 @@ def test_a_run_that_goes_on_from_its_states_has_the_same_bits(outcomes: Mapping[
         assert (resumed["values"], resumed["unsent"]) == (at_once["values"], at_once["unsent"])
 
 
+@pytest.mark.slow
 def test_a_failed_step_leaves_all_as_it_was(outcomes: Mapping[str, Any]) -> None:
     for outcome in outcomes["recovers"][:2]:
         assert [isinstance(loss, float) for loss in outcome["losses"]] == [True, True, False, True]

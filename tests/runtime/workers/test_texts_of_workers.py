@@ -88,6 +88,7 @@ def test_one_program_serves_all_lengths(found: Mapping[str, Any], case: str) -> 
             assert ": size[s0]" in own["text"]
 
 
+@pytest.mark.slow
 def test_workers_send_whole_gradients_and_say_why(found: Mapping[str, Any]) -> None:
     for own in found["whole"][:2]:
         assert (
