@@ -133,10 +133,14 @@ class Specializer:
         except CaptureError:
             if not shards.have_one_example or by_twos().have_one_example:
                 raise
-            self._lone.add(key)
             new = None
         if new is None:  # outside of the handler: a second error would name the first one as its context
-            return self._cached_or_compiled(call, shards, is_stale, purpose)
+            self._lone.add(key)
+            try:
+                return self._cached_or_compiled(call, shards, is_stale, purpose)
+            except CaptureError:
+                self._lone.discard(key)
+                raise
         try:
             self._interrupts.hold()
             is_true = new.guards.hold()

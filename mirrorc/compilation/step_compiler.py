@@ -18,7 +18,8 @@ from mirrorc.capture.call.recompile_reasons import CallKind
 from mirrorc.capture.call.shard_types import SymbolicDims, shard_types
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.eager.carried_state import carried_state_of
+from mirrorc.capture.diagnostics.capture_errors import StateError
+from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.front_ends.front_end import FrontEnd
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.capture_program import CapturedProgram, capture_program
@@ -80,6 +81,7 @@ class StepCompiler:
         self._options, self._model, self._state, self._numbers = options, model, state, numbers
         self._choices, self._team = choices, team
         self.front_ends: dict[Purpose, str] = {}  # of the last capture for each purpose
+        self._carried = {trains: CarriedState(type(options.model).__name__) for trains in (True, False)}
         names = ", ".join(device.name for device in options.devices)
         self._subject = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are those of replica 0
@@ -192,7 +194,10 @@ class StepCompiler:
         climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
         training_call, captured = climbed.result
         self.front_ends[purpose] = climbed.front_end.name
-        carried_state_of(self._options.model).note_capture(is_fallback=bool(climbed.failed))
+        for error in climbed.errors:
+            if isinstance(error, StateError) and not self._carried[purpose.trains].is_advanced:
+                raise error  # plain PyTorch has not found what forward changes
+        self._carried[purpose.trains].note_capture(is_fallback=bool(climbed.failed))
         model = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(model))
         remarks = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(model), on_sizes) if text]
@@ -213,6 +218,7 @@ class StepCompiler:
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
         training_call.numbers, training_call.trained_elsewhere = self._numbers, parameters_in_training()
+        training_call.carried = self._carried[purpose.trains]
         captured = capture_program(
             training_call,
             call,

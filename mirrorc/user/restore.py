@@ -130,6 +130,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def content_of(container: Any) -> Any:
     kind = _base_of(container)
+    if issubclass(kind, set):
+        return set(kind.__iter__(container))
     return dict(kind.items(container)) if issubclass(kind, dict) else list(kind.__iter__(container))
 
 
@@ -137,12 +139,21 @@ def is_same(container: Any, content: Any) -> bool:
     """Compares a container's objects by identity."""
     if isinstance(container, dict):
         return is_same(list(container), list(content)) and is_same(list(container.values()), list(content.values()))
+    if isinstance(container, set):
+        return set(map(id, container)) == set(map(id, content))
     return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
 
 
 def refill(container: Any, content: Any) -> None:
+    """Of a dict, only what differs is written, unless its order does: other threads may read it."""
+    kind = _base_of(container)
+    if issubclass(kind, dict):
+        for key in kind.keys(container) - content.keys():
+            kind.__delitem__(container, key)
+        for key, value in content.items():
+            if key not in kind.keys(container) or kind.__getitem__(container, key) is not value:
+                kind.__setitem__(container, key, value)
     if not is_same(content_of(container), content):
-        kind = _base_of(container)
         kind.clear(container)
         (kind.extend if issubclass(kind, list | deque) else kind.update)(container, content)
 

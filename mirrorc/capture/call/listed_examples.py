@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def with_lists_of_examples(
     if not any(isinstance(value, list | dict | tuple) for value in values):
         return args, kwargs
     number = _num_examples(values[0] if len(values) == 1 and type(values[0]) is tuple else values)
+    number = number or _length_of_lists(values)
     if number is None:
         return args, kwargs
     marked = tuple(_marked(value, number, _DEPTH) for value in args)
@@ -43,6 +44,13 @@ def _num_examples(values: Iterable[Any]) -> int | None:
         if type(value) is dict and (number := _num_examples(value.values())) is not None:
             return number
     return None
+
+
+def _length_of_lists(values: Sequence[Any]) -> int | None:
+    """Of lists of equal length, one of which is of dicts, as a detector's images and targets are."""
+    lists = [value for value in values if type(value) is list]
+    lengths, have_dicts = {len(value) for value in lists}, any(type(item) is dict for value in lists for item in value)
+    return lengths.pop() if len(lists) > 1 and len(lengths) == 1 and have_dicts else None
 
 
 def _marked(value: Any, number: int, depth: int) -> Any:

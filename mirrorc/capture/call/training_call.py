@@ -22,6 +22,7 @@ class TrainingCall(nn.Module):
     Attributes:
         plain: `Call.plain` of the current call; set before guards are checked.
         trained_elsewhere: the ids of the parameters that open steps train.
+        carried: the `CarriedState` of the step, for plain PyTorch.
         data: the tensors of each shard or microbatch; None if the front end needs no data.
     """
 
@@ -40,6 +41,7 @@ class TrainingCall(nn.Module):
         self.numbers = ChangingNumbers(can_be_inputs=False)
         self.trained_elsewhere: Set[int] = frozenset()
         self.drawn: list[int | float] = []
+        self.carried: Any = None
         self.data: Sequence[Sequence[torch.Tensor]] | None = None
         self.model = model
         self.loss_fn = loss_fn

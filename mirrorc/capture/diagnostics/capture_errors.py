@@ -49,6 +49,10 @@ class RaisedInTraceError(RaisedError, UnreadableError):
     of_plain: Callable[[str], CaptureError]
 
 
+class StateError(UnreadableError):
+    """Raised for Python state that forward reads and changes: a step goes on from it if plain PyTorch finds it."""
+
+
 class HooksMissingError(CaptureError):
     """Raised if forward would install Hugging Face's hooks for hidden states, which cannot be traced."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.capture_errors import UnreadableError
+from mirrorc.capture.diagnostics.capture_errors import StateError
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import line_of
@@ -198,7 +198,7 @@ def _refuse_state(write: PythonWrite, model_name: str) -> None:
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
         sets = f"an attribute of {f'its module {name!r}' if name else 'itself'}, self.x = ..."
         refusal = assigned_attribute(model_name, sets, "a compiled step would not set it again", where)
-        raise UnreadableError(refusal, f"{f'{where}: ' if where else ''}forward sets {sets}")
+        raise StateError(refusal, f"{f'{where}: ' if where else ''}forward sets {sets}")
     changes = f"reads and changes {write.words.name}"
     refusal = message(
         f"MC2301: forward or loss of {model_name} {changes}",
@@ -206,7 +206,7 @@ def _refuse_state(write: PythonWrite, model_name: str) -> None:
         ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it between steps"),
         at=where,
     )
-    raise UnreadableError(refusal, f"{f'{where}: ' if where else ''}it {changes}")
+    raise StateError(refusal, f"{f'{where}: ' if where else ''}it {changes}")
 
 
 def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:

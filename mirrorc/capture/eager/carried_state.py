@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -25,7 +24,7 @@ _LONGEST_WAIT_SECONDS = 3600
 class CarriedState:
     """Puts the state back before each forward of a step, and keeps what the last one leaves.
 
-    The replicas' runs of one model, which may be of several shapes, share it.
+    The replicas' runs of one step, which may be of several shapes, share it.
 
     Attributes:
         is_advanced: whether a first run has changed any state. Replicas then run one after the other.
@@ -37,7 +36,7 @@ class CarriedState:
         self.is_advanced, self.num_settled = False, 0
         self._is_fallback, self._was_advanced = False, False
         self._model_name = model_name
-        self._lock, self._num_running = threading.RLock(), 0
+        self._lock, self._running = threading.RLock(), set[int]()
         self._state: PythonState | None = None
         self._left: Changes | None = None
 
@@ -47,7 +46,7 @@ class CarriedState:
         self._state = PythonState(root)
         changes: list[Changes] = []
         try:
-            with self._state.sources_refused(self._model_name):
+            with self._running_forward(self._state):
                 yield changes
             for each in changes:
                 self._check(each, changes[0], CaptureError)
@@ -92,37 +91,49 @@ class CarriedState:
     @contextlib.contextmanager
     def advanced(self) -> Iterator[None]:
         """A forward of a step."""
-        assert self._state is not None, "within a step"
+        state = self._state
+        assert state is not None, "within a step"
         if not self.is_advanced:
-            with self._refused_changes(self._state):
+            with self._running_forward(state):
                 yield
+            self._refuse_changes(state)
             return
         with self.alone():
-            self._state.put_back()
-            yield
-            left = self._state.changes()
+            state.put_back()
+            with self._running_forward(state):
+                yield
+            left = state.changes()
             self._left = self._left if self._left is not None else left
             self._check(left, self._left, ExecutionError)
 
     @contextlib.contextmanager
-    def _refused_changes(self, state: PythonState) -> Iterator[None]:
-        """Looks when no forward runs, as one may change something for a while."""
+    def _running_forward(self, state: PythonState) -> Iterator[None]:
         with self._lock:
-            self._num_running += 1
+            if not self._running:
+                state.refuse_sources(self._model_name, self._running)
+            self._running.add(threading.get_ident())
         try:
             yield
         finally:
             with self._lock:
-                self._num_running -= 1
-                is_last = not self._num_running
-        if is_last and (changes := state.changes()):
-            self.is_advanced = True
-            raise problem(
-                ExecutionError,
-                f"MC2601: forward or loss of {self._model_name} changed {changes.a_name}, and did not in its first run",
-                "replicas ran at the same time, and each has changed it",
-                "call the step again with the same batch: replicas run one after the other from now on",
-            )
+                self._running.discard(threading.get_ident())
+                if not self._running:
+                    state.give_sources_back()
+
+    def _refuse_changes(self, state: PythonState) -> None:
+        """Looks when no forward runs, as one may change something for a while."""
+        with self._lock:
+            changes = state.changes() if not self._running else Changes()
+        if not changes:
+            return
+        self._check(changes, changes, ExecutionError)
+        self.is_advanced = True
+        raise problem(
+            ExecutionError,
+            f"MC2601: forward or loss of {self._model_name} changed {changes.a_name}, and did not in its first run",
+            "replicas ran at the same time, and each has changed it",
+            "call the step again with the same batch: replicas run one after the other from now on",
+        )
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -174,10 +185,3 @@ class CarriedState:
                 "all replicas share it; only what is the same for every shard can be carried on to the next step",
                 _FIXES,
             )
-
-
-_states: weakref.WeakKeyDictionary[nn.Module, CarriedState] = weakref.WeakKeyDictionary()
-
-
-def carried_state_of(model: nn.Module) -> CarriedState:
-    return _states.setdefault(model, CarriedState(type(model).__name__))

@@ -12,7 +12,7 @@ from torch import nn
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
-from mirrorc.capture.eager.carried_state import carried_state_of
+from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import (
     Recorded,
     Run,
@@ -23,10 +23,10 @@ from mirrorc.capture.eager.eager_run import (
     reached_text,
 )
 from mirrorc.capture.eager.module_copies import ModuleCopy
-from mirrorc.capture.eager.python_state import have_same_bits
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients
+from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.custom_ops.replica_collectives import refused_collectives
@@ -49,7 +49,7 @@ class OpaqueCall:
         self._free: list[ModuleCopy] = []  # of finished runs
         self._runs: RunTokens[Run | RunGradients] = RunTokens()  # with gradients still to return
         self._used = UsedParameters()
-        self.state = carried_state_of(call.model)
+        self.state: CarriedState = call.carried or CarriedState(model_name)
 
     # What the operators run
 

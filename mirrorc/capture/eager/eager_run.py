@@ -12,9 +12,9 @@ from torch import nn
 
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.eager.module_copies import ModuleCopy
-from mirrorc.capture.eager.python_state import have_same_bits
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import RunOutputs
+from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.transient_attributes import Attribute
 from mirrorc.messages.problem import message
 

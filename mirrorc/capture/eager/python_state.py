@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
-import io
 import operator
-import queue
 import sys
 import sysconfig
-import threading
-import traceback
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -21,11 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.capture.diagnostics.python_effects import users_place
+from mirrorc.capture.eager.item_sources import Refusing, Source, is_users_class, stand_in_for
 from mirrorc.capture.eager.user_generators import states_of
-from mirrorc.capture.model.function_module import assigned_globals, global_names
-from mirrorc.errors import CaptureError
-from mirrorc.messages.problem import problem
+from mirrorc.capture.eager.value_comparison import PLAIN, are_equal, requires_gradient
+from mirrorc.capture.model.function_module import global_names, used_globals
 from mirrorc.user.restore import (
     SavedValue,
     can_keep_value,
@@ -39,12 +36,11 @@ from mirrorc.user.restore import (
 from mirrorc.user.slots import slots_of
 
 _ABSENT = object()
-_PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collections", "__main__"}
-_QUEUES = (queue.Queue, queue.SimpleQueue)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
 _BUILT_IN = sysconfig.get_path("stdlib")
+_MOST_ITEMS = 10_000
+"""Items of a collection that is put back; of a larger one, only a change of its length is seen."""
 _LARGEST_COPY = 16 * 2**20
 """Bytes of a tensor or array that is put back; of a larger one, only a change of a tensor's version is seen."""
 
@@ -90,6 +86,8 @@ def _is_unchanged(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, dict) and isinstance(before, dict):
         return _is_unchanged([*now, *now.values()], [*before, *before.values()])
+    if isinstance(now, set):
+        return bool(now == before)
     if isinstance(now, list) and isinstance(before, list):
         is_same = len(now) == len(before) and all(map(operator.is_, now, before))
         return is_same or (len(now) == len(before) and all(map(_is_same_item, now, before)))
@@ -97,9 +95,13 @@ def _is_unchanged(now: Any, before: Any) -> bool:
 
 
 def _is_same_item(now: Any, before: Any) -> bool:
-    if now is before or (type(now) is _Refusing and now.original is before):
+    if now is before or (type(now) is Refusing and now.original is before):
         return True
-    return isinstance(now, _PLAIN) and are_equal(now, before)
+    if isinstance(now, tuple) and isinstance(before, tuple):
+        return len(now) == len(before) and all(map(_is_same_item, now, before))
+    if type(now) is functools.partial and type(before) is functools.partial:
+        return _is_same_item((now.func, *now.args), (before.func, *before.args))
+    return isinstance(now, PLAIN) and are_equal(now, before)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Changes:
     @property
     def with_gradient(self) -> str | None:
         """The name of a place where a tensor is left that requires a gradient."""
-        return next((self.names[place] for place, now in self.left.items() if _requires_gradient(now)), None)
+        return next((self.names[place] for place, now in self.left.items() if requires_gradient(now)), None)
 
     def differing(self, other: Changes) -> str | None:
         """The name of a place where two runs left different values, or only one left any; None if there is none."""
@@ -142,7 +144,7 @@ class PythonState:
         search = _Search(root)
         self.root = root
         self._places, self._sources = search.places, search.sources
-        self._stand_ins: list[tuple[Callable[[Any], object], _Refusing, Any]] = []
+        self._stand_ins: list[tuple[Source, Any]] = []
 
     def changes(self) -> Changes:
         changed = [(n, place, now) for n, place in enumerate(self._places) if place.has_changed(now := place.read())]
@@ -159,20 +161,22 @@ class PythonState:
         return [place.put_back for place in self._places]
 
     def put_back(self) -> None:
-        run_all([*self.actions, *(functools.partial(write, stand_in) for write, stand_in, _ in self._stand_ins)])
+        run_all([*self.actions, *(functools.partial(source.write, stand_in) for source, stand_in in self._stand_ins)])
 
-    @contextlib.contextmanager
-    def sources_refused(self, model_name: str) -> Iterator[None]:
-        """Makes iterators, files and queues raise when this thread takes something: that could not be put back."""
-        self._stand_ins = [(write, _Refusing(value, name, model_name), value) for name, value, write in self._sources]
-        for write, stand_in, _ in self._stand_ins:
-            write(stand_in)
-        try:
-            yield
-        finally:
-            for write, _, value in self._stand_ins:
-                write(value)
-            self._stand_ins = []
+    def refuse_sources(self, model_name: str, threads: Collection[int]) -> None:
+        """Makes iterators, files and queues raise when one of these threads takes something: it could not be put back."""
+        self._stand_ins = [
+            (source, stand_in_for(source.value, functools.partial(Refusing, source.name, model_name, threads)))
+            for source in self._sources
+        ]
+        for source, stand_in in self._stand_ins:
+            source.write(stand_in)
+
+    def give_sources_back(self) -> None:
+        for source, stand_in in self._stand_ins:
+            if source.read() is stand_in:  # else forward has put something else there
+                source.write(source.value)
+        self._stand_ins = []
 
 
 @contextlib.contextmanager
@@ -183,78 +187,10 @@ def restored_state(root: nn.Module) -> Iterator[None]:
         yield
 
 
-def are_equal(first: Any, second: Any, depth: int = 0) -> bool:
-    """Compares values by content; other objects, and tensors that require gradients, by identity."""
-    if first is second:
-        return True
-    if type(first) is not type(second) or depth > 20:
-        return False
-    if isinstance(first, torch.Tensor):
-        is_plain = all(can_keep_value(tensor) and not tensor.requires_grad for tensor in (first, second))
-        return is_plain and (first.shape, first.dtype) == (second.shape, second.dtype) and have_same_bits(first, second)
-    if isinstance(first, np.ndarray):
-        return (first.shape, first.dtype) == (second.shape, second.dtype) and first.tobytes() == second.tobytes()
-    if isinstance(first, float):
-        return first == second or (first != first and second != second)  # nan equals itself
-    if isinstance(first, _PLAIN):
-        return bool(first == second)
-    if isinstance(first, set | frozenset | bytearray | array):
-        return first == second
-    if is_collection(first) or isinstance(first, tuple):
-        if isinstance(first, dict) and list(first) != list(second):
-            return False
-        items = [(*(each.values() if isinstance(each, dict) else each),) for each in (first, second)]
-        return len(first) == len(second) and all(
-            are_equal(a, b, depth + 1) for a, b in zip(items[0], items[1], strict=True)
-        )
-    return False
-
-
-def _requires_gradient(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    if not (is_collection(value) or isinstance(value, tuple)) or depth > 20:
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return any(_requires_gradient(item, depth + 1) for item in items)
-
-
-def have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
-    return torch.equal(*bits)
-
-
-class _Refusing:
-    """Stands in for an iterator, a file or a queue. Other threads still use the original."""
-
-    def __init__(self, original: Any, name: str, model_name: str) -> None:
-        self.__dict__.update(original=original, _name=name, _model_name=model_name, _thread=threading.get_ident())
-
-    def _in_other_threads(self) -> Any:
-        if threading.get_ident() == self._thread:
-            raise problem(
-                CaptureError,
-                f"MC2303: forward or loss of {self._model_name} uses {self._name}, a {type(self.original).__name__}",
-                "replicas would share it, each would take other items, and a step that fails could not put them back",
-                "take the item before the step, and pass it as an argument",
-                at=users_place(traceback.extract_stack()),
-            )
-        return self.original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._in_other_threads(), name)
-
-    def __iter__(self) -> Any:
-        return iter(self._in_other_threads())
-
-    def __next__(self) -> Any:
-        return next(self._in_other_threads())
-
-
 class _Search:
     def __init__(self, root: nn.Module) -> None:
         self.places: list[_Place] = []
-        self.sources: list[tuple[str, Any, Callable[[Any], object]]] = []
+        self.sources: list[Source] = []
         modules = dict(root.named_modules())
         variables = (*root.parameters(), *root.buffers())
         self._seen: dict[int, object] = {id(value): value for value in (*modules.values(), *variables)}
@@ -265,13 +201,11 @@ class _Search:
         while self._waiting:
             self._visit(*self._waiting.pop())
 
-    def _found(self, value: Any, name: str, write: Callable[[Any], object]) -> None:
+    def _found(self, value: Any, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         """Looks into a value later. ``write`` puts something else in its place."""
-        kind = type(value)
-        is_source = hasattr(kind, "__next__") or issubclass(kind, (*_QUEUES, io.IOBase))
-        if is_source and not _is_users_class(kind):
-            self.sources.append((name, value, write))
-        elif not issubclass(kind, _PLAIN):
+        if stand_in_for(value, functools.partial(Refusing, name, "", ())) is not value:
+            self.sources.append(Source(name, value, read, write))
+        if not isinstance(value, PLAIN):
             self._waiting.append((value, name))
 
     def _visit(self, value: Any, name: str) -> None:
@@ -295,11 +229,11 @@ class _Search:
                 _Place(f"{name}, a {kind.__module__.replace('._C', '')}.{kind.__name__}", *states, "draws")
             )
         elif issubclass(kind, type):
-            if _is_users_class(value) and _is_users_file(_file_of(value)):
+            if is_users_class(value) and _is_users_file(_file_of(value)):
                 self._visit_class(value)
         elif is_collection(value):
             self._visit_collection(value, name)
-            if _is_users_class(kind):
+            if is_users_class(kind):
                 self._visit_object(value, name)
         elif issubclass(kind, tuple | frozenset):
             self._waiting += [(item, f"{name}[{i}]") for i, item in enumerate(value)]
@@ -313,10 +247,15 @@ class _Search:
             self._waiting.append((value.__func__, name))
         elif issubclass(kind, property):
             self._waiting += [(function, name) for function in (value.fget, value.fset) if function is not None]
-        elif issubclass(kind, nn.Module | SimpleNamespace) or _is_users_class(kind):
+        elif issubclass(kind, nn.Module | SimpleNamespace) or is_users_class(kind):
             self._visit_object(value, name)
+        elif hasattr(value, "__wrapped__"):
+            self._waiting.append((value.__wrapped__, name))
 
     def _visit_collection(self, value: Any, name: str, *, is_of_object: bool = False, is_place: bool = True) -> None:
+        if len(value) > _MOST_ITEMS:
+            self.places.append(_Place(name, functools.partial(len, value), lambda _: None, "memory"))
+            return
         if is_place:
             self.places.append(_Place(name, functools.partial(content_of, value), functools.partial(refill, value)))
         if isinstance(value, dict):
@@ -327,10 +266,11 @@ class _Search:
                 if is_of_object and key in _OF_MODULES and not item:
                     continue
                 of_item = f"{name}{key}" if is_of_object else f"{name}[{key!r}]"
-                self._found(item, of_item, functools.partial(dict.__setitem__, value, key))
-        elif isinstance(value, list):
+                read, write = functools.partial(dict.get, value, key), functools.partial(dict.__setitem__, value, key)
+                self._found(item, of_item, read, write)
+        elif isinstance(value, list | deque):
             for i, item in enumerate(content_of(value)):
-                self._found(item, f"{name}[{i}]", functools.partial(list.__setitem__, value, i))
+                self._found(item, f"{name}[{i}]", *_entry_of(value, i))
         else:
             self._waiting += [(item, f"an item of {name}") for item in content_of(value)]
 
@@ -372,11 +312,14 @@ class _Search:
         for key, value in vars(kind).items():
             is_method = isinstance(value, FunctionType | staticmethod | classmethod | property)
             if is_method or not key.startswith("__"):
-                self._found(value, f"{kind.__name__}.{key}", functools.partial(type.__setattr__, kind, key))
+                write_entry = functools.partial(type.__setattr__, kind, key)
+                self._found(value, f"{kind.__name__}.{key}", functools.partial(vars(kind).get, key), write_entry)
         self._waiting += [(base, base.__name__) for base in kind.__bases__]
 
     def _visit_function(self, function: FunctionType) -> None:
-        if not _is_users_file(function.__code__.co_filename):
+        if not _is_users_file(function.__code__.co_filename):  # a decorator's, perhaps, around one of the user's
+            cells = [_content_of_cell(cell) for cell in function.__closure__ or ()]
+            self._waiting += [(content, function.__name__) for content in cells if _is_callable(content)]
             return
         code, outside = function.__code__, function.__globals__
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -390,23 +333,18 @@ class _Search:
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._waiting += [(value, f"a default of {function.__name__}") for value in defaults]
         self._visit_collection(vars(function), f"{function.__name__}.", is_of_object=True)
-        names = set(global_names(code))
-        for name in names & outside.keys():
-            value = outside[name]
-            if isinstance(value, ModuleType):
-                self._visit_module(value, names)
-            else:
-                self._visit_global(outside, name, name)
-        for name in assigned_globals(code) - outside.keys():
-            self._visit_global(outside, name, name)
+        for name in used_globals(code):
+            self._visit_global(outside, name, name, set(global_names(code)))
 
-    def _visit_module(self, module: ModuleType, names: set[str]) -> None:
-        if _is_users_file(getattr(module, "__file__", None) or _BUILT_IN):
-            for name in names & vars(module).keys():
-                self._visit_global(vars(module), name, f"{module.__name__}.{name}")
-
-    def _visit_global(self, table: dict[str, Any], key: str, name: str) -> None:
-        if (id(table), key) in self._globals:
+    def _visit_global(self, table: dict[str, Any], key: str, name: str, names: Set[str]) -> None:
+        """``names`` are those of attributes, of which a module has some."""
+        value = table.get(key, _ABSENT)
+        if isinstance(value, ModuleType):
+            if _is_users_file(getattr(value, "__file__", None) or _BUILT_IN):
+                for attribute in (names & vars(value).keys()) - {key}:
+                    self._visit_global(vars(value), attribute, f"{value.__name__}.{attribute}", names - {key})
+            return
+        if (id(table), key) in self._globals or (value is _ABSENT and hasattr(builtins, key)):
             return
         self._globals.add((id(table), key))
 
@@ -421,14 +359,20 @@ class _Search:
     def _add_variable(self, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self.places.append(_Place(name, read, write))
         if (value := read()) is not _ABSENT:
-            self._found(value, name, write)
+            self._found(value, name, read, write)
 
     def _add_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        if tensor.is_inference():  # it counts no writes
+            return
         if not can_keep_value(tensor) or tensor.nbytes > _LARGEST_COPY:
             self.places.append(_Place(name, lambda: tensor._version, lambda _: None, "memory"))
             return
         saved = SavedValue(tensor)
         self.places.append(_Place(name, lambda: saved.has_changed, lambda _: saved.put_back(), "memory"))
+
+
+def _entry_of(items: Any, i: int) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return lambda: items[i] if i < len(items) else _ABSENT, functools.partial(type(items).__setitem__, items, i)
 
 
 def _fill_array(values: Any, content: Any) -> None:
@@ -451,6 +395,10 @@ def _fill_cell(cell: CellType, content: Any) -> None:
         cell.cell_contents = content
 
 
+def _is_callable(value: Any) -> bool:
+    return isinstance(value, FunctionType | MethodType | functools.partial | staticmethod | classmethod)
+
+
 def _is_mirrorcs(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "mirrorc"
 
@@ -458,10 +406,6 @@ def _is_mirrorcs(kind: type) -> bool:
 def _file_of(kind: type) -> str:
     """Empty for a class of no module, such as that of code from a string."""
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-
-
-def _is_users_class(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, torch.__path__[0])

@@ -30,10 +30,11 @@ from mirrorc.capture.diagnostics.written_rows import writes_rows
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
 from mirrorc.capture.eager.observed_operators import ObservedOperators
-from mirrorc.capture.eager.python_state import Changes, have_same_bits
+from mirrorc.capture.eager.python_state import Changes
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.user_generators import refused_draws
+from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED
 from mirrorc.capture.model.transient_attributes import (
     CARRIED,

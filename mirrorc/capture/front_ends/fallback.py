@@ -19,6 +19,7 @@ class Climbed(Generic[T]):
     result: T
     front_end: FrontEnd
     failed: tuple[tuple[FrontEnd, str], ...]
+    errors: tuple[CaptureError, ...] = ()
 
     def remarks(self, model_name: str) -> list[str]:
         return [
@@ -69,7 +70,8 @@ class Ladder:
                     raise
                 errors.append((front_end, error))
             else:
-                return Climbed(result, front_end, tuple((refused, _why(error)) for refused, error in errors))
+                failed = tuple((refused, _why(error)) for refused, error in errors)
+                return Climbed(result, front_end, failed, tuple(error for _, error in errors))
         first, last = errors[0][1], errors[-1][1]
         if isinstance(first, RaisedInTraceError) and isinstance(last, RaisedError):
             raise (first.of_plain(last.reason) if first.line == last.line else last) from last.__cause__

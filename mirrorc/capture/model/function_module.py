@@ -118,10 +118,18 @@ def global_names(code: CodeType) -> tuple[str, ...]:
     return (*code.co_names, *(name for inner in within for name in global_names(inner)))
 
 
-@functools.cache
+_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
+
+
 def assigned_globals(code: CodeType) -> frozenset[str]:
     """Globals that code or its inner functions assign or delete."""
-    within = [assigned_globals(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    writes = ("STORE_GLOBAL", "DELETE_GLOBAL")
-    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in writes}
+    return used_globals(code, _WRITES)
+
+
+@functools.cache
+def used_globals(
+    code: CodeType, operations: tuple[str, ...] = (*_WRITES, "LOAD_GLOBAL", "LOAD_NAME")
+) -> frozenset[str]:
+    within = [used_globals(constant, operations) for constant in code.co_consts if isinstance(constant, CodeType)]
+    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in operations}
     return frozenset(own).union(*within)

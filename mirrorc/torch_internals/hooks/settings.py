@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as of_all
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 def is_structured_trace_on() -> bool:
@@ -147,16 +148,19 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def _has_node_hooks(leaf: torch.Tensor) -> bool:
-    """Registers hooks, whose handles alone lead to the node's tables of hooks."""
-    with torch.inference_mode(False):
-        node = get_gradient_edge(leaf).node
-    for register in (node.register_hook, node.register_prehook):
-        handle = register(print)
-        hooks = handle.hooks_dict_ref()
-        handle.remove()
-        if hooks:
-            return True
-    return False
+    """Registers hooks, whose handles alone lead to the node's tables of hooks. The tables live as long as the node."""
+    tables = _tables_of_nodes.get(leaf, ())
+    if not tables or any(table() is None for table in tables):
+        with torch.inference_mode(False):
+            node = get_gradient_edge(leaf).node
+        handles = [register(print) for register in (node.register_hook, node.register_prehook)]
+        tables = _tables_of_nodes[leaf] = [handle.hooks_dict_ref for handle in handles]
+        for handle in handles:
+            handle.remove()
+    return any(table() for table in tables)
+
+
+_tables_of_nodes = WeakIdKeyDictionary()
 
 
 _ROUNDED = tuple((backend, of) for backend in ("cuda", "mkldnn") for of in ("matmul", "conv", "rnn"))
