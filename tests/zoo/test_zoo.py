@@ -29,8 +29,8 @@ MARKS = {"test": [], "test-slow": [pytest.mark.slow], "test-all": [pytest.mark.e
 ALL = [(family, entry) for family in FAMILIES for entry in models_of(family)]
 
 
-ONCE_TRACED = ("Funnel", "RecurrentGemma", "critic with a gradient penalty")
-"""The models that Dynamo refuses and the withdrawn ``capture="trace"`` took."""
+ONCE_TRACED = ("critic with a gradient penalty",)
+"""The models that Dynamo refuses, and the withdrawn ``capture="trace"`` took."""
 
 UNEVEN = 5  # examples: shards of two devices differ in size, and each has a graph of its own
 

@@ -64,20 +64,28 @@ class _Place:
 
     def has_changed(self, now: Any) -> bool:
         if self.kind == "state":
-            return not _is_unchanged(now, self.before)
+            if _is_unchanged(now, self.before):
+                return False
+            return not self.name.endswith(".") or bool(self.change_to(now))  # the order of attributes is no state
         return not are_equal(now, self.before)
 
     def put_back(self) -> None:
         if self.has_changed(self.read()):
             self.write(self.before)
 
-    def name_of(self, now: Any) -> str:
+    def change_to(self, now: Any) -> Any:
+        """Of a dict, the entries that have changed."""
+        if not (isinstance(now, dict) and isinstance(self.before, dict)):
+            return now
+        each = {key: (now.get(key, _ABSENT), self.before.get(key, _ABSENT)) for key in (*now, *self.before)}
+        return {key: value for key, (value, before) in each.items() if not _is_same_item(value, before)}
+
+    def name_of(self, change: Any) -> str:
         """With the first entry of a dict that has changed."""
-        if isinstance(now, dict) and isinstance(self.before, dict):
-            for key in (*now, *self.before):
-                if not _is_unchanged(now.get(key, _ABSENT), self.before.get(key, _ABSENT)):
-                    return self.name + (str(key) if self.name.endswith(".") else f"[{key!r}]")
-        return self.name.removesuffix(".")
+        if not (isinstance(change, dict) and isinstance(self.before, dict) and change):
+            return self.name.removesuffix(".")
+        key = next(iter(change))
+        return self.name + (str(key) if self.name.endswith(".") else f"[{key!r}]")
 
 
 def _is_unchanged(now: Any, before: Any) -> bool:
@@ -148,9 +156,10 @@ class PythonState:
 
     def changes(self) -> Changes:
         changed = [(n, place, now) for n, place in enumerate(self._places) if place.has_changed(now := place.read())]
+        left = {n: place.change_to(now) for n, place, now in changed if place.kind == "state"}
         return Changes(
-            {n: now for n, place, now in changed if place.kind == "state"},
-            {n: place.name_of(now) for n, place, now in changed if place.kind == "state"},
+            left,
+            {n: self._places[n].name_of(change) for n, change in left.items()},
             tuple(place.name for _, place, _ in changed if place.kind == "memory"),
             tuple(place.name for _, place, _ in changed if place.kind == "draws"),
         )
