@@ -71,14 +71,14 @@ class ProgramRuns:
         executor.commit.begin()
         self._interrupts.commit = executor.commit
         generator_state = torch.get_rng_state() if executor.needs_seed else None
-        restore_draws = compiled.guards.use_draws()
+        undo_step = compiled.guards.begin_step()
         try:
             return self._run_committing(compiled, shards, compiled.numbers(), coordinator)
         except BaseException:
             if generator_state is not None and not executor.commit.is_decided:
                 torch.set_rng_state(generator_state)
             if not executor.commit.is_decided:
-                restore_draws()
+                undo_step()
             raise
 
     def _run_committing(

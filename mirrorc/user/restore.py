@@ -105,7 +105,7 @@ class SavedValue:
 
     @property
     def has_changed(self) -> bool:
-        return self._memory.has_moved or not torch.equal(_bytes_of(self._tensor), _bytes_of(self._value))
+        return self._memory.has_moved or not torch.equal(bytes_of(self._tensor), bytes_of(self._value))
 
     def put_back(self) -> None:
         self._memory.put_back()
@@ -123,7 +123,7 @@ def can_keep_value(tensor: torch.Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_inference())
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """As bytes, nan equals itself, and 0.0 differs from -0.0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 

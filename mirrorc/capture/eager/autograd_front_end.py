@@ -132,7 +132,7 @@ class EagerGuards:
             if type(value) in (int, float)
         ]
 
-    def use_draws(self) -> Callable[[], None]:
+    def begin_step(self) -> Callable[[], None]:
         self._call.state.begin_step(self._training_call)
         return self._call.state.undo_step
 

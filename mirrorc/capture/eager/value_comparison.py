@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mirrorc.user.restore import can_keep_value, is_collection
+from mirrorc.user.restore import bytes_of, can_keep_value, is_collection
 
 PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -51,5 +51,4 @@ def requires_gradient(value: Any, depth: int = 0) -> bool:
 
 
 def have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
-    return torch.equal(*bits)
+    return torch.equal(bytes_of(first), bytes_of(second))

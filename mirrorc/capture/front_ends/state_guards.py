@@ -17,8 +17,8 @@ class Guards(Protocol):
     def draws(self) -> Sequence[object]:
         """The draws from Python's random and numpy's in each step, in order."""
 
-    def use_draws(self) -> Callable[[], None]:
-        """Advances the generators past the draws of `hold`; returns a function that undoes this."""
+    def begin_step(self) -> Callable[[], None]:
+        """Advances generators past the draws of `hold`, and looks at Python state; returns a function that undoes the step."""
 
     def changed_numbers(self) -> list[str]:
         """The expressions whose numbers differ from the graph's constants."""
@@ -45,8 +45,8 @@ class AllGuards:
     def draws(self) -> Sequence[object]:
         return self._parts[0].draws if self._parts else ()
 
-    def use_draws(self) -> Callable[[], None]:
-        return self._parts[0].use_draws() if self._parts else lambda: None
+    def begin_step(self) -> Callable[[], None]:
+        return self._parts[0].begin_step() if self._parts else lambda: None
 
     def changed_numbers(self) -> list[str]:
         return [name for part in self._parts for name in part.changed_numbers()]

@@ -92,7 +92,7 @@ class DynamoGuards:
     def draws(self) -> Sequence[Any]:
         return self.drawn.calls if self.drawn is not None else ()
 
-    def use_draws(self) -> Callable[[], None]:
+    def begin_step(self) -> Callable[[], None]:
         if self.drawn is None:
             return lambda: None
         before = Generators()

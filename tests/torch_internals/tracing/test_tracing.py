@@ -134,7 +134,7 @@ def test_draws_are_inputs_that_are_drawn_again() -> None:
     )
     assert random.getstate() == state and guards.hold() and random.getstate() == state
     assert guards.numbers == (np.random.RandomState(1).rand(),)
-    put_back = guards.use_draws()
+    put_back = guards.begin_step()
     assert random.getstate() != state
     assert not guards.hold(), "the next number is 0.85, which leads another way"
     put_back()
