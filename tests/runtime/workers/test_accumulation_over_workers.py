@@ -94,6 +94,7 @@ def test_updates_are_those_of_one_process_on_all_examples(found: Mapping[str, An
     assert_as_in_one_process(found[case][: len(CASES[case]["devices"])], CASES[case])
 
 
+@pytest.mark.slow
 def test_each_worker_counts_its_own_examples(found: Mapping[str, Any]) -> None:
     assert found["2 x 1"][0]["kept"] == [4, 5, 0, 0, 0, 0, 4, 0]
     assert found["2 x 1"][1]["kept"] == [2, 4, 0, 0, 2, 0, 0, 0]

@@ -46,6 +46,7 @@ def test_workers_that_have_left_make_the_updates_of_all(found: Mapping[str, Any]
         assert own["rate"] == pytest.approx(0.05 * 0.7**num_own), "its scheduler stands still"
 
 
+@pytest.mark.slow
 def test_all_go_on_together_after_the_block(found: Mapping[str, Any]) -> None:
     first, *others = found["uneven"]
     for own in others:

@@ -129,6 +129,7 @@ def test_streams_and_statistics_are_those_of_all_replicas(found: Mapping[str, An
         assert_values(own["values"], values, *CLOSE)
 
 
+@pytest.mark.slow
 def test_two_runs_have_the_same_bits(found: Mapping[str, Any]) -> None:
     for one, other in zip(found["2 x 1"][:2], found["2 x 1 again"][:2], strict=True):
         assert one["losses"] == other["losses"]
