@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -275,3 +276,32 @@ def test_workers_with_lists_of_their_own(tmp_path: Path) -> None:
             assert own["losses"] == pytest.approx(losses if rank else [*losses[:2], losses[-1]], rel=1e-10)
             for key, value in values.items():
                 torch.testing.assert_close(torch.tensor(own["values"][key]), torch.tensor(value))
+
+
+def test_images_and_targets_are_both_split_by_items_whatever_their_sizes() -> None:
+    """Three images of three channels could be split along their channels, too."""
+
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1).double()
+
+        def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+            each = [
+                (self.layer(of["boxes"]).mean() - image.mean()) ** 2 for image, of in zip(images, targets, strict=True)
+            ]
+            return torch.stack(each).mean()
+
+    model = Detector()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with compiled_step(model, None, 2) as step, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in (5, 3):
+            images = [torch.randn(3, 5, 5).double() for _ in range(number)]
+            targets = [{"boxes": torch.randn(i + 1, 4).double()} for i in range(number)]
+            optimizer.zero_grad()
+            plain(images, targets).backward()
+            optimizer.step()
+            step(images, targets)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())

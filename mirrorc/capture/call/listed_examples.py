@@ -25,11 +25,17 @@ def with_lists_of_examples(
     if not any(isinstance(value, list | dict | tuple) for value in values):
         return args, kwargs
     number = _num_examples(values[0] if len(values) == 1 and type(values[0]) is tuple else values)
-    number = number or _length_of_lists(values)
+    are_lists = number is None
+    number = _length_of_lists(values) if number is None else number
     if number is None:
         return args, kwargs
-    marked = tuple(_marked(value, number, _DEPTH) for value in args)
-    return marked, {key: _marked(value, number, _DEPTH) for key, value in kwargs.items()}
+
+    def marked(value: Any) -> Any:
+        found = _marked(value, number, _DEPTH)
+        is_left = are_lists and found is value and type(value) is list  # its tensors may have as many rows by chance
+        return Examples(value, is_marked=False, is_guess=True) if is_left else found
+
+    return tuple(map(marked, args)), {key: marked(value) for key, value in kwargs.items()}
 
 
 def _num_examples(values: Iterable[Any]) -> int | None:
