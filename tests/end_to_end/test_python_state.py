@@ -240,6 +240,29 @@ def test_a_counter_advances_once_on_any_number_of_devices(devices: int) -> None:
     assert (plain.table, found.table) == ({"n": 2}, {"n": 2})
 
 
+def test_replicas_in_turn_do_not_wait_for_each_others_gradients() -> None:
+    """Sums of some layers would be awaited within a backward, and the other backwards wait for its end."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)), nn.Linear(3, 2)).double()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.layers(x) * self.calls
+
+    options: Any = {
+        "capture": "autograd",
+        "link": "copy",
+        "buckets": 0.0001,
+        "disable": ("share-parameters", "schedule-overlap"),
+        "timeout": 20.0,
+    }
+    assert_trains_as_plainly(lambda: (Deep(), F.mse_loss), 6, 6, 6, devices=3, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_what_cannot_be_captured_for_its_state_trains_as_plain_pytorch(place: str) -> None:

@@ -179,7 +179,9 @@ class OpaqueCall:
         return run
 
     def gradients_of(self, run: Run, tangent: torch.Tensor, late: Set[int] = frozenset()) -> RunGradients:
-        return RunGradients(run, functools.partial(self._run_backward, run, tangent), late, self._model_name)
+        return RunGradients(
+            run, functools.partial(self._run_backward, run, tangent), late, self._model_name, self.state
+        )
 
     def _run_backward(self, run: Run, tangent: torch.Tensor) -> None:
         trainable = [parameter for parameter in run.parameters if parameter.requires_grad]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Set
 
 import torch
 
+from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import Run
 from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import problem
@@ -23,8 +24,11 @@ class RunGradients:
         arrived: the indices of parameters in the order of their gradients; repeated if a gradient was added to.
     """
 
-    def __init__(self, run: Run, backward: Callable[[], None], late: Set[int], model_name: str) -> None:
+    def __init__(
+        self, run: Run, backward: Callable[[], None], late: Set[int], model_name: str, carried: CarriedState
+    ) -> None:
         self._run, self._backward, self._late, self._model_name = run, backward, late, model_name
+        self._carried = carried
         self.arrived: list[int] = []
         self.has_ended = False
         self._there, self._taken, self._has_begun = set(run.unreached) - late, set[int](), False
@@ -33,8 +37,8 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """True if backward may pause. A run that draws may not, because it holds the process's random generators."""
-        return self._run.stream is None
+        """False if other replicas wait for this backward: one that draws holds the process's random generators."""
+        return self._run.stream is None and not self._carried.is_advanced
 
     def has(self, place: int) -> bool:
         """True if backward has begun and a gradient is final, or known not to come."""

@@ -153,7 +153,7 @@ def change_default_dtype_and_back(pair: Pair, draw: Random) -> None:
 
 class _Branching(_Doubled):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return super().__call__(x) if x.sum() > 0 else x
+        return super().__call__(x) if self._module.weight.sum() > 0 else x
 
 
 @event
