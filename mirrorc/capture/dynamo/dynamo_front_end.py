@@ -178,7 +178,7 @@ def _trace(
     guards_results: bool = False,
 ) -> fx.GraphModule:
     torch.compiler.allow_in_graph(summed)  # here, as this imports Dynamo
-    can_draw, numbers = call.numbers.can_be_drawn, call.numbers.inputs
+    can_draw = call.numbers.can_be_drawn
     instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **CHECKS_OF_TENSORS, **VALIDATIONS, **masking_functions(call)}
 
     def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
@@ -190,9 +190,17 @@ def _trace(
             stack.enter_context(returned_out_arguments())
             for kind in (PaddedSequences, DrawnScalar, DrawnScalarDecides):
                 stack.enter_context(asked_for_class(kind))
-            return trace_full_graph(
-                call, leaves, makes_arguments, numbers, guards_results=guards_results, takes_draws=can_draw
+            graph = trace_full_graph(
+                call,
+                leaves,
+                makes_arguments,
+                call.numbers.inputs,
+                constants=call.numbers.constants,
+                guards_results=guards_results,
+                takes_draws=call.numbers.can_be_drawn,
             )
+            call.numbers.add(guards_of(graph).read_numbers)
+            return graph
 
     try:
         with noted_calls(torch.rand) as draws:
