@@ -24,7 +24,7 @@ from mirrorc.capture.call.traced_outputs import (
     remove_marks,
     summed,
 )
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
     changed_before_backward,
     check_evaluated_loss,
@@ -34,7 +34,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
 )
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
 from mirrorc.capture.diagnostics.loss_reduction import reductions_of
-from mirrorc.capture.diagnostics.python_effects import Note, changed_arguments, dropped_effects
+from mirrorc.capture.diagnostics.python_effects import Note, assigned_buffers, changed_arguments, dropped_effects
 from mirrorc.capture.diagnostics.time_first import leaves_with_time_first
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_tensors
 from mirrorc.capture.diagnostics.weighted_means import weighted_means_of
@@ -91,6 +91,8 @@ class DynamoFrontEnd(FrontEnd):
         trace = functools.partial(_trace, call, leaves, unflatten_container, call.keeps_outputs)
         with _Explained(model_name, leaves):
             traced = trace()
+        if assigned := assigned_buffers(traced, call, model_name):
+            raise BuffersAssigned(assigned)
         text = str(traced.graph)
         outputs = _read_outputs(traced, call, leaves, model_name) if call.keeps_outputs else None
         _refuse_returned_numbers(traced, outputs)

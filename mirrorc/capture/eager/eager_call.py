@@ -12,6 +12,7 @@ from torch import nn
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
+from mirrorc.capture.diagnostics.python_effects import is_like, other_buffer
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import (
     Recorded,
@@ -172,11 +173,21 @@ class OpaqueCall:
         if self._call.keeps_outputs:
             parameter = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
             run.outputs = read_run(outputs, run.loss, run.leaves, parameter, marked)
+        self._take_assigned_buffers(run, is_first=is_first)
         replaced = copy.replaced()
         assigned = [attribute for attribute in copy.assigned() if attribute not in carried]
         if replaced is not None or assigned:
             raise AssignedAttributeError.of(replaced or assigned[0][1], () if replaced is not None else assigned)
         return run
+
+    def _take_assigned_buffers(self, run: Run, *, is_first: bool) -> None:
+        places = {id(buffer): place for place, buffer in enumerate(run.buffers)}
+        for buffer, value in run.copy.take_assigned_buffers():
+            place = places[id(buffer)]
+            if not is_like(value, buffer):
+                kind, name = CaptureError if is_first else ExecutionError, _short([*self.buffers][place])
+                raise other_buffer(kind, self._model_name, name, value, buffer)
+            run.assign(place, value)
 
     def gradients_of(self, run: Run, tangent: torch.Tensor, late: Set[int] = frozenset()) -> RunGradients:
         return RunGradients(run, functools.partial(self._run_backward, run, tangent), late, self._model_name)
