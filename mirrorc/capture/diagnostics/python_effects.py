@@ -23,6 +23,7 @@ from mirrorc.torch_internals import (
     PythonWrite,
     guards_of,
     is_users_file,
+    parametrization_cache,
     python_effects_of,
 )
 
@@ -189,6 +190,18 @@ def assigned_attribute(model_name: str, name: str, why: str, at: str = "") -> st
     )
 
 
+def cached_parametrizations(model_name: str, at: str = "") -> str:
+    return message(
+        f"MC2301: {model_name} caches parametrized weights, torch.nn.utils.parametrize.cached()",
+        "the cache is one for all replicas, and each has weights of its own",
+        (
+            "leave cached() out, in forward and around the step",
+            "read a weight that is used several times once, w = self.layer.weight, and compute with F.linear(x, w)",
+        ),
+        at=at,
+    )
+
+
 _Stacks = Sequence[Sequence[traceback.FrameSummary]]
 
 
@@ -242,6 +255,9 @@ def _refuse_state(write: PythonWrite, model_name: str) -> None:
         sets = f"an attribute of {f'its module {name!r}' if name else 'itself'}, self.x = ..."
         refusal = assigned_attribute(model_name, sets, "a compiled step would not set it again", where)
         raise StateError(refusal, f"{f'{where}: ' if where else ''}forward sets {sets}")
+    if write.owner is parametrization_cache():
+        refusal = cached_parametrizations(model_name, where)
+        raise StateError(refusal, f"{f'{where}: ' if where else ''}it caches parametrized weights")
     changes = f"reads and changes {write.words.name}"
     refusal = message(
         f"MC2301: forward or loss of {model_name} {changes}",
