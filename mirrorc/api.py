@@ -7,13 +7,14 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from mirrorc.capture.front_ends.fallback import ladder_named
-from mirrorc.capture.model.function_module import FunctionModule, module_of_function
+from mirrorc.capture.model.function_module import FunctionModule, module_of_function, with_trained_modules
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.model.refused_models import check_model
 from mirrorc.cluster.timeout import seconds_of
@@ -229,6 +230,7 @@ def make_step(
     if asked["modules"] is not None or not isinstance(model, nn.Module):
         model = asked["model"] = _module_of(model, asked)
     check_model(model)
+    loss_fn = with_trained_modules(loss_fn, model, _optimized(asked["optimizer"]))
     longest_wait = min(seconds_of(asked["timeout"]), LONGEST_WAIT_SECONDS)
     parsed = worker_devices(workers, devices)
     if joint is not None and joint.round is not None:
@@ -291,6 +293,12 @@ def make_step(
     return Step(chosen, model_state)
 
 
+def _optimized(optimizers: Any) -> list[Any]:
+    each = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    groups = [group for optimizer in each for group in getattr(optimizer, "param_groups", ())]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def _module_of(function: Any, asked: Mapping[str, Any]) -> nn.Module:
     if isinstance(function, nn.Module):
         raise problem(
@@ -298,6 +306,16 @@ def _module_of(function: Any, asked: Mapping[str, Any]) -> nn.Module:
             f"MC1003: modules= ({type(asked['modules']).__name__}) cannot be used with a model",
             "it names the modules that a function calls, and of a model all is trained",
             "leave modules= out",
+        )
+    if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module) and asked["modules"] is None:
+        raise problem(
+            TypeError,
+            f"MC1201: model is the method {function.__name__} of {type(function.__self__).__name__}, not a module",
+            "a step trains a module, or a function that computes the loss",
+            (
+                f"def loss(x, y): return loss_fn(net.{function.__name__}(x), y), with mirrorc.compile(loss, modules=[net])",
+                f"give a module whose forward calls {function.__name__}",
+            ),
         )
     if not callable(function) or isinstance(function, type) or asked["modules"] is None:
         raise problem(

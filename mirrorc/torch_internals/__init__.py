@@ -31,6 +31,7 @@ from mirrorc.torch_internals.fx.operators import (
 from mirrorc.torch_internals.fx.tensor_asserts import CHECKS_OF_TENSORS, assert_true
 from mirrorc.torch_internals.hooks.flat_rnn_weights import renew_recurrent_weights, weights_for_cudnn
 from mirrorc.torch_internals.hooks.gradient_observers import observe_clipping, observe_zero_grad
+from mirrorc.torch_internals.hooks.parametrization_cache import caches_parametrizations, parametrization_cache
 from mirrorc.torch_internals.hooks.profiled_threads import is_profiled, seen_by_profiler
 from mirrorc.torch_internals.hooks.script_modules import ScriptCopy, forward_signature, is_script_module, object_within
 from mirrorc.torch_internals.hooks.settings import (

@@ -99,8 +99,11 @@ class OptimizerGroups:
                         raise problem(
                             ValueError,
                             f"MC1213: {owner}'s parameter {i} of group {index}, {list(parameter.shape)}, is none of the model's",
-                            fix="make the optimizer over model.parameters() of the model that you compile, "
-                            "after any .to() or deepcopy",
+                            fix=(
+                                "make the optimizer over model.parameters() of the model that you compile, "
+                                "after any .to() or deepcopy",
+                                "parameters of a loss: give loss_fn= a module that has them as submodules",
+                            ),
                         )
                     first = held_by.setdefault(id(parameter), which)
                     if first != which:

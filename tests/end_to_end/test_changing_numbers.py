@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Sequence[Any], int]] = {
     "flags": (lambda y, v: y * 2 if v else y, [True, False, True], 2),
     "flags and numbers": (lambda y, v: y * v, [True, 2, 3, False, 4], 4),
     "names of numbers": (lambda y, v: y * v, [Level.LOW, Level.HIGH, 3, 4], 4),
-    "numpy's numbers": (lambda y, v: y * float(v), [np.float64(0.5), np.float64(0.7)], 2),
+    "numpy's numbers": (lambda y, v: y * float(v), [np.float64(0.5), np.float64(0.7)], 1),
     "scalar tensors": (lambda y, v: y * v, [mirrorc.replicated(torch.tensor(v)) for v in (0.5, 0.7, 0.9)], 1),
     "a part of a tensor": (lambda y, v: y[:, :v] * 1.0, [1, 2, 1, 2], 2),
     "a size": (lambda y, v: y + torch.arange(2 * v)[:2] + torch.ones(v, 2).sum() * 1e-3, [1, 2, 3, 1], 3),
@@ -164,6 +164,69 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Sequence[Any], int]] = {
         3,
     ),
 }
+
+
+def classes(y: torch.Tensor, v: Any) -> torch.Tensor:
+    assert isinstance(v, np.generic)
+    return y * v if isinstance(v, float) else y + v * 2
+
+
+OF_NUMPY: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
+    "both sides": (lambda y, v: v * y + y / v - v + v / (y + 9), 1),
+    "comparisons": (lambda y, v: torch.where(y > v, y, y.clamp(max=v)) + (v < y), 1),
+    "scalars and integers": (lambda y, v: y * (y[0, 0] * v) + (y.detach() > 0).long() * v, 1),
+    "a schedule": (lambda y, v: y * (0.5 * (1 + np.cos(np.pi * v / 4)) + math.exp(-v) + v.item()), 1),
+    "its own arithmetic": (lambda y, v: y * (v * v / 3 + v**3), 1),
+    "a number of Python": (lambda y, v: y * float(v), 1),
+    "branches": (lambda y, v: y * v if v > 1.5 else -y, 2),
+    "rounded by a comparison": (lambda y, v: y * 2 if v > 0.1 else y, 5),
+    "classes": (classes, 1),
+    "tensors": (lambda y, v: torch.tensor(v).double() * y + torch.full((2,), v).double(), 5),
+    "methods": (lambda y, v: y * v.astype(np.float32).item(), 5),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["both sides", *selections.slow(*((name,) for name in OF_NUMPY if name != "both sides"))]
+)
+def test_numpys_numbers_are_inputs_of_one_program_with_the_dtypes_of_plain_pytorch(name: str) -> None:
+    body, most = OF_NUMPY[name]
+    kinds = (np.float64, np.float32, np.int64) if name != "both sides" else (np.float32,)
+    for kind in kinds:
+        torch.manual_seed(1)
+        programs = set()
+        target = torch.zeros(5, 2, dtype=torch.float64)
+        with twins(Applied(body).double(), lambda y, t: y.square().mean() + t.sum() * 0, 1) as pair:
+            for value in map(kind, [0.1, 1.3, 2.7, 3.1, 4.9]):
+                x = torch.randn(5, 3, dtype=torch.float64)
+                expected = pair.plain(x, value, target=target)
+                assert pair.step(x, value, target=target).item() == pytest.approx(expected.item(), rel=1e-12), (
+                    f"{value}"
+                )
+                programs.add(id(pair.step.programs[-1]))
+            assert_same_parameters(pair.model, pair.twin)
+        assert len(programs) <= most, kind
+
+
+def test_an_attribute_that_becomes_numpys_number_is_one_more_program() -> None:
+    model = Scheduled(Plain()).double()
+    x, target = torch.ones(4, 3).double(), torch.zeros(4, 2).double()
+    with compiled_step(model, F.mse_loss) as step:
+        for scale in (1.0, *np.linspace(0.1, 0.9, 4)):
+            model.scale = scale
+            output = model(x, 0, {"temperature": 1.0, "shift": [1.0, 2.0]})
+            loss = step(x, 0, {"temperature": 1.0, "shift": [1.0, 2.0]}, target=target)
+            torch.testing.assert_close(loss, F.mse_loss(output, target))
+        assert "2 compiled programs" in repr(step)
+
+
+@pytest.mark.slow
+def test_a_size_in_numpys_integer_is_a_program_for_each() -> None:
+    model = Applied(lambda y, v: y[:, :v] * 1.0).double()
+    with compiled_step(model) as step:
+        for value in (1, 2, 1, 2):
+            step.evaluate(torch.ones(4, 3).double(), np.int64(value))
+        assert "2 compiled programs" in repr(step)
 
 
 FAST = ("a schedule", "branches")

@@ -154,32 +154,21 @@ def count(model: Assigns) -> None:
     model.count += 1
 
 
-def replace_the_buffer(model: Assigns) -> None:
-    model.average = model.average + 1
-
-
 def write_into_the_buffer(model: Assigns) -> None:
     model.average.add_(1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("assign", "name", "capture"), [(count, "count", "dynamo"), (replace_the_buffer, "average", "auto")]
-)
 @pytest.mark.parametrize("devices", [2, 1])
-def test_a_forward_that_assigns_state_is_refused(
-    assign: Callable[[Assigns], None], name: str, capture: str, devices: int
-) -> None:
-    model = Assigns(assign)
-    with compile_eager(model, devices, capture=capture) as step:
+def test_a_forward_that_assigns_state_is_refused(devices: int) -> None:
+    model = Assigns(count)
+    with compile_eager(model, devices, capture="dynamo") as step:
         for _ in range(2):
             with unchanged(model), pytest.raises(CaptureError) as caught:
                 step(torch.ones(4, 2))
-            assert re.search(
-                rf"sets .*'{name}'|sets an attribute of itself.*\n  at:   .*model\.{name} ", str(caught.value)
-            ), name
+            assert re.search(r"sets an attribute of itself.*\n  at:   .*model\.count ", str(caught.value))
             assert re.search(r"\n  or:   .*self\.x\.copy_\(value\) in forward", str(caught.value))
-    assert model.count == 0 and model.average == 1.0
+    assert model.count == 0
 
 
 def test_a_forward_that_writes_into_a_buffer_trains() -> None:

@@ -37,8 +37,8 @@ PLACES: dict[str, tuple[Callable[[Read, float], Any], int]] = {
     "an argument": (lambda model, number: number, 3),
     "an attribute": (set_scale, 3),
     "a part of a tuple": (lambda model, number: (0.0, (number,)), 4),  # each value of a tuple has a program
-    "numpy's float64": (lambda model, number: np.float64(number), 4),
-    "numpy's float32": (lambda model, number: np.float32(number), 4),
+    "numpy's float64": (lambda model, number: np.float64(number), 2),
+    "numpy's float32": (lambda model, number: np.float32(number), 2),
 }
 """How the model gets a number, and how many programs serve 1, 2, 3 and nan."""
 

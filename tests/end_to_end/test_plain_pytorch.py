@@ -491,7 +491,7 @@ def draws_of_numpy(model: Any, h: torch.Tensor) -> Any:
 
 
 def replaces_a_buffer(model: Any, h: torch.Tensor) -> None:
-    model.seen = model.seen + 1.0
+    model.seen = (model.seen + 1.0).half()
 
 
 def writes_a_parameter(model: Any, h: torch.Tensor) -> None:
@@ -524,7 +524,7 @@ def detaches(model: Any, h: torch.Tensor) -> Any:
 
 
 REFUSED = [
-    (replaces_a_buffer, r"sets the attribute 'seen' of a module.*self.x.copy_"),
+    (replaces_a_buffer, r"assigns a tensor of f16\[.*to its buffer 'seen'"),
     (collects, r"changes model\.kept, and each replica leaves another value"),
     (draws_of_python, r"draws from Python's random or numpy's.*torch.rand"),
     (draws_of_numpy, r"draws from Python's random or numpy's.*torch.rand"),

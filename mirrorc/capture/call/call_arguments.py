@@ -111,7 +111,9 @@ def _flatten_argument(value: Any, path: str, leaves: list[Leaf], plain: dict[str
         ) from None
 
 
-_PLAIN = frozenset({str, bytes, bool, int, float, type(None)})
+_NUMPYS = (np.bool_, np.float16, np.float32, np.float64, np.int8, np.int16, np.int32, np.int64, np.uint8)
+_NANS = {kind: kind(math.nan) for kind in (float, np.float16, np.float32, np.float64)}
+_PLAIN = frozenset({str, bytes, bool, int, float, type(None), *_NUMPYS})
 
 
 def _is_plain(value: Any) -> bool:
@@ -169,9 +171,9 @@ def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 
 def _with_shared_nan(value: Any) -> Any:
-    """Replaces positive nans by `math.nan`: guards compare tuples, and identical items of tuples count as equal."""
-    if type(value) is float and value != value and math.copysign(1.0, value) > 0:
-        return math.nan
+    """Replaces positive nans by the same object: guards compare tuples, and identical items of tuples count as equal."""
+    if type(value) in _NANS and value != value and math.copysign(1.0, value) > 0:
+        return _NANS[type(value)]
     if type(value) is not tuple:
         return value
     items = tuple(map(_with_shared_nan, value))

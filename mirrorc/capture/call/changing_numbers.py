@@ -1,4 +1,4 @@
-"""Python numbers that change between steps and become inputs of programs."""
+"""Numbers of Python and numpy that change between steps and become inputs of programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class ChangingNumbers:
-    """The Python numbers that have changed between calls of a step, by the expressions that read them.
+    """The numbers that have changed between calls of a step, by the expressions that read them.
 
-    A number is a constant in its first program, and a graph input from its second value on. A number that cannot be an
-    input gets a program for each value.
+    A Python number is a constant in its first program, and a graph input from its second value on; numpy's are inputs from
+    the first on. A number that cannot be an input gets a program for each value.
 
     Attributes:
         can_be_drawn: whether random numbers that forward draws in Python become inputs. False with CUDA graphs, which would
@@ -28,6 +28,11 @@ class ChangingNumbers:
     @property
     def inputs(self) -> frozenset[str]:
         return frozenset(self._names - self._given_up.keys()) if self._can_be_inputs else frozenset()
+
+    @property
+    def constants(self) -> frozenset[str] | None:
+        """The numbers that cannot be inputs; None for all."""
+        return frozenset(self._given_up) if self._can_be_inputs else None
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class EvaluationCall(TrainingCall):
         self._wants_outputs = keeps_outputs
         self.needs_loss = loss_fn is not None and any(name == "target" for name, _ in structure[1])
 
-    def forward(self, *leaves: torch.Tensor) -> Any:
+    def results(self, leaves: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self.rebuilt(self.structure, leaves, self.plain)
         target = kwargs.pop("target") if self.needs_loss else None
         outputs = self.model(*args, **kwargs)

@@ -12,6 +12,16 @@ from mirrorc.capture.call.call_arguments import Structure, paths_of_containers, 
 from mirrorc.capture.call.changing_numbers import ChangingNumbers
 from mirrorc.torch_internals import forward_signature
 
+BufferPath = tuple[tuple[str, ...], str]
+
+
+class BuffersAssigned(Exception):
+    """Raised by a trace in which buffers become other tensors, which a `TrainingCall` has to know."""
+
+    def __init__(self, paths: Sequence[BufferPath]) -> None:
+        super().__init__()
+        self.paths = paths
+
 
 class TrainingCall(nn.Module):
     """A module whose forward computes the loss from a flat list of tensors.
@@ -24,6 +34,7 @@ class TrainingCall(nn.Module):
         trained_elsewhere: the ids of the parameters that open steps train.
         carried: the `CarriedState` of the step, for plain PyTorch.
         data: the tensors of each shard or microbatch; None if the front end needs no data.
+        assigned: the buffers that forward or loss assigns, each by the names of its modules and its own.
     """
 
     trains = True
@@ -41,6 +52,7 @@ class TrainingCall(nn.Module):
         self.numbers = ChangingNumbers(can_be_inputs=False)
         self.trained_elsewhere: Set[int] = frozenset()
         self.drawn: list[int | float] = []
+        self.assigned: tuple[BufferPath, ...] = ()
         self.carried: Any = None
         self.data: Sequence[Sequence[torch.Tensor]] | None = None
         self.model = model
@@ -51,6 +63,18 @@ class TrainingCall(nn.Module):
         self.training = model.training  # modes of the model's own modules stay as the user set them
 
     def forward(self, *leaves: torch.Tensor) -> Any:
+        if not self.assigned:
+            return self.results(leaves)
+        places = [(_buffers_of(self, modules), name) for modules, name in self.assigned]
+        held = [buffers[name] for buffers, name in places]
+        for (buffers, name), buffer in zip(places, held, strict=True):
+            buffers[name] = buffer.clone()  # backward may need the former value
+        results = self.results(leaves)
+        for (buffers, name), buffer in zip(places, held, strict=True):
+            buffers[name] = buffer.copy_(buffers[name])
+        return results
+
+    def results(self, leaves: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self.rebuilt(self.structure, leaves, self.plain)
         if self.loss_fn is not None:
             target = kwargs.pop("target")
@@ -68,6 +92,12 @@ class TrainingCall(nn.Module):
         parameters = forward_signature(self.model).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return paths_of_containers(self.structure, names)
+
+
+def _buffers_of(module: nn.Module, path: Sequence[str]) -> dict[str, Any]:
+    for name in path:
+        module = module._modules[name]  # type: ignore[assignment]
+    return module._buffers
 
 
 def loss_in(result: Any) -> Any:

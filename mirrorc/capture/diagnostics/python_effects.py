@@ -7,25 +7,30 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 from torch import fx
 
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.training_call import BufferPath, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import StateError
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import line_of
+from mirrorc.printing.printed_values import dtype_name
 from mirrorc.torch_internals import (
     PythonCall,
     PythonWrite,
     guards_of,
     is_users_file,
+    parametrization_cache,
     python_effects_of,
 )
 
 _OF_A_MODULE = re.compile(r"L\['self'\](\._modules\['[^']+'\])*(\._buffers|\._parameters)?$")
 _TABLES = ("._buffers", "._parameters")
 _SUBMODULE = re.compile(r"\._modules\['([^']+)'\]")
+_E = TypeVar("_E", bound=Exception)
 _UNKNOWN = traceback.FrameSummary("<unknown>", 0, "forward", line="")
 
 
@@ -72,6 +77,45 @@ def dropped_effects(
         frame = _users_frame(attributes[0].stack)
         notes.append(Note.at(frame, unkept_attributes(model_name, [*names], frame)))
     return tuple(dict.fromkeys(notes))
+
+
+def assigned_buffers(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[BufferPath, ...]:
+    """The buffers that a trace assigns, each of them another tensor; refuses tensors of another shape or dtype."""
+    assigned: list[BufferPath] = []
+    for write in python_effects_of(traced).writes:
+        before = write.owner
+        if not (_OF_A_MODULE.match(write.source) and write.source.endswith("._buffers") and isinstance(before, dict)):
+            continue
+        if not isinstance(write.items, dict) or not all(key in before for key in write.items):
+            continue
+        path = tuple(_SUBMODULE.findall(write.source))
+        for name, value in write.items.items():
+            if value is before[name] or not all(isinstance(each, torch.Tensor) for each in (value, before[name])):
+                continue
+            if sum(each is before[name] for module in call.modules() for each in module._buffers.values()) > 1:
+                continue  # the others would keep the former tensor
+            if not is_like(value, before[name]):
+                full_name = ".".join((*path, name)).removeprefix("model.")
+                raise other_buffer(CaptureError, model_name, full_name, value, before[name], users_place(write.stack))
+            assigned.append((path, name))
+    return tuple(assigned)
+
+
+def is_like(value: torch.Tensor, buffer: torch.Tensor) -> bool:
+    return value.shape == buffer.shape and value.dtype is buffer.dtype and value.device == buffer.device
+
+
+def other_buffer(
+    kind: type[_E], model_name: str, name: str, value: torch.Tensor, buffer: torch.Tensor, at: str = ""
+) -> _E:
+    kinds = [f"{dtype_name(each.dtype)}{list(each.shape)} on {each.device}" for each in (value, buffer)]
+    return problem(
+        kind,
+        f"MC2304: forward of {model_name} assigns a tensor of {kinds[0]} to its buffer {name!r}",
+        f"a step keeps the memory of each buffer, here of {kinds[1]}",
+        "assign a tensor of that kind, or register the buffer with the kind that it is to have",
+        at=at,
+    )
 
 
 def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
@@ -146,6 +190,18 @@ def assigned_attribute(model_name: str, name: str, why: str, at: str = "") -> st
     )
 
 
+def cached_parametrizations(model_name: str, at: str = "") -> str:
+    return message(
+        f"MC2301: {model_name} caches parametrized weights, torch.nn.utils.parametrize.cached()",
+        "the cache is one for all replicas, and each has weights of its own",
+        (
+            "leave cached() out, in forward and around the step",
+            "read a weight that is used several times once, w = self.layer.weight, and compute with F.linear(x, w)",
+        ),
+        at=at,
+    )
+
+
 _Stacks = Sequence[Sequence[traceback.FrameSummary]]
 
 
@@ -199,6 +255,9 @@ def _refuse_state(write: PythonWrite, model_name: str) -> None:
         sets = f"an attribute of {f'its module {name!r}' if name else 'itself'}, self.x = ..."
         refusal = assigned_attribute(model_name, sets, "a compiled step would not set it again", where)
         raise StateError(refusal, f"{f'{where}: ' if where else ''}forward sets {sets}")
+    if write.owner is parametrization_cache():
+        refusal = cached_parametrizations(model_name, where)
+        raise StateError(refusal, f"{f'{where}: ' if where else ''}it caches parametrized weights")
     changes = f"reads and changes {write.words.name}"
     refusal = message(
         f"MC2301: forward or loss of {model_name} {changes}",

@@ -24,7 +24,7 @@ from mirrorc.capture.call.traced_outputs import (
     remove_marks,
     summed,
 )
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
     changed_before_backward,
     check_evaluated_loss,
@@ -34,7 +34,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
 )
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
 from mirrorc.capture.diagnostics.loss_reduction import reductions_of
-from mirrorc.capture.diagnostics.python_effects import Note, changed_arguments, dropped_effects
+from mirrorc.capture.diagnostics.python_effects import Note, assigned_buffers, changed_arguments, dropped_effects
 from mirrorc.capture.diagnostics.time_first import leaves_with_time_first
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_tensors
 from mirrorc.capture.diagnostics.weighted_means import weighted_means_of
@@ -91,6 +91,8 @@ class DynamoFrontEnd(FrontEnd):
         trace = functools.partial(_trace, call, leaves, unflatten_container, call.keeps_outputs)
         with _Explained(model_name, leaves):
             traced = trace()
+        if assigned := assigned_buffers(traced, call, model_name):
+            raise BuffersAssigned(assigned)
         text = str(traced.graph)
         outputs = _read_outputs(traced, call, leaves, model_name) if call.keeps_outputs else None
         _refuse_returned_numbers(traced, outputs)
@@ -178,7 +180,7 @@ def _trace(
     guards_results: bool = False,
 ) -> fx.GraphModule:
     torch.compiler.allow_in_graph(summed)  # here, as this imports Dynamo
-    can_draw, numbers = call.numbers.can_be_drawn, call.numbers.inputs
+    can_draw = call.numbers.can_be_drawn
     instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **CHECKS_OF_TENSORS, **VALIDATIONS, **masking_functions(call)}
 
     def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
@@ -190,9 +192,17 @@ def _trace(
             stack.enter_context(returned_out_arguments())
             for kind in (PaddedSequences, DrawnScalar, DrawnScalarDecides):
                 stack.enter_context(asked_for_class(kind))
-            return trace_full_graph(
-                call, leaves, makes_arguments, numbers, guards_results=guards_results, takes_draws=can_draw
+            graph = trace_full_graph(
+                call,
+                leaves,
+                makes_arguments,
+                call.numbers.inputs,
+                constants=call.numbers.constants,
+                guards_results=guards_results,
+                takes_draws=call.numbers.can_be_drawn,
             )
+            call.numbers.add(guards_of(graph).read_numbers)
+            return graph
 
     try:
         with noted_calls(torch.rand) as draws:

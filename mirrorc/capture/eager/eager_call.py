@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
+from mirrorc.capture.diagnostics.python_effects import cached_parametrizations, is_like, other_buffer
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import (
     Recorded,
@@ -33,6 +35,7 @@ from mirrorc.custom_ops.replica_collectives import refused_collectives
 from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.errors import CaptureError, ExecutionError
 from mirrorc.messages.problem import message, problem
+from mirrorc.torch_internals import caches_parametrizations, parametrization_cache
 
 
 class OpaqueCall:
@@ -46,6 +49,7 @@ class OpaqueCall:
         self._originals = [*self.parameters.values()]
         self._call, self._model_name, self._modes = call, model_name, ThreadModes.now()
         self._plain = call.plain
+        self._is_parametrized = any(map(is_parametrized, call.modules()))
         self._free: list[ModuleCopy] = []  # of finished runs
         self._runs: RunTokens[Run | RunGradients] = RunTokens()  # with gradients still to return
         self._used = UsedParameters()
@@ -165,18 +169,38 @@ class OpaqueCall:
             refused_collectives(_not_joined(self._model_name)),
         )
         alone = copy.alone(carried) if is_first else contextlib.nullcontext()
-        with modes, self._drawing(run, "forward"), refuses, alone, noted_marks() as marked:
+        caching = self._refused_caches(CaptureError if is_first else ExecutionError)
+        with caching, modes, self._drawing(run, "forward"), refuses, alone, noted_marks() as marked:
             result = copy.run(*run.leaves)
         copy.hand_over(carried)
         run.loss, outputs = result if self._call.keeps_outputs else (result, None)
         if self._call.keeps_outputs:
             parameter = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
             run.outputs = read_run(outputs, run.loss, run.leaves, parameter, marked)
+        self._take_assigned_buffers(run, is_first=is_first)
         replaced = copy.replaced()
         assigned = [attribute for attribute in copy.assigned() if attribute not in carried]
         if replaced is not None or assigned:
             raise AssignedAttributeError.of(replaced or assigned[0][1], () if replaced is not None else assigned)
         return run
+
+    @contextlib.contextmanager
+    def _refused_caches(self, kind: type[Exception]) -> Iterator[None]:
+        cache = parametrization_cache()
+        if self._is_parametrized and caches_parametrizations():
+            raise kind(cached_parametrizations(self._model_name))
+        yield
+        if self._is_parametrized and cache is not parametrization_cache():
+            raise kind(cached_parametrizations(self._model_name))
+
+    def _take_assigned_buffers(self, run: Run, *, is_first: bool) -> None:
+        places = {id(buffer): place for place, buffer in enumerate(run.buffers)}
+        for buffer, value in run.copy.take_assigned_buffers():
+            place = places[id(buffer)]
+            if not is_like(value, buffer):
+                kind, name = CaptureError if is_first else ExecutionError, _short([*self.buffers][place])
+                raise other_buffer(kind, self._model_name, name, value, buffer)
+            run.assign(place, value)
 
     def gradients_of(self, run: Run, tangent: torch.Tensor, late: Set[int] = frozenset()) -> RunGradients:
         return RunGradients(

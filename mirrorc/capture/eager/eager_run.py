@@ -68,6 +68,12 @@ class Run:
         inputs = zip((*self.parameters, *self.buffers, *self.leaves), values, strict=True)
         self.before = {id(tensor): (value, tensor._version, tensor.data_ptr()) for tensor, value in inputs}
 
+    def assign(self, place: int, value: torch.Tensor) -> None:
+        """Makes a copy of ``value`` the buffer at ``place``: backward may need the former one."""
+        former = self.before[id(self.buffers[place])][0]
+        self.buffers[place] = value.clone()
+        self.before[id(self.buffers[place])] = (former, -1, -1)
+
     def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Also finds assignments of another value to ``.data``."""
         return [place for place, tensor in enumerate(tensors) if self._is_written(tensor)]

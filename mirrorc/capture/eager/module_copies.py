@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set
 from types import FunctionType, MethodType
 from typing import Any
@@ -131,6 +131,25 @@ class ModuleCopy:
             changed = [key for key, value in attributes.items() if loaded[0].get(key, _ABSENT) is not value]
             assigned += [(place, key) for key in (*changed, *(key for key in loaded[0] if key not in attributes))]
         return [attribute for attribute in assigned if attribute not in self._transient]
+
+    def take_assigned_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The buffers that are other tensors since `load`, before and after; puts the first ones back.
+
+        Those that several modules hold are left out: the others keep the former tensor.
+        """
+        assigned = []
+        held = Counter(
+            id(buffer) for loaded in self._loaded for buffer in loaded[1 + _TABLES.index("_buffers")].values()
+        )
+        for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
+            now, before = attributes.get("_buffers", {}), loaded[1 + _TABLES.index("_buffers")]
+            for key, buffer in before.items():
+                value = now.get(key)
+                are_tensors = isinstance(value, torch.Tensor) and isinstance(buffer, torch.Tensor)
+                if value is not buffer and are_tensors and held[id(buffer)] == 1:
+                    assigned.append((buffer, value))
+                    now[key] = buffer
+        return assigned
 
     def replaced(self) -> str | None:
         """The name of a parameter, buffer or submodule (in TorchScript, any attribute) replaced since `load`, or None."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from types import CellType, CodeType, FunctionType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -55,6 +55,42 @@ def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequen
     forward.__signature__ = signature.replace(parameters=[of_self, *signature.parameters.values()])  # type: ignore[attr-defined]
     kind = type(getattr(function, "__name__", "function"), (FunctionModule,), {"forward": forward})
     return kind(function, of_function)
+
+
+def with_trained_modules(loss_fn: Any, model: nn.Module, optimized: Iterable[Any]) -> Any:
+    """A loss that is a function as a module that holds the modules in use whose parameters only the optimizer knows."""
+    if loss_fn is None or isinstance(loss_fn, nn.Module):
+        return loss_fn
+    unknown = set(map(id, optimized)) - set(map(id, model.parameters()))
+    in_use = {id(module): module for module in _modules_in_use(loss_fn)} if unknown else {}
+    held = [module for module in in_use.values() if not unknown.isdisjoint(map(id, module.parameters()))]
+    return module_of_function(loss_fn, held) if held else loss_fn
+
+
+def _modules_in_use(value: Any, depth: int = 0) -> Iterator[nn.Module]:
+    """The modules that a function holds: in its closure, its globals, its object, its arguments."""
+    if isinstance(value, nn.Module):
+        yield value
+        return
+    if depth > _DEEPEST:
+        return
+    held: list[Any] = []
+    if isinstance(value, MethodType):
+        held = [value.__self__, value.__func__]
+    elif isinstance(value, functools.partial):
+        held = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType):
+        held = [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
+        held += [
+            each for name in global_names(value.__code__) if isinstance(each := value.__globals__.get(name), nn.Module)
+        ]
+    elif callable(value) or depth:
+        held = [*getattr(value, "__dict__", {}).values()] if not isinstance(value, type) else []
+    for each in held:
+        yield from _modules_in_use(each, depth + 1)
+
+
+_DEEPEST = 3
 
 
 def with_copies(function: FunctionType, copy_of: Callable[[Any], Any]) -> FunctionType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -223,7 +224,7 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 def _comparable(value: Any) -> Any:
     """A key that is equal for equal values; None for a value no longer plain, which guards watch."""
-    if not isinstance(value, _SCALARS):
+    if not _is_plain(value):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
     return repr(value) if is_odd else value
@@ -239,11 +240,13 @@ def _is_users_alone(kind: type) -> bool:
     return kind not in torchs and set(torchs) <= {nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict}
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _SCALARS) and not isinstance(value, np.generic)  # np.float64 is a float
+
+
 def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     carried = CARRIED.of(module)
-    return [
-        (vars(module), key) for key, value in vars(module).items() if isinstance(value, _SCALARS) and key not in carried
-    ]
+    return [(vars(module), key) for key, value in vars(module).items() if _is_plain(value) and key not in carried]
 
 
 def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:

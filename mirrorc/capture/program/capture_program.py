@@ -22,7 +22,7 @@ from mirrorc.capture.call.shard_types import (
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.step_outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.call.traced_outputs import TracedOutputs
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.capture.diagnostics.identical_buffers import iterated_alike
 from mirrorc.capture.diagnostics.lone_examples import refuse_undefined, undefined_in
@@ -251,7 +251,11 @@ def _capture_each(
         return graph
 
     def capture_all() -> list[CapturedGraph]:
-        return [captured_from(shard, tensors) for shard, tensors in enumerate(examples_of)]
+        while True:
+            try:
+                return [captured_from(shard, tensors) for shard, tensors in enumerate(examples_of)]
+            except BuffersAssigned as error:
+                training_call.assigned = (*training_call.assigned, *error.paths)
 
     model_name = type(training_call.model).__name__
     captured = captured_with_numbers(

@@ -29,7 +29,7 @@ def captured_with_numbers(
         try:
             graphs = capture_all()
         except NumbersGivenUp as error:
-            if are_sizes_symbolic:
+            if are_sizes_symbolic and not inputs.isdisjoint(error.names):
                 names = listed(error.words or sorted(error.names))
                 raise SizesGivenUp(f"{names} changes, too, and cannot be an input beside them: {error.why}") from error
             lasting = [name for name in error.names if not is_drawn(name)]
@@ -38,12 +38,14 @@ def captured_with_numbers(
             numbers.give_up(lasting, error.why, error.words)
             continue
         except CaptureError:  # perhaps for another reason, for which a capture without inputs fails, too
+            inputs = numbers.inputs  # with numpy's, which the trace has met
             if not inputs or are_sizes_symbolic:
                 raise
             with numbers.left_out():
                 graphs = capture_all()
             numbers.give_up(inputs, "the capture fails if it may be another number")
             return graphs
+        inputs = numbers.inputs
         if len({tuple((number.name, number.kind) for number in graph.numbers) for graph in graphs}) == 1 or not inputs:
             return graphs
         numbers.give_up(inputs, "shards of different sizes compute with different numbers")

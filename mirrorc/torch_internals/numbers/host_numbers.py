@@ -1,4 +1,4 @@
-"""Python numbers that are graph inputs, computed on the host before each step."""
+"""Numbers of Python and numpy that are graph inputs, computed on the host before each step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-Number = int | float
+import numpy as np
+
+Number = int | float | np.integer[Any] | np.floating[Any]
 
 _LARGEST = 2.0**53
 """The largest integer that floats represent without rounding. Larger or non-finite numbers stay constants."""
 _LARGEST_FLOAT = 3e38  # the limit of comparisons with float32 tensors
+
+NARROW = (np.float16, np.float32)
+"""Kinds whose comparisons with Python's floats round these."""
+_FLOATS = (float, np.float64, *NARROW)
+_INTEGERS = (int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
 
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 _RELATIONS = {  # of sympy, by the names of their classes: importing sympy takes long
@@ -41,9 +48,18 @@ class NumbersGivenUp(Exception):
 
 def is_ordinary(value: Any) -> bool:
     """Tests for a number that can be an input: not a bool, nan, infinite, or very large."""
-    if type(value) is float:
-        return -_LARGEST_FLOAT < value < _LARGEST_FLOAT
-    return type(value) is int and -_LARGEST < value < _LARGEST
+    if type(value) in _FLOATS:
+        return -_LARGEST_FLOAT < float(value) < _LARGEST_FLOAT
+    return type(value) in _INTEGERS and -_LARGEST < int(value) < _LARGEST
+
+
+def plain_number(value: Number) -> int | float:
+    """Python's number of the same value: with tensors, PyTorch takes numpy's numbers for these."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def is_float(kind: type) -> bool:
+    return kind in _FLOATS
 
 
 def attribute_source(path: Sequence[str], name: str) -> str:
@@ -101,7 +117,7 @@ class HostNumbers:
     def add_condition(self, guard: Any) -> None:
         """Raises `NumbersGivenUp` if a guard fails, or depends on more than numbers."""
         try:
-            holds = _holds(guard, dict(zip(self._symbols, self.values, strict=True)))
+            holds = _holds(guard, dict(zip(self._symbols, map(plain_number, self.values), strict=True)))
         except NotImplementedError as error:
             why = f"it is compared in a way that cannot be followed ({error})"
             raise NumbersGivenUp(self.sources, why) from error
@@ -124,7 +140,7 @@ class HostNumbers:
             if type(value) is not kind or not is_ordinary(value):
                 return False
             values.append(value)
-        value_of = dict(zip(self._symbols, values, strict=True)) if self._conditions else {}
+        value_of = dict(zip(self._symbols, map(plain_number, values), strict=True)) if self._conditions else {}
         if not all(_holds(condition, value_of) for condition in self._conditions):
             return False
         self.values = values
@@ -143,7 +159,7 @@ class HostNumbers:
         return f"({text})" if is_operand else text
 
 
-def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
+def _holds(expr: Any, value_of: Mapping[Any, int | float]) -> bool:
     """Evaluates all parts of a guard, without short circuits, to find unsupported parts."""
     import sympy  # type: ignore[import-untyped]
 
@@ -158,7 +174,7 @@ def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
     raise NotImplementedError(str(expr))
 
 
-def _term(expr: Any, value_of: Mapping[Any, Number]) -> Number:
+def _term(expr: Any, value_of: Mapping[Any, int | float]) -> int | float:
     import sympy
 
     if type(expr).__name__ == "ToFloat":  # Python compares int and float without rounding

@@ -1,4 +1,4 @@
-"""Replaces a graph's Python numbers by buffers of its module, with PyTorch's type promotion of numbers.
+"""Replaces a graph's numbers by buffers of its module, with PyTorch's type promotion of numbers.
 
 Buffers are 64-bit scalars. They are converted where they would change a result's dtype. torch's own pass
 (`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons, and computes ``t * 0.1 *
@@ -11,10 +11,11 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
-from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, NumbersGivenUp
+from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, Number, NumbersGivenUp, is_float, plain_number
 from mirrorc.torch_internals.numbers.number_trace import NumberTrace
 from mirrorc.torch_internals.symbols.symbolic_sizes import has_symbols, sizes_key
 
@@ -35,7 +36,8 @@ _BINARY = (
 )
 _AS_RESULT = frozenset(("where", "fill", "lerp", "masked_fill"))  # take a tensor of the result's dtype
 _CLAMPS = {"clamp": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}
-_FULL = frozenset(["full", "full_like", "new_full", "tensor", "scalar_tensor", "as_tensor"])
+_MADE = frozenset(["tensor", "as_tensor"])
+_FULL = _MADE | frozenset(["full", "full_like", "new_full", "scalar_tensor"])
 
 
 def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostNumbers | None:
@@ -76,7 +78,7 @@ def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostN
 
 def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.Node) -> fx.Node:
     kind = trace.inputs.numbers[trace.index_of[number]].kind
-    tensor = torch.ones((), dtype=torch.float64 if kind is float else torch.int64)
+    tensor = torch.ones((), dtype=torch.float64 if is_float(kind) else torch.int64)
     traced.register_buffer(f"{BUFFER}{index}", tensor, persistent=False)
     with traced.graph.inserting_after(traced.graph.find_nodes(op="placeholder")[-1]):
         node = traced.graph.get_attr(f"{BUFFER}{index}")
@@ -91,7 +93,7 @@ class _Unsupported(Exception):
 class _Call:
     """A call with numbers among its arguments. ``operands`` maps a number's node to its 64-bit scalar and its value."""
 
-    def __init__(self, node: fx.Node, operands: Mapping[fx.Node, tuple[fx.Node, int | float]]) -> None:
+    def __init__(self, node: fx.Node, operands: Mapping[fx.Node, tuple[fx.Node, Number]]) -> None:
         if node.op == "call_method" and node.target == "__rpow__":
             node.op, node.target, node.args = "call_function", operator.pow, (node.args[1], node.args[0])
         self.node, self._operands, self.result = node, operands, node.meta.get("example_value")
@@ -184,17 +186,25 @@ class _Call:
             or result.requires_grad
             or "out" in self.node.kwargs
             or has_symbols(result)
+            or not self._is_of_dtype(number)
         ):
             raise self._unsupported()
         whole = self._insert("expand", (self._converted(number, result.dtype), tuple(result.shape)))
         self._replace("clone", (whole,), {"memory_format": torch.contiguous_format})
+
+    def _is_of_dtype(self, number: fx.Node) -> bool:
+        """False for a tensor made of numpy's number, whose dtype it would have: Dynamo gives it that of Python's number."""
+        value = self._operands[number][1]
+        if not isinstance(value, np.generic) or self.name not in _MADE or self.node.kwargs.get("dtype") is not None:
+            return True
+        return torch.tensor(value).dtype == torch.tensor(plain_number(value)).dtype
 
     def _is_number(self, arg: Any) -> bool:
         return isinstance(arg, fx.Node) and arg in self._operands
 
     def _operand(self, number: Any, other: torch.Tensor) -> fx.Node:
         tensor, value = self._operands[number]
-        wanted = torch.result_type(other, value)
+        wanted = torch.result_type(other, plain_number(value))
         if torch.result_type(other, _example(tensor)) == wanted:
             return tensor
         if wanted not in (*_WIDE, torch.int64):  # PyTorch computes with more bits than the dtype

@@ -1,4 +1,4 @@
-"""Traces with chosen Python numbers as inputs, and records how Python computes other numbers from them.
+"""Traces with numbers of Python and numpy as inputs, and records how Python computes other numbers from them.
 
 Dynamo's symbols are exact, so ``t * 0.1 * 3.0`` would be rounded differently. Here each result is a new symbol with a value
 from Python.
@@ -14,10 +14,12 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import fx
 
 from mirrorc.torch_internals.numbers.host_numbers import (
+    NARROW,
     HostNumber,
     HostNumbers,
     Number,
@@ -25,6 +27,7 @@ from mirrorc.torch_internals.numbers.host_numbers import (
     Slot,
     computed,
     is_ordinary,
+    plain_number,
 )
 
 _OF_PYTHON: dict[Any, Any] = {torch.sym_min: min, torch.sym_max: max, torch.sym_int: int, torch.sym_float: float}
@@ -39,13 +42,17 @@ class NumberTrace:
     """The numbers of one trace, which runs in this thread.
 
     Attributes:
+        names: the expressions of Python numbers that become inputs.
+        constants: the expressions of numpy's numbers that do not; None for all.
         index_of: the index in ``inputs`` of each node that is a number.
         flags: the nodes of bools computed from numbers.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], constants: Collection[str] | None) -> None:
         self.names, self._thread = frozenset(names), threading.get_ident()
+        self.constants = frozenset(constants) if constants is not None else None
         self.refusal: NumbersGivenUp | None = None
+        self.of_numpy: set[str] = set()
         self._begin(None, None)
 
     def _begin(self, environment: Any, fake_mode: Any) -> None:
@@ -85,6 +92,9 @@ class NumberTrace:
         if not numbers or node in self.index_of:
             return result
         if isinstance(result, torch.SymBool | bool):
+            if not self._compares_alike(node):
+                self.refusal = NumbersGivenUp(self.names_at(numbers), "numpy rounds what it is compared with")
+                raise self.refusal
             self.flags.add(node)
             return result
         function = self._function_of(node)
@@ -104,13 +114,28 @@ class NumberTrace:
         self.index_of[node] = self.inputs.add(number, value, symbol)
         return example
 
+    def kind_of(self, node: Any) -> type | None:
+        return self.inputs.numbers[self.index_of[node]].kind if node in self.index_of else None
+
+    def _compares_alike(self, node: fx.Node) -> bool:
+        """False where numpy converts Python's numbers to a narrow kind first."""
+        narrow = [kind for kind in map(self.kind_of, node.all_input_nodes) if kind in NARROW]
+        if not narrow:
+            return True
+        if any(self.kind_of(source) in (int, float) for source in node.all_input_nodes):
+            return False
+        constants = [arg for arg in node.args if not isinstance(arg, fx.Node)]
+        return all(
+            isinstance(arg, int | float) and float(kind(arg)) == float(arg) for kind in narrow for arg in constants
+        )
+
     def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
         target: Any = node.target
         if node.op == "call_method":
             index = self.index_of.get(node.args[0])  # type: ignore[arg-type]
             return getattr(self.inputs.numbers[index].kind, target, None) if index is not None else None
-        if target in _OF_PYTHON:
-            return _OF_PYTHON[target]
+        if target in _OF_PYTHON or isinstance(target, np.ufunc):
+            return _OF_PYTHON.get(target, target)
         is_pythons = getattr(target, "__module__", None) in _PYTHONS_MODULES
         return getattr(target, "mirrorc_host", target if is_pythons else None)
 
@@ -119,6 +144,7 @@ class NumberTrace:
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source, environment = source if source is not None else ConstantSource(name), self._environment
+        value = plain_number(value)
         symbol = environment.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
         make = environment.create_symfloatnode if type(value) is float else environment.create_symintnode
         return symbol, make(symbol, hint=value, source=source)
@@ -150,20 +176,20 @@ class NumberTrace:
 
 
 @contextlib.contextmanager
-def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
-    """Makes ordinary numbers, read by the expressions ``names``, inputs of Dynamo's traces in this thread."""
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.variables.builder import VariableBuilder, install_guard
+def traced_numbers(names: Collection[str], constants: Collection[str] | None = None) -> Iterator[NumberTrace]:
+    """Makes ordinary numbers inputs of Dynamo's traces in this thread.
+
+    These are Python numbers that the expressions ``names`` read, and numpy's without the ``constants``. Dynamo takes numpy's
+    for arrays, with other dtypes of results.
+    """
+    from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.tensor import SymNodeVariable
 
-    trace, wrap, initialize = NumberTrace(names), VariableBuilder._wrap, SymNodeVariable.__init__
+    trace, wrap, initialize = NumberTrace(names, constants), VariableBuilder._wrap, SymNodeVariable.__init__
 
     def wrap_number(self: Any, value: Any) -> Any:
-        if not is_ordinary(value) or not trace.is_here or (name := str(self.source.name)) not in trace.names:
-            return wrap(self, value)
-        if name not in self.tx.output.unspec_variable_map:
-            install_guard(self.source.make_guard(GuardBuilder.TYPE_MATCH))
-        return trace.take(self.tx, self.source, value)
+        number = _wrapped(trace, self, value) if trace.is_here and is_ordinary(value) else None
+        return number if number is not None else wrap(self, value)
 
     def initialize_followed(self: Any, proxy: Any, sym_num: Any, *args: Any, **kwargs: Any) -> None:
         if trace.is_here and (example := trace.follow(proxy.node, sym_num)) is not sym_num:
@@ -176,12 +202,77 @@ def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
             patch.object(VariableBuilder, "_wrap", wrap_number),
             patch.object(SymNodeVariable, "__init__", initialize_followed),
             patch.multiple(torch, create=True, **of_math),
+            _numpys_numbers(trace),
         ):
             yield trace
+    except NumbersGivenUp:
+        raise
     except Exception as error:
         if trace.refusal is not None:  # in place of Dynamo's own error
             raise trace.refusal from error
+        if trace.of_numpy:
+            raise NumbersGivenUp(trace.of_numpy, "the capture fails if it may be another number") from error
         raise
+
+
+def _wrapped(trace: NumberTrace, builder: Any, value: Number) -> Any:
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables.builder import install_guard
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    name, is_numpys = str(builder.source.name), isinstance(value, np.generic)
+    if is_numpys and (trace.constants is None or name in trace.constants):
+        if type(value) is not np.int64:
+            return None
+        install_guard(builder.source.make_guard(GuardBuilder.EQUALS_MATCH))  # such as a size
+        return ConstantVariable.create(int(value), source=builder.source)
+    if not is_numpys and name not in trace.names:
+        return None
+    if is_numpys:
+        trace.of_numpy.add(name)
+    if name not in builder.tx.output.unspec_variable_map:
+        install_guard(builder.source.make_guard(GuardBuilder.TYPE_MATCH))
+    return trace.take(builder.tx, builder.source, value)
+
+
+@contextlib.contextmanager
+def _numpys_numbers(trace: NumberTrace) -> Iterator[None]:
+    """Lets Dynamo treat inputs as numpy's numbers: their type, ``item``, and functions such as ``np.cos``."""
+    from torch._dynamo.variables.misc import NumpyVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    python_type, call_method, call = (
+        SymNodeVariable.python_type,
+        SymNodeVariable.call_method,
+        NumpyVariable.call_function,
+    )
+
+    def type_of(self: Any) -> type:
+        kind = trace.kind_of(self.proxy.node) if trace.is_here else None
+        return python_type(self) if kind is None else kind
+
+    def call_item(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name != "item" or args or not issubclass(type_of(self), np.generic):
+            return call_method(self, tx, name, args, kwargs)
+        convert = torch.sym_float if issubclass(type_of(self), np.floating) else torch.sym_int
+        return SymNodeVariable.create(tx, tx.output.create_proxy("call_function", convert, (self.as_proxy(),), {}))
+
+    def call_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        args = [arg.realize() for arg in args]
+        numbers = [arg for arg in args if isinstance(arg, SymNodeVariable) and arg.proxy.node in trace.index_of]
+        known = all(arg in numbers or arg.is_python_constant() for arg in args)
+        if not (trace.is_here and numbers and known) or kwargs or not isinstance(self.value, np.ufunc):
+            return call(self, tx, args, kwargs)
+        proxy = tx.output.create_proxy("call_function", self.value, tuple(arg.as_proxy() for arg in args), {})
+        # any value will do: `NumberTrace.follow` gives the result a new symbol
+        return SymNodeVariable.create(tx, proxy, torch.sym_float(numbers[0].sym_num))
+
+    with (
+        patch.object(SymNodeVariable, "python_type", type_of),
+        patch.object(SymNodeVariable, "call_method", call_item),
+        patch.object(NumpyVariable, "call_function", call_numpy),
+    ):
+        yield
 
 
 def _function_of_math(trace: NumberTrace, name: str) -> Callable[..., Any]:

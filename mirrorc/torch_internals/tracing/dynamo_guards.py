@@ -18,12 +18,13 @@ from types import (
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import nn
 
 from mirrorc.torch_internals.aot.joint_graph import NumberInput
-from mirrorc.torch_internals.numbers.drawn_numbers import DrawnNumbers, Generators
-from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, is_ordinary
+from mirrorc.torch_internals.numbers.drawn_numbers import DrawnNumbers, Generators, is_drawn
+from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, is_ordinary, plain_number
 from mirrorc.torch_internals.tracing.metrics import guards_not_timed, metrics_if_heard
 from mirrorc.torch_internals.tracing.source_names import in_users_words, source_words
 from mirrorc.torch_internals.tracing.traced_methods import TracedMethods
@@ -101,7 +102,13 @@ class DynamoGuards:
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
-        return tuple(self.inputs.values[i] for i in self.inputs.taken) if self.inputs is not None else ()
+        inputs = self.inputs
+        return tuple(plain_number(inputs.values[i]) for i in inputs.taken) if inputs is not None else ()
+
+    @property
+    def read_numbers(self) -> list[str]:
+        """The expressions of the inputs that are read, not drawn."""
+        return [name for name in self.inputs.sources if not is_drawn(name)] if self.inputs is not None else []
 
     def number_inputs(self) -> tuple[NumberInput, ...]:
         inputs = self.inputs
@@ -245,7 +252,7 @@ def build_guards(
             guards.add(guard, collect_debug_stack=False)
             continue
         # the graph holds this very tensor, not one of its type
-        guards.add(_identity(guard), collect_debug_stack=False)
+        guards.add(_identity(guard, scope), collect_debug_stack=False)
         if not any(id(tensor) in variables for tensor in _evaluated(guard.name, scope)):
             guards.add(guard, collect_debug_stack=False)
     try:
@@ -271,12 +278,15 @@ def _empty(guards: Any) -> None:
         guards.inner.clear()
 
 
-def _identity(guard: Any) -> Any:
+def _identity(guard: Any, scope: dict[str, Any]) -> Any:
     from torch._dynamo.guards import GuardBuilder
 
     is_array = guard.name.startswith("___from_numpy(")  # each evaluation makes a new tensor
     source = guard.originating_source.base if is_array else guard.originating_source
-    identity = source.make_guard(GuardBuilder.ID_MATCH)
+    is_number = is_array and any(
+        isinstance(value, np.number) and value == value for value in _evaluated(source.name, scope)
+    )
+    identity = source.make_guard(GuardBuilder.EQUALS_MATCH if is_number else GuardBuilder.ID_MATCH)
     identity.user_stack = guard.user_stack
     return identity
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import logging
+import re
 import threading
 import traceback
 import warnings
@@ -270,7 +271,7 @@ def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
     for variable in effects._get_modified_vars():
         if not isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting):
             continue
-        name = source_name(variable)
+        name = re.sub(r"\.__dict__\['(_buffers|_parameters)'\]$", r".\1", source_name(variable))
         stored = effects.store_attr_mutations.get(variable, {})
         real = evaluated(name, scope)
         parts = [f".{key}" for key, value in stored.items() if not is_same(value, attribute_of(real, key), scope)]

@@ -65,6 +65,7 @@ def trace_full_graph(
     makes_arguments: Callable[..., Any] | None = None,
     numbers: Collection[str] = (),
     *,
+    constants: Collection[str] | None = None,
     guards_results: bool = False,
     takes_draws: bool = False,
 ) -> fx.GraphModule:
@@ -73,6 +74,7 @@ def trace_full_graph(
     Args:
         leaves: the tensor arguments; dimensions marked by `mark_symbolic` get symbols.
         makes_arguments: forward's function that builds the containers of its arguments, or None.
+        constants: the numbers of numpy that cannot be inputs; None for all.
         guards_results: whether to guard Python values that forward returns without reading them.
         takes_draws: whether Python's random draws become inputs, read from the module's list ``drawn``.
 
@@ -97,7 +99,7 @@ def trace_full_graph(
                 observed_effects(module, names, makes_arguments) as effects,
                 observed_draws() as draws,
                 observed_cached_draws() as cached_draws,
-                traced_numbers(numbers) as trace,
+                traced_numbers(numbers, constants) as trace,
                 taken_draws(module, trace) if takes_draws else contextlib.nullcontext() as drawn,
                 symbols_by_number() if any(map(is_marked, leaves)) else contextlib.nullcontext(),
             ):

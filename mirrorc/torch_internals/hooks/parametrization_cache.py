@@ -1,0 +1,16 @@
+"""The cache of `torch.nn.utils.parametrize.cached`, one for all threads."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.utils import parametrize
+
+
+def parametrization_cache() -> dict[tuple[int, str], torch.Tensor | None]:
+    """The present cache; another one after the end of ``cached()``."""
+    cache: dict[tuple[int, str], torch.Tensor | None] = parametrize._cache
+    return cache
+
+
+def caches_parametrizations() -> bool:
+    return bool(parametrize._cache_enabled)
