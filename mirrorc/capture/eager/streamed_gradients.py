@@ -9,6 +9,7 @@ from collections.abc import Callable, Set
 import torch
 
 from mirrorc.capture.eager.eager_run import Run
+from mirrorc.capture.eager.run_exchange import RunExchange
 from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import problem
 
@@ -33,8 +34,12 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """True if backward may pause. A run that draws may not, because it holds the process's random generators."""
-        return self._run.stream is None
+        """True if backward may pause.
+
+        A run that draws may not, because it holds the process's random generators. Nor may one that exchanges values:
+        other replicas wait for it.
+        """
+        return self._run.stream is None and not isinstance(self._run.exchange, RunExchange)
 
     def has(self, place: int) -> bool:
         """True if backward has begun and a gradient is final, or known not to come."""
