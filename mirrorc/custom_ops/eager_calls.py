@@ -188,7 +188,9 @@ _LIBRARY.impl(
 )
 _LIBRARY.impl(
     "run_evaluation",
-    lambda call, seed, leaves, parameters, buffers, *_, **__: _call_of(call).evaluation(seed, leaves, parameters, buffers),
+    lambda call, seed, leaves, parameters, buffers, *_, **__: _call_of(call).evaluation(
+        seed, leaves, parameters, buffers
+    ),
     "CompositeExplicitAutograd",
 )
 _LIBRARY.impl(

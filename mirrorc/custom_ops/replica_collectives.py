@@ -69,7 +69,8 @@ class AlikeReplicas:
 
 _rows: contextvars.ContextVar[RowsOfAll] = contextvars.ContextVar("rows", default=len)
 _count: contextvars.ContextVar[int] = contextvars.ContextVar("count", default=1)
-_exchange: contextvars.ContextVar[ReplicaExchange] = contextvars.ContextVar("exchange", default=_Alone())
+_ALONE: ReplicaExchange = _Alone()
+_exchange: contextvars.ContextVar[ReplicaExchange] = contextvars.ContextVar("exchange", default=_ALONE)
 _origin: contextvars.ContextVar[int | None] = contextvars.ContextVar("origin", default=None)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -9,12 +12,12 @@ import torch
 from references import unchanged
 from torch import nn
 from torch.nn import functional as F
-from twins import Twins, compiled_step
+from twins import Twins, compiled_step, sgd
 
 import mirrorc
 
 TOLERANCE = 1e-12
-NUM_DEVICES = [1, 2, 3]
+NUM_DEVICES = [pytest.param(n, marks=[pytest.mark.slow]) for n in (1, 2, 3)]
 
 
 def doubles(*shape: int) -> torch.Tensor:
@@ -91,6 +94,7 @@ class Draws(nn.Module):
         return h * mirrorc.all_gather(h).mean() + 0.0 * F.dropout(h)
 
 
+@pytest.mark.slow
 def test_replicas_that_draw_wait_for_each_other() -> None:
     with Twins(Draws(), loss_fn=F.mse_loss, devices=3, capture="autograd", tolerance=TOLERANCE) as pair:
         for size in (7, 2):
@@ -178,6 +182,41 @@ def test_an_exchange_that_was_not_there_in_first_runs_is_refused() -> None:
             step(x, target=torch.ones(6))
 
 
+@pytest.mark.slow
+def test_an_interrupt_wakes_a_replica_that_waits_for_another() -> None:
+    woken = threading.Event()
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if bool(target.sum() > 0):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert woken.wait(60)
+        try:
+            return outputs.mean() * mirrorc.all_reduce(outputs.detach().mean())
+        finally:
+            woken.set()
+
+    model, x, target = net(), doubles(6, 5), torch.zeros(6)
+    with compiled_step(model, loss, capture="autograd", timeout=60) as step:
+        step(x, target=target)
+        woken.clear()
+        target[5] = 1.0
+        with unchanged(model), pytest.raises(KeyboardInterrupt):
+            step(x, target=target)
+        step(x, target=target * 0)
+
+
+def test_several_workers_are_refused() -> None:
+    x = doubles(8, 5)
+    model = Draws()
+    options: dict[str, Any] = {
+        "optimizer": sgd(model.parameters()),
+        "loss_fn": F.mse_loss,
+        "compiler": mirrorc.Compiler(capture="autograd"),
+    }
+    with pytest.raises(mirrorc.CaptureError, match="as plain PyTorch, which several workers cannot do yet"):
+        mirrorc.plan(model, (x, x[:, :3]), world=mirrorc.World(2), **options)
+
+
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -204,11 +243,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_what_cannot_be_exchanged_is_refused(text: str) -> None:
     make, options = REFUSED[text]
     model, x = make(), doubles(8, 5)
-    with compiled_step(model, F.mse_loss, capture="autograd", **options) as step:
-        with unchanged(model), pytest.raises(mirrorc.CaptureError, match=text):
-            step(x, target=x[:, :3])
+    with (
+        compiled_step(model, F.mse_loss, capture="autograd", **options) as step,
+        unchanged(model),
+        pytest.raises(mirrorc.CaptureError, match=text),
+    ):
+        step(x, target=x[:, :3])
 
 
+@pytest.mark.slow
 def test_calls_that_accumulate_exchange_values_of_their_own_batch() -> None:
     x, y = doubles(7, 5), doubles(7, 3)
     with Twins(net(), loss_fn=reduced_loss, devices=3, capture="autograd", tolerance=TOLERANCE) as pair:

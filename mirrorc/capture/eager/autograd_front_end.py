@@ -75,7 +75,10 @@ class AutogradFrontEnd(FrontEnd):
         opaque.recorded = trials.recorded
         joint = _joint_graph(opaque, leaves) if call.trains else _forward_graph(opaque, leaves)
         joint.written_inputs = trials.written_inputs
-        remarks = (_REMARK if call.trains else _REMARK_ON_EVALUATION, *([_ON_EXCHANGES] if opaque.recorded.exchanges else []))
+        remarks = (
+            _REMARK if call.trains else _REMARK_ON_EVALUATION,
+            *([_ON_EXCHANGES] if opaque.recorded.exchanges else []),
+        )
         buffers = [*opaque.buffers]
         alike = [buffers[place] for place in sorted(trials.recorded.alike)]
         return Traced(

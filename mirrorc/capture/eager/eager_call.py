@@ -33,7 +33,7 @@ from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttribut
 from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.custom_ops.replica_collectives import ReplicaExchange, current_exchange, exchanging, refused_exchange
 from mirrorc.custom_ops.run_tokens import RunTokens
-from mirrorc.errors import CaptureError, ExecutionError
+from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import message, problem
 
 

@@ -34,9 +34,7 @@ class RunExchange:
     has the same type by chance.
     """
 
-    def __init__(
-        self, others: Others, stream: ReplicaStream | None, state: CarriedState, model_name: str
-    ) -> None:
+    def __init__(self, others: Others, stream: ReplicaStream | None, state: CarriedState, model_name: str) -> None:
         self.place, self.count, self.number = others.place, others.count, 0
         self._others, self._stream, self._state, self._model_name = others, stream, state, model_name
         self._subjects: dict[int, str] = {}
