@@ -12,9 +12,11 @@ import torch
 from references import unchanged
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from twins import Twins, compiled_step, sgd
 
 import mirrorc
+from mirrorc.packing import ByBytes
 
 TOLERANCE = 1e-12
 NUM_DEVICES = [pytest.param(n, marks=[pytest.mark.slow]) for n in (1, 2, 3)]
@@ -205,14 +207,25 @@ def test_an_interrupt_wakes_a_replica_that_waits_for_another() -> None:
         step(x, target=target * 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"backend": "inductor"}, {"buckets": ByBytes(1e-4, 1e-4), "link": "copy"}], ids=str
+)
+def test_checkpoints_and_options_mean_the_same(options: dict[str, Any]) -> None:
+    """A checkpoint that backward computes anew asks anew, on all replicas."""
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return checkpoint(reduced_loss, outputs, target, use_reentrant=False)
+
+    with Twins(net(), loss_fn=loss, capture="autograd", tolerance=TOLERANCE, **options) as pair:
+        for _ in range(3):
+            pair.train(doubles(7, 5), target=doubles(7, 3))
+
+
 def test_several_workers_are_refused() -> None:
-    x = doubles(8, 5)
-    model = Draws()
-    options: dict[str, Any] = {
-        "optimizer": sgd(model.parameters()),
-        "loss_fn": F.mse_loss,
-        "compiler": mirrorc.Compiler(capture="autograd"),
-    }
+    model, x = Draws(), doubles(8, 5)
+    compiler, sgd_of_model = mirrorc.Compiler(capture="autograd"), sgd(model.parameters())
+    options: dict[str, Any] = {"optimizer": sgd_of_model, "loss_fn": F.mse_loss, "compiler": compiler}
     with pytest.raises(mirrorc.CaptureError, match="as plain PyTorch, which several workers cannot do yet"):
         mirrorc.plan(model, (x, x[:, :3]), world=mirrorc.World(2), **options)
 
