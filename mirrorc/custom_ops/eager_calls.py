@@ -125,6 +125,7 @@ def _fake_forward(
     written: list[int],
     output_dtypes: list[torch.dtype],
     output_sizes: list[int],
+    exchanges: bool = False,
 ) -> list[torch.Tensor]:
     loss, token = parameters[0].new_empty((), dtype=loss_dtype), torch.empty((), dtype=torch.int64, device="cpu")
     outputs = _outputs(parameters[0], output_dtypes, output_sizes)
@@ -141,6 +142,7 @@ def _fake_evaluation(
     written: list[int],
     output_dtypes: list[torch.dtype],
     output_sizes: list[int],
+    exchanges: bool = False,
 ) -> list[torch.Tensor]:
     loss = [parameters[0].new_empty((), dtype=loss_dtype)] if loss_dtype is not None else []
     outputs = _outputs(parameters[0], output_dtypes, output_sizes)
@@ -166,7 +168,7 @@ def _like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 _ARGUMENTS = "int call, Tensor? seed, Tensor[] leaves, Tensor[] parameters, Tensor[] buffers"
-_RESULTS = "int[] written, ScalarType[] output_dtypes, int[] output_sizes"
+_RESULTS = "int[] written, ScalarType[] output_dtypes, int[] output_sizes, *, bool exchanges=False"
 _LIBRARY.define(
     f"run_forward({_ARGUMENTS}, ScalarType loss_dtype, {_RESULTS}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
@@ -181,12 +183,14 @@ _LIBRARY.define(
 )
 _LIBRARY.impl(
     "run_forward",
-    lambda call, seed, leaves, parameters, buffers, *_: _call_of(call).forward(seed, leaves, parameters, buffers),
+    lambda call, seed, leaves, parameters, buffers, *_, **__: _call_of(call).forward(seed, leaves, parameters, buffers),
     "CompositeExplicitAutograd",
 )
 _LIBRARY.impl(
     "run_evaluation",
-    lambda call, seed, leaves, parameters, buffers, *_: _call_of(call).evaluation(seed, leaves, parameters, buffers),
+    lambda call, seed, leaves, parameters, buffers, *_, **__: _call_of(call).evaluation(
+        seed, leaves, parameters, buffers
+    ),
     "CompositeExplicitAutograd",
 )
 _LIBRARY.impl(
@@ -202,7 +206,7 @@ torch.library.register_fake(
 
 run_forward = torch.ops.mirrorc.run_forward.default
 """``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes)`` is
-`OpaqueRuns.forward`.
+`OpaqueRuns.forward`; ``exchanges=True`` if replicas exchange values meanwhile.
 
 Results: the loss, a scalar; a token, an int64 on the CPU; new values of the buffers at ``written``; contiguous outputs.
 ``output_sizes`` has the form of `sizes_of`. Python side effects of the call must not last.

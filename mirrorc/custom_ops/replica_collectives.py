@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -13,44 +14,102 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 RowsOfAll = Callable[[torch.Tensor], int]
 """The total number of rows of all replicas for a gathered value."""
 
+SUM, GATHER, ROWS_OF_SUM = "sum_over_replicas", "rows_of_replicas", "own_rows_of_sum"
+"""The kinds of exchange, by the names of their operations in the IR."""
+
+
+class ReplicaExchange(Protocol):
+    """The values of all replicas, for a replica that runs as plain PyTorch.
+
+    Attributes:
+        place: the number of this replica.
+        count: the number of replicas with examples.
+        number: the number of exchanges so far.
+    """
+
+    place: int
+    count: int
+    number: int
+
+    def meet(self, kind: str, value: torch.Tensor, rows: int, origin: int | None) -> torch.Tensor:
+        """The result of an exchange; that of a gradient has the number of its ``origin`` in forward."""
+
+
+class _Alone:
+    place, count, number = 0, 1, 0
+
+    def meet(self, kind: str, value: torch.Tensor, rows: int, origin: int | None) -> torch.Tensor:
+        if kind == ROWS_OF_SUM and len(value) != rows:
+            raise RuntimeError(f"own_rows_of_sum is asked for {rows} rows of {len(value)}, and there is one replica")
+        return value.clone(memory_format=torch.contiguous_format)
+
+
+class _Refused:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+class AlikeReplicas:
+    """An exchange with replicas that would all have this one's values, for a run that stands for each of them."""
+
+    def __init__(self) -> None:
+        self.place, self.count, self.number = 0, _count.get(), 0
+        self._rows_of_all = _rows.get()
+
+    def meet(self, kind: str, value: torch.Tensor, rows: int, origin: int | None) -> torch.Tensor:
+        self.number += 1
+        if kind == GATHER:
+            places = torch.arange(self._rows_of_all(value), device=value.device) % max(len(value), 1)
+            return value.index_select(0, places)
+        return (value.narrow(0, 0, rows) if kind == ROWS_OF_SUM else value) * self.count
+
+
 _rows: contextvars.ContextVar[RowsOfAll] = contextvars.ContextVar("rows", default=len)
-_error: contextvars.ContextVar[Exception | None] = contextvars.ContextVar("error", default=None)
+_count: contextvars.ContextVar[int] = contextvars.ContextVar("count", default=1)
+_ALONE: ReplicaExchange = _Alone()
+_exchange: contextvars.ContextVar[ReplicaExchange] = contextvars.ContextVar("exchange", default=_ALONE)
+_origin: contextvars.ContextVar[int | None] = contextvars.ContextVar("origin", default=None)
 
 
 @contextlib.contextmanager
-def gathering(rows_of_all: RowsOfAll) -> Iterator[None]:
+def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def gathering(rows_of_all: RowsOfAll, num_replicas: int) -> Iterator[None]:
     """Marks a trace as that of one replica among several."""
-    token = _rows.set(rows_of_all)
-    try:
+    with _set(_rows, rows_of_all), _set(_count, num_replicas):
         yield
-    finally:
-        _rows.reset(token)
 
 
-@contextlib.contextmanager
-def refused_collectives(error: Exception) -> Iterator[None]:
-    """Makes plain PyTorch raise ``error`` if it asks for values of other replicas."""
-    token = _error.set(error)
-    try:
-        yield
-    finally:
-        _error.reset(token)
+def exchanging(exchange: ReplicaExchange) -> contextlib.AbstractContextManager[None]:
+    """Gives plain PyTorch of this thread the values of other replicas."""
+    return _set(_exchange, exchange)
 
 
-def _alone(value: torch.Tensor) -> torch.Tensor:
-    if (error := _error.get()) is not None:
-        raise error
-    return value.clone(memory_format=torch.contiguous_format)
+def current_exchange() -> ReplicaExchange:
+    return _exchange.get()
+
+
+def refused_exchange(error: Exception) -> ReplicaExchange:
+    """Raises ``error`` when plain PyTorch asks for values of other replicas."""
+    return cast("ReplicaExchange", _Refused(error))
+
+
+def _meet(kind: str, value: torch.Tensor, rows: int = 0) -> torch.Tensor:
+    return _exchange.get().meet(kind, value, rows, _origin.get())
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
-
-
-def _rows_alone(value: torch.Tensor, rows: int) -> torch.Tensor:
-    if len(value) != rows:
-        raise RuntimeError(f"own_rows_of_sum is asked for {rows} rows of {len(value)}, and there is one replica")
-    return _alone(value)
 
 
 def _gathered(value: torch.Tensor) -> torch.Tensor:
@@ -61,51 +120,63 @@ def _fake_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
     return value.new_empty((rows, *value.shape[1:]))
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.rows, ctx.number = len(inputs[0]) if inputs[0].dim() else 0, _exchange.get().number
+
+
 def _gradient_of_sum(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    return all_reduce_value(gradient)
-
-
-def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.rows = len(inputs[0])
+    with _set(_origin, ctx.number):
+        return all_reduce_value(gradient)
 
 
 def _gradient_of_gathered(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    return own_rows_of_sum(gradient, ctx.rows)
+    with _set(_origin, ctx.number):
+        return own_rows_of_sum(gradient, ctx.rows)
 
 
 def _gradient_of_rows(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return all_gather_value(gradient), None
+    with _set(_origin, ctx.number):
+        return all_gather_value(gradient), None
 
 
-def _register(schema: str, alone: Any, fake: Any, gradient: Any = None, keep: Any = None) -> Any:
+def _register(schema: str, run: Any, fake: Any, gradient: Any = None) -> Any:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, alone, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mirrorc::{name}", fake, lib=_LIBRARY)
     if gradient is not None:
-        torch.library.register_autograd(f"mirrorc::{name}", gradient, setup_context=keep, lib=_LIBRARY)
+        torch.library.register_autograd(f"mirrorc::{name}", gradient, setup_context=_keep, lib=_LIBRARY)
     return getattr(torch.ops.mirrorc, name).default
 
 
-all_reduce_value = _register("all_reduce_value(Tensor value) -> Tensor", _alone, _like, _gradient_of_sum)
+all_reduce_value = _register(
+    "all_reduce_value(Tensor value) -> Tensor", functools.partial(_meet, SUM), _like, _gradient_of_sum
+)
 """``all_reduce_value(value)``: the sum over all replicas; alone, a copy."""
 
 all_gather_value = _register(
-    "all_gather_value(Tensor value) -> Tensor", _alone, _gathered, _gradient_of_gathered, _keep_rows
+    "all_gather_value(Tensor value) -> Tensor", functools.partial(_meet, GATHER), _gathered, _gradient_of_gathered
 )
 """``all_gather_value(value)``: the values of all replicas, along dim 0; alone, a copy."""
 
 own_rows_of_sum = _register(
-    "own_rows_of_sum(Tensor value, int rows) -> Tensor", _rows_alone, _fake_rows, _gradient_of_rows
+    "own_rows_of_sum(Tensor value, int rows) -> Tensor",
+    functools.partial(_meet, ROWS_OF_SUM),
+    _fake_rows,
+    _gradient_of_rows,
 )
 """``own_rows_of_sum(value, rows)``: this replica's rows of the sum over all replicas; transposes `all_gather_value`."""
 
 replica_number = _register(
-    "replica_number(Tensor like) -> Tensor", lambda like: torch.zeros_like(_alone(like)), torch.empty_like
+    "replica_number(Tensor like) -> Tensor",
+    lambda like: torch.full_like(like, _exchange.get().place),
+    torch.empty_like,
 )
 """``replica_number(like)``: the number of this replica; alone, 0."""
 
 replica_count = _register(
-    "replica_count(Tensor like) -> Tensor", lambda like: torch.ones_like(_alone(like)), torch.empty_like
+    "replica_count(Tensor like) -> Tensor",
+    lambda like: torch.full_like(like, _exchange.get().count),
+    torch.empty_like,
 )
 """``replica_count(like)``: the number of replicas with examples; alone, 1."""

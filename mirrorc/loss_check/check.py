@@ -16,7 +16,7 @@ from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.dynamo.sync_batch_norm import synchronizes
 from mirrorc.capture.model.refused_models import check_model
-from mirrorc.custom_ops.replica_collectives import refused_collectives
+from mirrorc.custom_ops.replica_collectives import exchanging, refused_exchange
 from mirrorc.errors import MirrorcError
 from mirrorc.loss_check.evaluation import Evaluated, Evaluation
 from mirrorc.loss_check.reasons import reasons_for
@@ -125,7 +125,7 @@ def check_loss(
     shards = Shards(tuple(present), tuple(size for size in split.num_examples if size))
     evaluation = Evaluation(model, loss_fn, call)
     whole = evaluation.run(_joined(call))
-    with refused_collectives(MirrorcError(_ASKS)) if len(shards.tensors) > 1 else contextlib.nullcontext():
+    with exchanging(refused_exchange(MirrorcError(_ASKS))) if len(shards.tensors) > 1 else contextlib.nullcontext():
         parts = [evaluation.run(leaves) for leaves in shards.tensors]
     weights = {
         "mean": [n / sum(shards.num_examples) for n in shards.num_examples],

@@ -59,7 +59,7 @@ class Rendezvous:
             came = self._inboxes[replica].get(timeout=self._timeout_seconds)
         except queue.Empty:
             missed = [self._devices[r] for r in sorted(missing)]
-            raise _too_late(self._devices[replica], self._timeout_seconds, self.subject, missed) from None
+            raise too_late(self._devices[replica], self._timeout_seconds, self.subject, missed) from None
         if came is None:
             raise Aborted
         return came
@@ -93,7 +93,7 @@ class Mailbox:
         try:
             came = self._inbox.get(timeout=self._timeout_seconds)
         except queue.Empty:
-            raise _too_late(device, self._timeout_seconds, f"send of {route}", [self._devices[route.source]]) from None
+            raise too_late(device, self._timeout_seconds, f"send of {route}", [self._devices[route.source]]) from None
         if came is None:
             raise Aborted
         tensor, event = came
@@ -104,7 +104,7 @@ class Mailbox:
         self._inbox.put(None)
 
 
-def _too_late(device: Device, seconds: float, subject: str, missing: Sequence[Device]) -> CommunicationError:
+def too_late(device: Device, seconds: float, subject: str, missing: Sequence[Device]) -> CommunicationError:
     return problem(
         CommunicationError,
         f"MC5007: {device} waited {seconds:g} s in {subject} for {', '.join(map(str, missing))}",

@@ -49,7 +49,7 @@ class ReplicaValues:
         meeting = self._meetings[_number(node)]
         meeting.await_replicas(replica, self._present)
         left = [meeting.tensors[present] for present in self._present]
-        return _MAKES[node.target](
+        return RESULTS[name_of(node)](
             [value for value, _ in left], [rows for _, rows in left], self._present.index(replica)
         )
 
@@ -70,11 +70,12 @@ def _replica_rows(values: Sequence[torch.Tensor], rows: Sequence[int], place: in
     return _sum([value.narrow(0, sum(rows[:place]), rows[place]) for value in values], rows, place)
 
 
-_MAKES: dict[Any, Callable[[Sequence[torch.Tensor], Sequence[Any], int], torch.Tensor]] = {
-    ops.sum_over_replicas: _sum,
-    ops.rows_of_replicas: _gathered,
-    ops.own_rows_of_sum: _replica_rows,
+RESULTS: dict[str, Callable[[Sequence[torch.Tensor], Sequence[Any], int], torch.Tensor]] = {
+    ops.sum_over_replicas.__name__: _sum,
+    ops.rows_of_replicas.__name__: _gathered,
+    ops.own_rows_of_sum.__name__: _replica_rows,
 }
+"""For each operation, the result for a replica: of the values of all, their rows, and the replica's place."""
 
 
 def _number(node: fx.Node) -> int:

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from mirrorc.analysis.communication.plain_exchanges import exchanges_as_plain_pytorch
 from mirrorc.analysis.communication.worker_meetings import worker_meetings
+from mirrorc.custom_ops.replica_collectives import exchanging
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator, communicators_of
+from mirrorc.runtime.communication.plain_exchanges import PlainExchanges
 from mirrorc.runtime.communication.replica_values import ReplicaValues
 from mirrorc.runtime.devices.events import record_event, wait_device
 from mirrorc.runtime.devices.host_copies import HostCopies
@@ -87,9 +90,12 @@ class Executor:
             if team is not None and worker_meetings(program)
             else ReplicaValues(program, timeout_seconds)
         )
-        self._carriers: tuple[Communicator | ReplicaValues | WorkerValues, ...] = (
+        self._plain_exchanges = PlainExchanges(program.devices, program.present, timeout_seconds)
+        self._exchanges_plainly = exchanges_as_plain_pytorch(program)
+        self._carriers: tuple[Communicator | ReplicaValues | WorkerValues | PlainExchanges, ...] = (
             *self._communicators.values(),
             self._replica_values,
+            self._plain_exchanges,
         )
         self._binder = Binder(
             program,
@@ -265,10 +271,21 @@ class Executor:
         values = replica_arguments(self.program, replica, self._host_copies[replica], *arguments)
         # a generated function: `Binder.bind` has bound each node of the replica's graph to the function of its handler
         call = with_profiler_ranges(self.functions.whole[replica])
+        if self._exchanges_plainly and replica in self.program.present:
+            call = self._exchanging(call, replica)
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
         self._host_copies[replica].wait_until_read()
         return loss, done
+
+    def _exchanging(self, call: Callable[[list[Any]], Any], replica: int) -> Callable[[list[Any]], Any]:
+        exchange = self._plain_exchanges.of(replica)
+
+        def exchange_in(values: list[Any]) -> Any:
+            with exchanging(exchange):
+                return call(values)
+
+        return exchange_in
 
     def _run_interleaved(self, replica: int, *arguments: Any) -> PausingStep:
         values = replica_arguments(self.program, replica, self._host_copies[replica], *arguments)

@@ -32,7 +32,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from twins import Twins, compiled_step
 
-import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.custom_ops.random import mix
 from mirrorc.packing import ByBytes
@@ -574,10 +573,6 @@ def draws(model: Any, h: torch.Tensor) -> Any:
     return F.dropout(h)
 
 
-def asks_the_others(model: Any, h: torch.Tensor) -> Any:
-    return h - mirrorc.all_reduce(h.mean())
-
-
 def uses_the_spare(model: Any, h: torch.Tensor) -> Any:
     return h * model.spare
 
@@ -750,18 +745,6 @@ def test_modules_outside_are_named_if_they_are_trained_or_written() -> None:
     with compile_plain(model) as step, pytest.warns(UserWarning, match="depends on 4 parameter"):
         step(**batch)
     assert all(parameter.grad is None for parameter in teacher.parameters())
-
-
-def test_what_is_over_all_replicas_is_refused() -> None:
-    batch = batches(6)[0]
-    with (
-        compile_plain(Does(asks_the_others)) as step,
-        pytest.raises(CaptureError, match="asks for values of all replicas"),
-    ):
-        step(**batch)
-    synchronized = nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4)).double()
-    with compile_plain(synchronized) as step, pytest.raises(CaptureError, match="has a SyncBatchNorm in train mode"):
-        step(batch["x"], target=batch["target"])
 
 
 @pytest.mark.slow

@@ -22,9 +22,8 @@ def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return torch.allclose(
-        first, second.to(first.device), rtol=0.0, atol=torch.finfo(first.dtype).eps ** 0.5, equal_nan=True
-    )
+    allowed = torch.finfo(first.dtype).eps ** 0.5 if first.is_floating_point() else 0.0
+    return torch.allclose(first, second.to(first.device), rtol=0.0, atol=allowed, equal_nan=True)
 
 
 def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Iterable[str]) -> dict[str, int]:

@@ -53,6 +53,11 @@ def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
     return {id(norm._buffers[name]) for norm in norms for name in _BUFFERS if norm._buffers.get(name) is not None}
 
 
+def has_substitute(norm: nn.Module) -> bool:
+    """True if an instance can be given the substitute: its forward is that of the class."""
+    return type(norm).forward in SYNCHRONIZED and "forward" not in vars(norm)
+
+
 def synchronizes(root: nn.Module) -> bool:
     norms = (module for module in root.modules() if isinstance(module, nn.SyncBatchNorm))
     return any(norm.training or norm.running_mean is None for norm in norms)

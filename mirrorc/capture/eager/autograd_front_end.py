@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from mirrorc.capture.call.call_arguments import Constant
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.dynamo.sync_batch_norm import synchronizes
+from mirrorc.capture.dynamo.sync_batch_norm import has_substitute, synchronizes
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.trial_run import first_runs
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
@@ -37,6 +37,8 @@ _REMARK_ON_EVALUATION = (
     "forward of a replica runs as plain PyTorch (capture='autograd'): no pass looks into it, and no figure of memory has what it "
     "takes meanwhile"
 )
+
+_ON_EXCHANGES = "replicas wait for each other wherever forward or backward asks for values of all replicas"
 
 logger = logging.getLogger(__name__)
 
@@ -67,19 +69,16 @@ class AutogradFrontEnd(FrontEnd):
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
         model_name = type(call.model).__name__
-        if synchronizes(call):
-            raise problem(
-                CaptureError,
-                f"MC2503: {model_name} has a SyncBatchNorm in train mode, which cannot run as plain PyTorch here",
-                "it takes statistics over all replicas, and a replica that runs as plain PyTorch has its own alone",
-                ("mirrorc.Compiler(capture='dynamo')", "use nn.BatchNorm2d"),
-            )
+        _refuse_other_norms(call, model_name)
         opaque = OpaqueCall(call, model_name)
         trials = first_runs(opaque, call, call.data or [leaves], leaves, model_name)
         opaque.recorded = trials.recorded
         joint = _joint_graph(opaque, leaves) if call.trains else _forward_graph(opaque, leaves)
         joint.written_inputs = trials.written_inputs
-        remark = _REMARK if call.trains else _REMARK_ON_EVALUATION
+        remarks = (
+            _REMARK if call.trains else _REMARK_ON_EVALUATION,
+            *([_ON_EXCHANGES] if opaque.recorded.exchanges else []),
+        )
         buffers = [*opaque.buffers]
         alike = [buffers[place] for place in sorted(trials.recorded.alike)]
         return Traced(
@@ -87,7 +86,7 @@ class AutogradFrontEnd(FrontEnd):
             EagerGuards(opaque, call),
             trials.notes,
             opaque.recorded.outputs,
-            (remark,),
+            remarks,
             alike,
             undefined=trials.undefined,
             written_rows=trials.rows,
@@ -111,6 +110,17 @@ class AutogradFrontEnd(FrontEnd):
         except CaptureError as error:
             logger.debug("no run of another number of examples", exc_info=error)
             return None
+
+
+def _refuse_other_norms(call: TrainingCall, model_name: str) -> None:
+    norms = [module for module in call.modules() if isinstance(module, nn.SyncBatchNorm) and synchronizes(module)]
+    if not all(map(has_substitute, norms)):
+        raise problem(
+            CaptureError,
+            f"MC2503: {model_name} has a SyncBatchNorm with a forward of its own, in train mode",
+            "as plain PyTorch, it would take the statistics of a replica alone",
+            ("mirrorc.Compiler(capture='dynamo')", "nn.SyncBatchNorm.convert_sync_batchnorm(model)"),
+        )
 
 
 class EagerGuards:
@@ -178,14 +188,14 @@ class _GraphBuilder:
         node.meta["val"] = like
         return node
 
-    def result_of(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
+    def result_of(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         with _fake_mode():
             node.meta["val"] = target(*fx.node.map_arg(args, lambda source: source.meta["val"]))
         return node
 
-    def parts_of(self, target: Any, *args: Any) -> list[fx.Node]:
-        node = self.result_of(target, *args)
+    def parts_of(self, target: Any, *args: Any, **kwargs: Any) -> list[fx.Node]:
+        node = self.result_of(target, *args, **kwargs)
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(node.meta["val"]))]
         for part, value in zip(parts, node.meta["val"], strict=True):
             part.meta["val"] = value
@@ -196,7 +206,8 @@ class _GraphBuilder:
         outputs = recorded.outputs.types.values() if recorded.outputs is not None else ()
         types = [dtype for _, dtype in outputs], sizes_of([shape for shape, _ in outputs])
         inputs = (self.number, self.seed, self.arguments, self.parameters, self.buffers)
-        return self.parts_of(target, *inputs, recorded.loss_dtype, list(recorded.written), *types)
+        exchanges = {"exchanges": True} if recorded.exchanges else {}
+        return self.parts_of(target, *inputs, recorded.loss_dtype, list(recorded.written), *types, **exchanges)
 
     def joint(self, results: Sequence[fx.Node], **about: Any) -> JointGraph:
         self.graph.output(tuple(results))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import cast
 
 import torch
 from torch import nn
@@ -26,12 +27,13 @@ from mirrorc.capture.eager.eager_run import (
 )
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
+from mirrorc.capture.eager.run_exchange import Others, RunExchange, not_joined
 from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
-from mirrorc.custom_ops.replica_collectives import refused_collectives
+from mirrorc.custom_ops.replica_collectives import ReplicaExchange, current_exchange, exchanging, refused_exchange
 from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.errors import CaptureError, ExecutionError
 from mirrorc.messages.problem import message, problem
@@ -102,6 +104,7 @@ class OpaqueCall:
         self._check_writes(run)
         self._check_alike(run)
         self._check_outputs(run)
+        self._end(run, "forward")
         return run
 
     def _written_and_outputs(self, run: Run) -> list[torch.Tensor]:
@@ -164,13 +167,12 @@ class OpaqueCall:
         carried = CARRIED.among(copy.originals)
         transient = transient - carried
         copy.load(tensors, transient, plain=self._plain)
-        modes, refuses = (
-            self._modes.entered(trains=self._call.trains),
-            refused_collectives(_not_joined(self._model_name)),
-        )
+        if not is_first:
+            run.exchange = self._exchange_of(run)
+        modes, meets = self._modes.entered(trains=self._call.trains), exchanging(run.exchange)
         alone = copy.alone(carried) if is_first else contextlib.nullcontext()
         caching = self._refused_caches(CaptureError if is_first else ExecutionError)
-        with caching, modes, self._drawing(run, "forward"), refuses, alone, noted_marks() as marked:
+        with caching, modes, self._drawing(run, "forward"), meets, alone, noted_marks() as marked:
             result = copy.run(*run.leaves)
         copy.hand_over(carried)
         run.loss, outputs = result if self._call.keeps_outputs else (result, None)
@@ -212,11 +214,21 @@ class OpaqueCall:
         for parameter in trainable:
             if parameter.grad is not None:  # from a backward() inside of forward, which the loss weight did not reach
                 parameter.grad.mul_(tangent.to(parameter.grad))
-        refuses = refused_collectives(_not_joined(self._model_name))
-        with torch.enable_grad(), self.state.alone(), self._drawing(run, "backward"), refuses:
+        meets = exchanging(run.exchange)
+        with torch.enable_grad(), self.state.alone(), self._drawing(run, "backward"), meets:
             run.loss.backward(tangent.reshape(run.loss.shape), inputs=trainable)
         del run.loss
+        self._end(run, "backward")
         self.release(run)
+
+    def _exchange_of(self, run: Run) -> ReplicaExchange:
+        if not self.recorded.exchanges:
+            return refused_exchange(not_joined(self._model_name))
+        return RunExchange(cast("Others", current_exchange()), run.stream, self.state, self._model_name)
+
+    def _end(self, run: Run, phase: str) -> None:
+        if isinstance(run.exchange, RunExchange):
+            run.exchange.end(phase)
 
     def release(self, run: Run) -> None:
         run.copy.unload()
@@ -330,15 +342,6 @@ class OpaqueCall:
                     "each time updates its vectors, which replicas have in common",
                     f"let {self._model_name} call its module equally often, whatever the examples are",
                 )
-
-
-def _not_joined(model_name: str) -> CaptureError:
-    return problem(
-        CaptureError,
-        f"MC2503: {model_name} asks for values of all replicas, which plain PyTorch has not",
-        "mirrorc.all_reduce, all_gather and replica_id need a captured graph",
-        "mirrorc.Compiler(capture='dynamo')",
-    )
 
 
 def _short(name: str) -> str:

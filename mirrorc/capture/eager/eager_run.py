@@ -16,6 +16,7 @@ from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import RunOutputs
 from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.transient_attributes import Attribute
+from mirrorc.custom_ops.replica_collectives import AlikeReplicas, ReplicaExchange
 from mirrorc.messages.problem import message
 
 
@@ -51,6 +52,7 @@ class Run:
         parameters, buffers, leaves: the inputs; parameters have gradients after backward.
         loss: keeps its autograd graph until backward; an empty tensor in an evaluation without a loss.
         before: for the id of each input, its value, version and address before forward.
+        exchange: that of a first run is with replicas that are like it.
         unreached: in training, the indices of parameters outside of the graph of the loss.
     """
 
@@ -63,6 +65,7 @@ class Run:
     loss: torch.Tensor = field(init=False)
     unreached: Set[int] = frozenset()
     outputs: RunOutputs | None = None
+    exchange: ReplicaExchange = field(default_factory=AlikeReplicas)
 
     def note_inputs(self, values: Sequence[torch.Tensor]) -> None:
         inputs = zip((*self.parameters, *self.buffers, *self.leaves), values, strict=True)
@@ -112,6 +115,7 @@ class Recorded:
     late: frozenset[int] = frozenset()
     transient: frozenset[Attribute] = frozenset()
     alike: frozenset[int] = frozenset()
+    exchanges: bool = False
 
 
 def reached_text(model_name: str, name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.capture.dynamo.sync_batch_norm import SYNCHRONIZED, has_substitute
 from mirrorc.capture.model.function_module import with_copies
 from mirrorc.capture.model.transient_attributes import (
     Attribute,
@@ -63,7 +64,8 @@ class ModuleCopy:
         self._loaded = []
         if transient != self._transient:
             self._watch(transient)
-        for module, (source, members), known in zip(self._copies.values(), self._pairs, self._known, strict=True):
+        each = zip(self.originals, self._copies.values(), self._pairs, self._known, strict=True)
+        for original, module, (source, members), known in each:
             members.clear()
             members.update(source)
             for key, value in source.items():
@@ -77,6 +79,8 @@ class ModuleCopy:
             members["_parameters"] = _replaced(source["_parameters"], tensors.__getitem__)
             members["_buffers"] = _replaced(source["_buffers"], tensors.__getitem__)
             members["_modules"] = _replaced(source["_modules"], self._copies_of_all.__getitem__)
+            if has_substitute(original):
+                members["forward"] = MethodType(SYNCHRONIZED[nn.SyncBatchNorm.forward], module)
             if isinstance(module, nn.RNNBase):
                 renew_recurrent_weights(module)
             self._loaded.append((dict(members), *(dict(members[table]) for table in _TABLES)))

@@ -20,10 +20,31 @@ class ReplicaStream:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
         self._states = [torch.Generator(each).manual_seed(mix(seed, 0)).get_state() for each in self._devices]
+        self._before: list[torch.Tensor] | None = None  # the process's states while they are lent
+        self._locks = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def drawn_from(self) -> Iterator[None]:
         """Lends the stream's states to the process's generators. Other streams wait until the context ends."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets other streams draw within `drawn_from`, while this run waits for others."""
+        if self._before is None:
+            yield
+            return
+        self._end()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    def _begin(self) -> None:
         with contextlib.ExitStack() as stack:
             for device in self._devices:
                 if not lock_of(device).acquire(timeout=_LONGEST_WAIT_SECONDS):
@@ -34,13 +55,17 @@ class ReplicaStream:
                         "see what its forward waits for",
                     )
                 stack.callback(lock_of(device).release)
-            before = generator_states(self._devices)
+            self._before = generator_states(self._devices)
             _set_generator_states(self._devices, self._states)
-            try:
-                yield
-            finally:
-                self._states = generator_states(self._devices)
-                _set_generator_states(self._devices, before)
+            self._locks = stack.pop_all()
+
+    def _end(self) -> None:
+        before, self._before = self._before, None
+        if before is None:  # `paused` has not begun anew
+            return
+        with self._locks:
+            self._states = generator_states(self._devices)
+            _set_generator_states(self._devices, before)
 
     def has_advanced(self, since: ReplicaStream) -> bool:
         return not all(map(torch.equal, self._states, since._states))

@@ -10,6 +10,7 @@ import torch
 
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import Run
+from mirrorc.capture.eager.run_exchange import RunExchange
 from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import problem
 
@@ -37,8 +38,9 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """False if other replicas wait for this backward: one that draws holds the process's random generators."""
-        return self._run.stream is None and not self._carried.is_advanced
+        """False if other replicas wait for this backward: it draws, exchanges values, or runs alone for its state."""
+        others_wait = self._run.stream is not None or isinstance(self._run.exchange, RunExchange)
+        return not (others_wait or self._carried.is_advanced)
 
     def has(self, place: int) -> bool:
         """True if backward has begun and a gradient is final, or known not to come."""

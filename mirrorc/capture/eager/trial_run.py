@@ -27,11 +27,13 @@ from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute,
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
 from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.capture.diagnostics.written_rows import writes_rows
+from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
 from mirrorc.capture.eager.observed_operators import ObservedOperators
 from mirrorc.capture.eager.python_state import Changes
 from mirrorc.capture.eager.rng_streams import ReplicaStream
+from mirrorc.capture.eager.run_exchange import advances_state
 from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.user_generators import refused_draws
 from mirrorc.capture.eager.value_comparison import have_same_bits
@@ -115,8 +117,11 @@ def first_runs(
         outputs,
         late=frozenset().union(*(record.late for record in recorded)),
         transient=frozenset(transient),
-        alike=frozenset(i for i in written if i in each[0].vectors and _is_alike([run.vectors[i] for run in each])),
+        exchanges=any(record.exchanges for record in recorded),
+        alike=_alike(opaque, call, each) & frozenset(written),
     )
+    if common.exchanges and opaque.state.is_advanced:
+        raise problem(CaptureError, *advances_state(model_name))
     notes = tuple(
         dict.fromkeys([*(note for run in each for note in run.notes), *_notes_on_transient(transient, model_name)])
     )
@@ -128,8 +133,12 @@ def first_runs(
     return FirstRuns(common, [written for run in each for written in run.written_inputs], notes, undefined, rows, means)
 
 
-def _is_alike(values: Sequence[torch.Tensor]) -> bool:
-    return all(are_alike(values[0], value) for value in values[1:])
+def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) -> frozenset[int]:
+    """First runs have no values of other replicas, so their statistics of synchronized norms differ."""
+    first, *others = (run.vectors for run in each)
+    alike = {i for i in first if all(are_alike(first[i], vectors[i]) for vectors in others)}
+    ids = buffers_of_synchronized_norms([call])
+    return frozenset(alike | {i for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids})
 
 
 def _order(opaque: OpaqueCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
@@ -221,7 +230,9 @@ def _first_run(
             )
     late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
-    recorded = Recorded(loss, tuple(arrived), tuple(written), stream.has_advanced(untouched), outputs, late)
+    exchanges = run.exchange.number > 0
+    draws = stream.has_advanced(untouched)
+    recorded = Recorded(loss, tuple(arrived), tuple(written), draws, outputs, late, exchanges=exchanges)
     return FirstRuns(recorded, written_inputs, notes, observed.undefined, (), [observed.means], run.buffers, vectors)
 
 

@@ -134,7 +134,7 @@ def capture_program(
     _refuse_splits(captured, runs, call, shards, devices, model_name)
 
     def trace_grown() -> TracedOutputs | None:
-        with gathering(rows.of(0, more=1)):
+        with gathering(rows.of(0, more=1), rows.num_replicas):
             return outputs_for(front_end, training_call, grown_examples(distinct[0], call, devices[0].torch_device))
 
     parts = shards.by_microbatch(call)
@@ -245,7 +245,7 @@ def _capture_each(
     paths, added = state.names_now()
 
     def captured_from(shard: int, examples: Sequence[torch.Tensor]) -> CapturedGraph:
-        with gathering(rows.of(shard)):
+        with gathering(rows.of(shard), rows.num_replicas):
             graph = capture(front_end, training_call, examples, names, paths, trained, decompositions, state.outside)
         _refuse_added(graph, added)
         return graph

@@ -42,6 +42,11 @@ class GatheredRows:
         self._workers, self._elsewhere = workers, elsewhere
         self._known: dict[_Key, int] = {}
 
+    @property
+    def num_replicas(self) -> int:
+        """Those of this worker with examples."""
+        return max(len(self._sizes), 1)
+
     def of(self, shard: int, more: int = 0) -> RowsOfAll:
         """The function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` added examples."""
 

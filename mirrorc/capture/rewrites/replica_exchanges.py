@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.communication.plain_exchanges import plain_exchange
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.custom_ops import replica_collectives
 from mirrorc.errors import CaptureError
@@ -83,7 +84,9 @@ def refuse_replica_values(
     model_name: str,
 ) -> None:
     met = [list(calls_to(graph, *ops.MEETINGS)) for graph in graphs]
-    first = next((node for items in met for node in items), None)
+    first = next((node for items in met for node in items), None) or next(
+        filter(None, map(plain_exchange, graphs)), None
+    )
     if first is None:
         return
     call = f"{model_name} calls {_say(first)}"
@@ -100,6 +103,8 @@ def refuse_replica_values(
             f"MC2503: {call}, which several GPUs cannot do yet",
             fix=("train it on CPU devices", "train it on one GPU"),
         )
+    if first.target not in ops.MEETINGS:
+        return
     run = sorted({shard for items in runs for shard in items})
     for shard in run[1:]:
         _refuse_met_otherwise(met[run[0]], met[shard], model_name)
@@ -140,6 +145,8 @@ def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], mo
 
 
 def _say(node: fx.Node) -> str:
+    if node.target not in ops.MEETINGS:
+        return "mirrorc.all_reduce or the like as plain PyTorch"
     kinds = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
     if kinds and "SyncBatchNorm" in str(kinds[-1]):
         return f"the SyncBatchNorm {module_of(node)!r}"
@@ -148,7 +155,16 @@ def _say(node: fx.Node) -> str:
 
 
 def refuse_over_workers(program: Program) -> None:
-    if not program.meets_workers or not any(device.is_asynchronous for device in program.devices):
+    if not program.meets_workers:
+        return
+    if any(map(plain_exchange, program.shard_graphs)):
+        raise problem(
+            CaptureError,
+            "MC2503: the model asks for values of all replicas as plain PyTorch, which several workers cannot do yet",
+            "replicas of other workers would not hear of it",
+            ("mirrorc.Compiler(capture='dynamo')", "train it in one process"),
+        )
+    if not any(device.is_asynchronous for device in program.devices):
         return
     met = next((node for graph in program.shard_graphs for node in calls_to(graph, *ops.MEETINGS)), None)
     if met is not None:

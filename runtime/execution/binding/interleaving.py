@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from mirrorc.analysis.communication.plain_exchanges import exchanges_as_plain_pytorch
 from mirrorc.ir import ops
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to
@@ -40,6 +41,8 @@ def can_interleave(program: Program) -> bool:
         return False
     if any(next(calls_to(module.graph, *ops.ATTENDED), None) is not None for module in program.device_graphs.values()):
         return False  # replicas without examples do not meet there
+    if exchanges_as_plain_pytorch(program):
+        return False  # replicas wait for each other within a region
     waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
     launches: list[Any] = [wait.args[0] for graph_waits in waits for wait in graph_waits]
     needs_only_launches = all(

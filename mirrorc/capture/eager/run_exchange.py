@@ -1,0 +1,84 @@
+"""The exchange of values with other replicas within a run of plain PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import FrameType
+from typing import Protocol
+
+import torch
+
+from mirrorc.capture.eager.carried_state import CarriedState
+from mirrorc.capture.eager.rng_streams import ReplicaStream
+from mirrorc.custom_ops.replica_collectives import GATHER
+from mirrorc.errors import CaptureError, ExecutionError
+from mirrorc.messages.problem import problem
+from mirrorc.torch_internals import is_users_file
+
+
+class Others(Protocol):
+    """The other replicas of a step."""
+
+    place: int
+    count: int
+
+    def meet_at(self, subject: str, kind: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+        """The result of an exchange at which all replicas have the same subject; of the value itself without a kind."""
+
+
+class RunExchange:
+    """Lets other replicas run while one waits for them.
+
+    Replicas have to ask at the same line, or for the gradient of the same exchange: what they would exchange otherwise
+    has the same type by chance.
+    """
+
+    def __init__(self, others: Others, stream: ReplicaStream | None, state: CarriedState, model_name: str) -> None:
+        self.place, self.count, self.number = others.place, others.count, 0
+        self._others, self._stream, self._state, self._model_name = others, stream, state, model_name
+        self._subjects: dict[int, str] = {}
+
+    def meet(self, kind: str, value: torch.Tensor, rows: int, origin: int | None) -> torch.Tensor:
+        if self._state.is_advanced:
+            raise problem(ExecutionError, *advances_state(self._model_name))
+        self.number += 1
+        if origin is None:
+            subject = f"{'mirrorc.all_gather' if kind == GATHER else 'mirrorc.all_reduce'}{_line()}"
+        else:
+            subject = f"the gradient of exchange {origin}, {self._subjects.get(origin, '')}"
+        self._subjects[self.number] = subject
+        return self._meet(kind, subject, value, rows)
+
+    def end(self, phase: str) -> None:
+        """Meets the other replicas at the end of forward or of backward: all have exchanged as many values."""
+        if not self._state.is_advanced:
+            self._meet("", f"the end of its {phase}", torch.empty(0), 0)
+
+    def _meet(self, kind: str, subject: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+        with self._stream.paused() if self._stream is not None else contextlib.nullcontext():
+            return self._others.meet_at(subject, kind, value, rows)
+
+
+def _line() -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f" at {frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}" if frame is not None else ""
+
+
+def not_joined(model_name: str) -> CaptureError:
+    return problem(
+        CaptureError,
+        f"MC2503: {model_name} asks for values of all replicas, and did not when it was captured",
+        "replicas that ask would wait for those that do not",
+        "ask in each call",
+    )
+
+
+def advances_state(model_name: str) -> tuple[str, str, tuple[str, ...]]:
+    return (
+        f"MC2503: {model_name} asks for values of all replicas as plain PyTorch, and changes Python state",
+        "replicas run one after the other there, and none would come to the next exchange",
+        ("change the state in your loop, between steps", "keep it in a buffer, self.x.copy_(value)"),
+    )
