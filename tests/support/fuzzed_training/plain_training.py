@@ -142,8 +142,7 @@ class PlainTraining:
     ) -> float:
         for name, buffer in buffers.items():
             buffer.copy_(own[name][replica])
-        is_cut = torch.is_grad_enabled() and "examples" not in shard
-        most = self.distribution.microbatches if is_cut else 1
+        most = self.distribution.microbatches if torch.is_grad_enabled() else 1
         total = 0.0
         for part in _split(shard, max(1, min(most, len(shard["target"]) // self._fewest()))):
             target = part.pop("target")
