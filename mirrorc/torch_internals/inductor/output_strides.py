@@ -22,7 +22,7 @@ def in_strides(function: Any, wanted: Sequence[tuple[Any, ...] | None]) -> Compi
         if strides is not None and texts is not None and _are_numbers(strides) and texts != tuple(map(str, strides))
     }
     if not others:
-        return function  # type: ignore[no-any-return]
+        return function
 
     def laid_out(arguments: list[Any]) -> Sequence[Any]:
         outputs = list(function(arguments))
