@@ -1,4 +1,4 @@
-"""Random graphs of views, expansions, writes in place and indexing, trained by one backend and another."""
+"""Random graphs of views, expansions, writes in place and indexing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from twins import compiled_step
-
-from mirrorc import ExecutionError
 
 Operator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Gives the next value, of the last one and of the first one."""
@@ -327,57 +324,3 @@ def drawn_graph(seed: int, most: int = 7) -> list[tuple[str, Operator]]:
             t = following
             drawn.append((f"{name}({', '.join(f'{key}={value}' for key, value in numbers.items())})", operator))
     return drawn
-
-
-class Graphs(nn.Module):
-    """Several graphs, each over a parameter of its own; the loss is the mean of their losses."""
-
-    def __init__(self, seeds: Sequence[int]) -> None:
-        super().__init__()
-        self.graphs = [[operator for _, operator in drawn_graph(seed)] for seed in seeds]
-        values = [torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        self.weights = nn.ParameterList(map(nn.Parameter, values))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = x.new_zeros(())
-        for graph, weight in zip(self.graphs, self.weights, strict=True):
-            h = t = x * weight
-            for operator in graph:
-                t = operator(t, h)
-            places = torch.arange(t.numel(), dtype=t.dtype).reshape(t.shape)
-            total = total + (t.sin() * (places * 0.7).cos()).sum()
-        return total
-
-
-def differing_graphs(seeds: Sequence[int], backend: str = "inductor") -> list[int]:
-    """The seeds of graphs whose gradients a backend computes otherwise than plain PyTorch does.
-
-    A step may stop with an error: Inductor returns some views with gaps without these, where backward expects them.
-    """
-    try:
-        return _differing_graphs(seeds, backend)
-    except ExecutionError as error:
-        if "expected size" not in str(error):
-            raise
-        return (
-            [differing for seed in seeds for differing in differing_graphs([seed], backend)] if len(seeds) > 1 else []
-        )
-
-
-def _differing_graphs(seeds: Sequence[int], backend: str) -> list[int]:
-    model = Graphs(seeds)
-    before = [weight.detach().clone() for weight in model.weights]
-    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    model(x).backward()
-    gradients = [weight.grad for weight in model.weights]
-    model.zero_grad()
-    with compiled_step(model, None, 1, partial(torch.optim.SGD, lr=1.0), backend=backend) as step:
-        step(x)
-    taken = [was - weight.detach() for was, weight in zip(before, model.weights, strict=True)]
-    pairs = zip(seeds, taken, gradients, strict=True)
-    return [seed for seed, own, expected in pairs if not _are_close(own, expected)]
-
-
-def _are_close(own: torch.Tensor, expected: torch.Tensor | None) -> bool:
-    wanted = torch.zeros_like(own) if expected is None else expected
-    return torch.allclose(own, wanted, rtol=1e-8, atol=1e-8)

@@ -13,6 +13,7 @@ from torch import fx
 
 from mirrorc.torch_internals.fx.graphs import traced_on_fake_tensors
 from mirrorc.torch_internals.hooks.settings import is_dense
+from mirrorc.torch_internals.inductor.output_strides import in_strides
 from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, has_symbols, num_elements_now, sizes_key
 
 
@@ -144,7 +145,7 @@ def compile_with_inductor(
             "all outputs keep their strides, some operators are called directly, index_put never in place"
         )
         with _no_index_put_in_place():
-            return compile_fx_inner(graph_module, list(example_inputs))
+            return in_strides(compile_fx_inner(graph_module, list(example_inputs)), wanted)
 
 
 def _products(graph: fx.Graph) -> list[fx.Node]:

@@ -60,7 +60,7 @@ def _fail(pair: Pair, batch: dict[str, Any], pattern: str) -> None:
     try:
         pair.step(**batch)
     except REFUSALS as error:
-        is_expected = re.search(pattern, str(error)) or any(doubt.matches(error) for doubt in pair.doubts)
+        is_expected = re.search(pattern, str(error)) or pair.expects(error)
         assert is_expected, f"a step failed for another reason than {pattern}: {error}"
     else:
         raise AssertionError("a step did not fail that had to")
@@ -84,7 +84,7 @@ def fail_to_allocate(pair: Pair, draw: Random) -> None:
         try:
             pair.step(**batch)
         except (MemoryError, *REFUSALS) as error:
-            doubted = any(doubt.matches(error) for doubt in pair.doubts)
+            doubted = pair.expects(error)
             assert has_failed or doubted, f"a step failed without need: {error}"
             before.assert_unchanged("a step that had no memory")
             return
@@ -136,7 +136,7 @@ def _interrupt(pair: Pair, batch: dict[str, Any], interrupted: Any) -> None:
         except KeyboardInterrupt:
             is_interrupted = True
         except REFUSALS as error:
-            assert any(doubt.matches(error) for doubt in pair.doubts), f"an interrupted step fails: {error}"
+            assert pair.expects(error), f"an interrupted step fails: {error}"
             before.assert_unchanged("a refused step")
             assert not has_come, "an interrupt was swallowed"
             return

@@ -250,6 +250,23 @@ def add_hook(pair: Pair, draw: Random) -> None:
 
 
 @event
+def hook_an_accumulation(pair: Pair, draw: Random) -> None:
+    """A hook on the AccumulateGrad node of a parameter, which is kept alive."""
+    name = draw_name(pair, draw)
+    if not pair.twin.parameters()[name].requires_grad:
+        return
+    nodes = [torch.autograd.graph.get_gradient_edge(side.parameters()[name]).node for side in pair.sides]
+    handles = [node.register_prehook(lambda gradients: (gradients[0] * 2,)) for node in nodes]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        nodes.clear()
+
+    pair.doubt("hook on its gradient", undo)
+
+
+@event
 def hook_a_gradient(pair: Pair, draw: Random) -> None:
     name = draw_name(pair, draw)
     if not pair.twin.parameters()[name].requires_grad:

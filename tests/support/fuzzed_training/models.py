@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from parts import WAYS
 from torch import nn
 
+from fuzzed_training.python_features import PYTHON_FEATURES, by_python_features, prepare, sum_of_points
+
 DROPOUT = "dropout"  # which no plain step can repeat
 FEATURES = (
     "batch-norm",  # running statistics, with the count of batches
@@ -95,7 +97,7 @@ class Tiny(nn.Module):
 
     def __init__(self, features: frozenset[str]) -> None:
         super().__init__()
-        self.has = {feature: feature in features for feature in (*FEATURES, *STATE_FEATURES, DROPOUT)}
+        self.has = {feature: feature in features for feature in (*FEATURES, *STATE_FEATURES, *PYTHON_FEATURES, DROPOUT)}
         is_normalized = not features.isdisjoint(("batch-norm", "functional-norm"))
         self.trunk = nn.Linear(3, 4, bias=not is_normalized)  # such a bias would have gradients of nothing but noise
         self.hidden = nn.Linear(4, 4)
@@ -121,12 +123,17 @@ class Tiny(nn.Module):
         self.layers, self.settings = [1.0, 2.0], SimpleNamespace(temperature=1.0)
         self.kept: dict[str, Any] = {"calls": 0, "cached": None}
         self.register_buffer("scale", torch.tensor(1.0))
+        prepare(self)
 
-    def forward(self, x: torch.Tensor, words: torch.Tensor | None = None, head: str = "a") -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, words: torch.Tensor | None = None, head: str = "a", examples: Any = None
+    ) -> torch.Tensor:
         if self.has["asserts"]:
             assert torch.isfinite(x).all(), 'the batch is "not" finite'
         if words is not None:
             x = x + self.table(words)
+        if examples is not None:
+            x = x + sum_of_points(examples)
         hidden = torch.tanh(self.functional_norm(self.norm(self.trunk(x))))
         if self.has["fails"]:
             hidden = fail_on_poison(hidden, x)
@@ -142,7 +149,7 @@ class Tiny(nn.Module):
             hidden = torch.tanh(hidden + hidden @ (self.left @ one) + hidden @ other[:4])
         if self.has["python-state"]:
             hidden = self._by_python_state(hidden)
-        hidden = self._by_kept_state(hidden)
+        hidden = by_python_features(self, self._by_kept_state(hidden))
         return (self.head if head == "a" else self.other_head)(hidden) * self.scale
 
     def _by_kept_state(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -180,6 +187,9 @@ def make_batch(model: Tiny, num_examples: int, seed: int, head: str = "a") -> di
         batch["words"] = torch.randint(5, (num_examples,), generator=generator)
     if model.has["two-heads"]:
         batch["head"] = head
+    if model.has["examples"]:
+        numbers = torch.randint(1, 4, (num_examples,), generator=generator).tolist()
+        batch["examples"] = [{"points": torch.randn(n, 3, generator=generator, dtype=torch.float64)} for n in numbers]
     return batch
 
 

@@ -13,6 +13,7 @@ import mirrorc
 from fuzzed_training import models
 from fuzzed_training.comparison import TOLERANCE, Side, Snapshot, differences, is_close
 from fuzzed_training.plain_training import PlainTraining
+from fuzzed_training.python_features import PYTHON_FEATURES
 from fuzzed_training.repetition import Repetition
 from fuzzed_training.settings import OPTIMIZERS, Distribution, Setting
 from mirrorc import MirrorcError
@@ -32,6 +33,10 @@ class Doubt:
         return re.search(self.pattern, f"{type(error).__name__}: {error}") is not None
 
 
+class Refusal(Exception):
+    """A model with a feature that a step may refuse was refused, by the error of this code."""
+
+
 class Pair:
     """Both sides of a run; ``num_calls`` and ``num_steps_of_step`` count those of the present step object."""
 
@@ -45,6 +50,7 @@ class Pair:
         first = models.make_model(frozenset(setting.features), setting.seed)
         self.mine, self.twin = self._side(first), self._side(copy.deepcopy(first))
         self.log: list[str] = []
+        self.refusal = ""  # the code of the error that has ended the run
         self.num_steps = 0
         self.doubts: list[Doubt] = []
         self._generator = torch.random.get_rng_state()  # before the last call
@@ -99,6 +105,15 @@ class Pair:
     def doubt(self, pattern: str, undo: Callable[[], None]) -> None:
         self.doubts.append(Doubt(pattern, undo))
 
+    def expects(self, error: BaseException) -> bool:
+        """Tests for an error that a step may end with."""
+        return any(doubt.matches(error) for doubt in self.doubts) or bool(self._code(error))
+
+    def _code(self, error: BaseException) -> str:
+        """The code of an error, if the model has a feature that may be refused."""
+        code = re.search(r"MC\d{4}", str(error))
+        return code[0] if code and not set(PYTHON_FEATURES).isdisjoint(self.setting.features) else ""
+
     def train(self, batch: Mapping[str, Any]) -> None:
         """Trains both on a batch. What is refused has changed nothing; it is taken back, and the step is repeated."""
         lost = self._kept_in_vain(batch)
@@ -116,7 +131,7 @@ class Pair:
         while True:
             before, call = self.begin(None if what else batch), getattr(self.step, what or "__call__")
             try:
-                loss: float = call(**batch).item()
+                loss: float = call(**_marked(batch)).item()
             except REFUSALS as error:
                 self.take_back_what_was_refused(error, before)
             else:
@@ -185,8 +200,7 @@ class Pair:
         try:
             self.step(**batch)
         except REFUSALS as error:
-            doubted = any(doubt.matches(error) for doubt in self.doubts)
-            assert doubted or re.search(pattern, str(error)), f"refused for another reason: {error}"
+            assert self.expects(error) or re.search(pattern, str(error)), f"refused for another reason: {error}"
         else:
             raise AssertionError("a call was not refused")
         before.assert_unchanged("a refused call")
@@ -199,6 +213,9 @@ class Pair:
         """After a refusal: it must have been expected and have changed nothing."""
         message = f"{type(error).__name__}: {error}"
         if not any(doubt.matches(error) for doubt in self.doubts):
+            if code := self._code(error):
+                before.assert_unchanged("a refused step")
+                raise Refusal(code) from error
             raise AssertionError(f"a step was refused without need: {message}") from error
         before.assert_unchanged("a refused step")
         self.log.append(f"refused: {message[:200]}")
@@ -224,3 +241,7 @@ class Pair:
             if name in own:
                 values = [variable.value, *variable.values]
                 assert all(torch.equal(value, own[name]) for value in values), f"{name} differs among replicas"
+
+
+def _marked(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: mirrorc.examples(value) if isinstance(value, list) else value for key, value in batch.items()}

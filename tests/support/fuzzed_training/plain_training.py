@@ -1,7 +1,8 @@
 """A training step as its contract says, in plain PyTorch: one shard after the other, then one update."""
 
+import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class PlainTraining:
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         self.optimizer.zero_grad()
         own, total = {name: list(values) for name, values in self._own.items()}, 0.0
-        kept = dict(self.model.kept)
+        kept = {key: copy.copy(value) for key, value in self.model.kept.items()}
         try:
             shards = self._shards(batch)
             for replica, shard in enumerate(shards):
@@ -145,7 +146,9 @@ class PlainTraining:
         total = 0.0
         for part in _split(shard, max(1, min(most, len(shard["target"]) // self._fewest()))):
             target = part.pop("target")
-            self.model.kept.update(kept)  # each forward of a step goes on from the last step
+            self.model.kept.update(
+                {key: copy.copy(value) for key, value in kept.items()}
+            )  # each forward of a step goes on from the last step
             weight = len(target) / num_examples if self.is_mean else 1.0
             loss = loss_fn(self.model(**part), target) * weight
             if torch.is_grad_enabled():
@@ -164,5 +167,13 @@ class PlainTraining:
 
 def _split(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     """The tensors of a batch in so many parts, whose sizes differ by at most one; all else in each of them."""
-    split = {k: v.tensor_split(number) if isinstance(v, torch.Tensor) else [v] * number for k, v in batch.items()}
+    split = {key: _parts(value, number) for key, value in batch.items()}
     return [{key: values[i] for key, values in split.items()} for i in range(number)]
+
+
+def _parts(value: Any, number: int) -> Sequence[Any]:
+    if isinstance(value, torch.Tensor):
+        return value.tensor_split(number)
+    if isinstance(value, list):
+        return [[value[i] for i in places] for places in torch.arange(len(value)).tensor_split(number)]
+    return [value] * number

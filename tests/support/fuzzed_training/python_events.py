@@ -4,6 +4,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from fuzzed_training import models
@@ -78,6 +79,13 @@ def change_scalar(pair: Pair, draw: Random) -> None:
     slope, sign = draw.choice((0.5, 1.0, 2)), draw.choice((0.0, -0.0))
     for side in pair.sides:
         side.model.slope, side.model.sign = slope, sign
+
+
+@event
+def change_numpy_number(pair: Pair, draw: Random) -> None:
+    value = np.linspace(0.5, 1.5, 5)[draw.randrange(5)]
+    for side in pair.sides:
+        side.model.factor = value
 
 
 @event

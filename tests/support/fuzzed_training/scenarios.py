@@ -11,12 +11,14 @@ from fuzzed_training import (
     model_events,
     optimizer_events,
     python_events,
+    thread_events,
     users_steps,
 )
 from fuzzed_training.events import EVENTS, Event
 from fuzzed_training.models import DROPOUT, FEATURES, LOSSES, STATE_FEATURES
-from fuzzed_training.pair import Pair
+from fuzzed_training.pair import Pair, Refusal
 from fuzzed_training.plans import Plans, draw_plans  # noqa: F401 - the text of a run has it
+from fuzzed_training.python_features import PYTHON_FEATURES
 from fuzzed_training.settings import (
     MAX_GRAD_NORMS,
     MAX_GRAD_VALUES,
@@ -34,6 +36,7 @@ GROUPS = (
     optimizer_events,
     users_steps,
     python_events,
+    thread_events,
     failure_events,
 )  # importing these registers their events
 
@@ -57,6 +60,8 @@ class Scenario:
             pair = Pair(self.setting)
             try:
                 self._play(pair)
+            except Refusal as refusal:
+                pair.refusal = str(refusal)
             finally:
                 pair.close()
         return pair
@@ -66,6 +71,8 @@ class Scenario:
             try:
                 event.happen(pair)
                 pair.check()
+            except Refusal:
+                raise
             except Exception as error:
                 error.add_note(f"in event {i}, {event}; before it: {pair.log}")
                 raise
@@ -88,6 +95,7 @@ def draw_scenario(
     left_out = {*left_out, *KNOWN_TO_FAIL}
     features = random.sample([name for name in FEATURES if name not in left_out], random.randint(0, 3))
     features += random.sample(STATE_FEATURES, 1) if random.random() < 0.2 else []
+    features += random.sample(PYTHON_FEATURES, 1) if random.random() < 0.3 else []
     factors, exact_order = random.choice(((True, False), (True, False), (False, False), (False, True)))
     distribution = Distribution(
         num_devices=random.randint(1, 4) if is_uneven else random.choice((2, 1, 4)),
