@@ -112,7 +112,7 @@ def load_model_by_assignment(pair: Pair, draw: Random) -> None:
     seed = draw_seed(draw)
     for side in pair.sides:
         state = {
-            name: normal(seed, value) if value.is_floating_point() else value
+            name: normal(seed, value) if value.is_floating_point() else value.clone()
             for name, value in side.model.state_dict().items()
         }
         side.model.load_state_dict(state, assign=True)
