@@ -264,6 +264,16 @@ def test_what_cannot_be_exchanged_is_refused(text: str) -> None:
         step(x, target=x[:, :3])
 
 
+def test_a_buffer_that_some_replicas_would_not_write_is_refused() -> None:
+    model = Centered()
+    with (
+        compiled_step(model, devices=3, capture="autograd") as step,
+        unchanged(model),
+        pytest.raises(mirrorc.CaptureError, match="'center' for a batch of fewer examples than devices"),
+    ):
+        step(doubles(2, 5), target=doubles(2, 3))
+
+
 @pytest.mark.slow
 def test_calls_that_accumulate_exchange_values_of_their_own_batch() -> None:
     x, y = doubles(7, 5), doubles(7, 3)

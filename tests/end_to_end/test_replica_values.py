@@ -266,6 +266,30 @@ def test_scalers_and_autocast() -> None:
         torch.testing.assert_close([*model.parameters()], [*pair.twin.parameters()], rtol=0.05, atol=0.02)
 
 
+class Centered(nn.Module):
+    """Takes the running mean of all batches from what it computes, as DINO does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3).double()
+        self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, count = self.layer(x), mirrorc.all_reduce(x.new_ones(len(x)).sum())
+        total = mirrorc.all_reduce(h.detach().sum(0))
+        shifted = (h - self.center).tanh()
+        self.center.mul_(0.9).add_(total / count * 0.1)
+        return shifted
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_replica_without_examples_takes_over_a_buffer_of_the_whole_batch(num_devices: int) -> None:
+    torch.manual_seed(0)
+    with Twins(Centered(), loss_fn=F.mse_loss, devices=num_devices, capture="dynamo", tolerance=1e-12) as pair:
+        for size in (6, num_devices - 1, 7, 1, 6):
+            pair.train(torch.randn(size, 5, dtype=torch.float64), target=torch.randn(size, 3, dtype=torch.float64))
+
+
 def test_a_value_of_the_batch_and_a_parameter_need_no_region() -> None:
     """What is asked for may be an argument or a variable itself, and a result may be an output, the loss or a gradient."""
 

@@ -1,8 +1,9 @@
-"""Finds buffers to which all replicas write the same value, such as vectors of spectral norms."""
+"""Finds buffers to which all replicas write the same value: vectors of spectral norms, values reduced over replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx, nn
@@ -26,9 +27,26 @@ def are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.allclose(first, second.to(first.device), rtol=0.0, atol=allowed, equal_nan=True)
 
 
-def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Iterable[str]) -> dict[str, int]:
-    """The ``vectors`` computed only from values that are equal on all replicas, each with a hash of its computation."""
-    alike = writes.keys() & set(vectors)
+class Computation(NamedTuple):
+    """That of a buffer with one value on all replicas.
+
+    Attributes:
+        expression: a hash.
+        is_of_norm: whether the buffer is a vector of a spectral norm, which a step iterates once.
+    """
+
+    expression: int
+    is_of_norm: bool
+
+
+def written_alike(
+    graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Collection[str], statistics: Collection[str]
+) -> dict[str, Computation]:
+    """The buffers computed only from values that are equal on all replicas, each with its computation.
+
+    They are ``vectors`` of spectral norms, ``statistics`` of synchronized norms, and what is made of values of all replicas.
+    """
+    alike = writes.keys() & {*vectors, *statistics, *_exchanged(graph, writes)}
     while True:
         is_same: dict[fx.Node, bool] = {}  # whether a value is equal on all replicas
         for node in graph.nodes:
@@ -42,25 +60,34 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
         remaining = {name for name in alike if is_same[writes[name]]}
         if remaining == alike:
             made = _expressions(node for node in graph.nodes if is_same[node])
-            return {name: made[writes[name]] for name in sorted(alike)}
+            return {name: Computation(made[writes[name]], name in vectors) for name in sorted(alike)}
         alike = remaining
 
 
-def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
+def _exchanged(graph: fx.Graph, writes: Mapping[str, fx.Node]) -> set[str]:
+    """The buffers that have values of all replicas."""
+    after: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target in _SAME_ON_ALL or not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    return {name for name, node in writes.items() if node in after}
+
+
+def is_same_in_all(name: str, alike: Sequence[Mapping[str, Computation]]) -> bool:
     """True if all captured graphs write the same value to a buffer.
 
     Raises:
-        CaptureError: the graphs compute the value in different ways.
+        CaptureError: the graphs iterate a spectral norm another number of times.
     """
-    ways = {hashes.get(name) for hashes in alike}
-    if len(ways) > 1 and None not in ways:
+    ways = {computations.get(name) for computations in alike}
+    if len(ways) > 1 and all(way is not None and way.is_of_norm for way in ways):
         raise problem(
             CaptureError,
             f"MC2505: the spectral norm {name!r} is iterated another number of times for shards of other sizes",
             "replicas would have different vectors",
             "call its module as often whatever the size of the batch is, with all examples at once",
         )
-    return None not in ways
+    return len(ways) == 1 and None not in ways
 
 
 def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:

@@ -24,7 +24,7 @@ from mirrorc.capture.call.step_outputs import Outputs, outputs_of, refuse_output
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
-from mirrorc.capture.diagnostics.identical_buffers import iterated_alike
+from mirrorc.capture.diagnostics.identical_buffers import is_same_in_all
 from mirrorc.capture.diagnostics.lone_examples import refuse_undefined, undefined_in
 from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
 from mirrorc.capture.diagnostics.python_effects import Note
@@ -40,7 +40,7 @@ from mirrorc.capture.program.gathered_rows import GatheredRows
 from mirrorc.capture.program.number_inputs import captured_with_numbers, remarks_on_numbers, with_numbers_of_each
 from mirrorc.capture.program.shard_capture import capture, outputs_for
 from mirrorc.capture.program.symbolic_inputs import SymbolicSizes, with_equal_sizes
-from mirrorc.capture.rewrites.replica_exchanges import refuse_replica_values
+from mirrorc.capture.rewrites.replica_exchanges import refuse_replica_values, refuse_stale_buffers
 from mirrorc.capture.rewrites.sparse_lookups import refuse_split_offsets
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.custom_ops.replica_collectives import gathering
@@ -164,6 +164,8 @@ def _refuse_splits(
 ) -> None:
     graphs, in_parts = [graph.graph for graph in captured], bool(shards.microbatches)
     refuse_replica_values(graphs, runs, devices, in_parts=in_parts, model_name=model_name)
+    first = captured[0]
+    refuse_stale_buffers([*_output(first)["writes"].keys() - first.alike.keys()], runs, first.graph, model_name)
     if len(shards.by_microbatch(call).num_examples) > 1:
         refuse_split_time(call.leaves, captured[0].traced.leaves_with_time_first, model_name)
         refuse_split_offsets(call.leaves, captured[0].traced.leaves_with_offsets, model_name)
@@ -417,7 +419,7 @@ def _variables(
         if name in writes:
             synchronization = Synchronization.PER_REPLICA
             aggregation = Aggregation.MEAN if tensor.dtype.is_floating_point else Aggregation.FIRST
-            aggregation = Aggregation.SAME if iterated_alike(name, [c.alike for c in captured]) else aggregation
+            aggregation = Aggregation.SAME if is_same_in_all(name, [c.alike for c in captured]) else aggregation
         about = (role, synchronization, aggregation, rules.get(name), name in on_host)
         variables[name] = Variable(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, *about)
     return variables

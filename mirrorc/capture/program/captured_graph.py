@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.capture.diagnostics.capture_errors import refuse_written_inputs, sparse_gradient
+from mirrorc.capture.diagnostics.identical_buffers import Computation
 from mirrorc.capture.front_ends.front_end import Traced
 from mirrorc.capture.rewrites.operator_effects import keep_asserts
 from mirrorc.capture.rewrites.replica_exchanges import keep_replica_values
@@ -56,7 +57,7 @@ class CapturedGraph:
     traced: Traced
     sparse: frozenset[str] = frozenset()
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    alike: Mapping[str, int] = field(default_factory=dict)
+    alike: Mapping[str, Computation] = field(default_factory=dict)
     sizes: SizesOfArguments | None = None
     size_keys: tuple[Any, ...] = ()
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.identical_buffers import vectors_of_spectral_norms, written_alike
+from mirrorc.capture.diagnostics.identical_buffers import Computation, vectors_of_spectral_norms, written_alike
 from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
 from mirrorc.capture.front_ends.front_end import FrontEnd, tracing
 from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes
@@ -39,21 +39,25 @@ def capture(
     captured = restructure(traced, leaf_names, names, trained, model_name)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
-    alike = {**_written_alike(graph, call, traced.joint, names), **{names[path]: 0 for path in traced.alike}}
+    alike = _written_alike(graph, call, traced.joint, names)
+    alike |= {names[path]: Computation(0, is_of_norm=False) for path in traced.alike}
     return replace(captured, graph=graph, alike=alike)
 
 
-def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> dict[str, int]:
-    roots = [call, *(variable.root for variable in joint.outside.values() if variable.root is not None)]
-    of_norms = (vectors_of_spectral_norms, buffers_of_synchronized_norms)
-    ids = {tensor_id for ids_in in of_norms for tensor_id in ids_in(roots)} if joint.buffer_writes else set()
-    if not ids:
+def _written_alike(
+    graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]
+) -> dict[str, Computation]:
+    if not joint.buffer_writes:
         return {}
+    roots = [call, *(variable.root for variable in joint.outside.values() if variable.root is not None)]
+    of_spectral_norms, of_synchronized_norms = vectors_of_spectral_norms(roots), buffers_of_synchronized_norms(roots)
     outside = {path: variable.tensor for path, variable in joint.outside.items()}
     tensors = {**dict(call.named_buffers(remove_duplicate=False)), **outside}
-    vectors = [names[path] for path in joint.buffer_writes if id(tensors.get(path)) in ids]
+    ids = {names[path]: id(tensors.get(path)) for path in joint.buffer_writes}
+    vectors = {name for name, tensor_id in ids.items() if tensor_id in of_spectral_norms}
+    statistics = {name for name, tensor_id in ids.items() if tensor_id in of_synchronized_norms}
     output: Any = graph.output_node().args[0]
-    return written_alike(graph, output["writes"], vectors)
+    return written_alike(graph, output["writes"], vectors, statistics)
 
 
 def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:

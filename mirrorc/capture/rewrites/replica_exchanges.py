@@ -110,6 +110,19 @@ def refuse_replica_values(
         _refuse_met_otherwise(met[run[0]], met[shard], model_name)
 
 
+def refuse_stale_buffers(
+    written: Sequence[str], runs: Sequence[Sequence[int]], graph: fx.Graph, model_name: str
+) -> None:
+    """As plain PyTorch, nothing shows whether a buffer has a value of all replicas or one of a replica's own."""
+    if written and not all(runs) and plain_exchange(graph) is not None:
+        raise problem(
+            CaptureError,
+            f"MC2503: {model_name} writes the buffer {written[0]!r} for a batch of fewer examples than devices",
+            "it calls mirrorc.all_reduce or the like as plain PyTorch, and a replica without examples would not know the value",
+            (f"give batches of at least {len(runs)} examples, drop_last=True", "mirrorc.Compiler(capture='dynamo')"),
+        )
+
+
 def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], model_name: str) -> None:
     for node, same in zip(first, other, strict=False):
         if (node.target, source_line(node)) != (same.target, source_line(same)):
