@@ -154,6 +154,37 @@ def listed(kind: str, **config: Any) -> Any:
     return lambda: Listed(hugging_face(kind, **config)())
 
 
+class Masked(nn.Module):
+    """Gives a MaskFormer its masks and classes as lists, made of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 1, 1], "window_size": 2, "patch_size": 2}
+        stages = [f"stage{i}" for i in range(1, 5)]
+        backbone = {"model_type": "swin", "image_size": 32, "drop_path_rate": 0.0, "out_features": stages, **sizes}
+        decoder = {key: DETR[key] for key in DETR if "backbone" not in key}
+        decoder |= {"model_type": "detr", "d_model": 32}
+        self.net = hugging_face(
+            "MaskFormerForInstanceSegmentation",
+            fpn_feature_size=32,
+            mask_feature_size=32,
+            backbone_config=backbone,
+            decoder_config=decoder,
+            num_labels=CLASSES,
+        )()
+
+    def forward(self, pixel_values: torch.Tensor, masks: torch.Tensor, classes: torch.Tensor) -> Any:
+        return self.net(pixel_values=pixel_values, mask_labels=list(masks), class_labels=list(classes)).loss
+
+
+def masked_scenes(num_examples: int, generator: torch.Generator) -> Batch:
+    return {
+        "pixel_values": numbers(num_examples, generator, 3, 32, 32),
+        "masks": (numbers(num_examples, generator, 2, 32, 32) > 0).double(),
+        "classes": torch.randint(CLASSES, (num_examples, 2), generator=generator),
+    }
+
+
 RESNET: dict[str, Any] = {
     "model_type": "resnet",
     "embedding_size": 4,
@@ -240,4 +271,5 @@ MODELS = [
         narrow=FLOAT32_WITHIN,
         run_by="test-slow",
     ),
+    ZooModel("MaskFormer", Masked, masked_scenes, rung="autograd", why=ASSIGNS, couples=COUNTS),
 ]

@@ -29,6 +29,7 @@ NO_DROPOUT: dict[str, Any] = dict.fromkeys(
     ),
     0.0,
 )
+DEPTHS = {"pixel_values": (3, 32, 32), "target": (64, 64)}
 VIT: dict[str, Any] = {
     **NO_DROPOUT,
     "image_size": 8,
@@ -98,6 +99,10 @@ def enlarged(num_examples: int, generator: torch.Generator) -> Batch:
     return {"pixel_values": small, "target": large}
 
 
+def with_depths(num_examples: int, generator: torch.Generator) -> Batch:
+    return {name: numbers(num_examples, generator, *shape) for name, shape in DEPTHS.items()}
+
+
 def pixels_as_words(num_examples: int, generator: torch.Generator) -> Batch:
     words = torch.randint(30, (num_examples, 10), generator=generator)
     return {"input_ids": words, "labels": classes(num_examples, generator)}
@@ -105,6 +110,10 @@ def pixels_as_words(num_examples: int, generator: torch.Generator) -> Batch:
 
 def difference(output: Any, target: torch.Tensor) -> torch.Tensor:
     return F.l1_loss(output.reconstruction, target)
+
+
+def depth_error(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.predicted_depth, target)
 
 
 def classifier(name: str, kind: str, size: int, *parts: dict[str, Any], **more: Any) -> ZooModel:
@@ -231,5 +240,19 @@ MODELS = [
         upscale=2,
         mlp_ratio=2.0,
         loss_fn=difference,
+    ),
+    of_hugging_face(
+        "DPT",
+        "DPTForDepthEstimation",
+        with_depths,
+        VIT,
+        image_size=32,
+        patch_size=8,
+        num_hidden_layers=4,
+        backbone_out_indices=[0, 1, 2, 3],
+        neck_hidden_sizes=[8, 8, 8, 8],
+        fusion_hidden_size=8,
+        is_hybrid=False,
+        loss_fn=depth_error,
     ),
 ]
