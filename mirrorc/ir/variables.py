@@ -38,6 +38,7 @@ class Aggregation(enum.Enum):
     MEAN = "mean"
     FIRST = "first"  # replica 0's
     SAME = "same"  # any replica's: all write the same value, and replicas that did not run take it over
+    COUNTER = "counter"  # as SAME, but each microbatch goes on from the one before
 
 
 @dataclass(frozen=True)

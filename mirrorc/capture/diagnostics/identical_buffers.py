@@ -1,4 +1,4 @@
-"""Finds buffers to which all replicas write the same value: vectors of spectral norms, values reduced over replicas."""
+"""Finds buffers to which all replicas write the same value: counters, vectors of spectral norms, reduced values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
+from mirrorc.ir.variables import Aggregation
 from mirrorc.messages.problem import problem
 
 _KIND = "_SpectralNorm"  # the class registered by torch.nn.utils.parametrizations.spectral_norm
@@ -33,20 +34,29 @@ class Computation(NamedTuple):
     Attributes:
         expression: a hash.
         is_of_norm: whether the buffer is a vector of a spectral norm, which a step iterates once.
+        is_counter: whether it is made of variables alone. Each microbatch then goes on from the one before.
     """
 
     expression: int
-    is_of_norm: bool
+    is_of_norm: bool = False
+    is_counter: bool = False
 
 
 def written_alike(
-    graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Collection[str], statistics: Collection[str]
+    graph: fx.Graph,
+    writes: Mapping[str, fx.Node],
+    vectors: Collection[str],
+    statistics: Collection[str],
+    left_out: Collection[str],
 ) -> dict[str, Computation]:
     """The buffers computed only from values that are equal on all replicas, each with its computation.
 
-    They are ``vectors`` of spectral norms, ``statistics`` of synchronized norms, and what is made of values of all replicas.
+    Args:
+        vectors, statistics: buffers of spectral norms and of synchronized norms.
+        left_out: buffers that go with others which differ, such as a batch norm's counter.
     """
-    alike = writes.keys() & {*vectors, *statistics, *_exchanged(graph, writes)}
+    alike = writes.keys() - set(left_out)
+    reduced = {*vectors, *statistics, *_exchanged(graph, writes)}
     while True:
         is_same: dict[fx.Node, bool] = {}  # whether a value is equal on all replicas
         for node in graph.nodes:
@@ -60,7 +70,9 @@ def written_alike(
         remaining = {name for name in alike if is_same[writes[name]]}
         if remaining == alike:
             made = _expressions(node for node in graph.nodes if is_same[node])
-            return {name: Computation(made[writes[name]], name in vectors) for name in sorted(alike)}
+            return {
+                name: Computation(made[writes[name]], name in vectors, name not in reduced) for name in sorted(alike)
+            }
         alike = remaining
 
 
@@ -73,8 +85,8 @@ def _exchanged(graph: fx.Graph, writes: Mapping[str, fx.Node]) -> set[str]:
     return {name for name, node in writes.items() if node in after}
 
 
-def is_same_in_all(name: str, alike: Sequence[Mapping[str, Computation]]) -> bool:
-    """True if all captured graphs write the same value to a buffer.
+def aggregation_alike(name: str, alike: Sequence[Mapping[str, Computation]]) -> Aggregation | None:
+    """That of a buffer to which all captured graphs write the same value; None if they may differ.
 
     Raises:
         CaptureError: the graphs iterate a spectral norm another number of times.
@@ -87,7 +99,10 @@ def is_same_in_all(name: str, alike: Sequence[Mapping[str, Computation]]) -> boo
             "replicas would have different vectors",
             "call its module as often whatever the size of the batch is, with all examples at once",
         )
-    return len(ways) == 1 and None not in ways
+    first = alike[0].get(name)
+    if first is None or len(ways) > 1:
+        return None
+    return Aggregation.COUNTER if first.is_counter else Aggregation.SAME
 
 
 def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:

@@ -24,7 +24,7 @@ from mirrorc.capture.call.step_outputs import Outputs, outputs_of, refuse_output
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
-from mirrorc.capture.diagnostics.identical_buffers import is_same_in_all
+from mirrorc.capture.diagnostics.identical_buffers import aggregation_alike
 from mirrorc.capture.diagnostics.lone_examples import refuse_undefined, undefined_in
 from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
 from mirrorc.capture.diagnostics.python_effects import Note
@@ -419,7 +419,7 @@ def _variables(
         if name in writes:
             synchronization = Synchronization.PER_REPLICA
             aggregation = Aggregation.MEAN if tensor.dtype.is_floating_point else Aggregation.FIRST
-            aggregation = Aggregation.SAME if is_same_in_all(name, [c.alike for c in captured]) else aggregation
+            aggregation = aggregation_alike(name, [c.alike for c in captured]) or aggregation
         about = (role, synchronization, aggregation, rules.get(name), name in on_host)
         variables[name] = Variable(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, *about)
     return variables

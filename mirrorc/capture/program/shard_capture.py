@@ -40,7 +40,7 @@ def capture(
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
     alike = _written_alike(graph, call, traced.joint, names)
-    alike |= {names[path]: Computation(0, is_of_norm=False) for path in traced.alike}
+    alike |= {names[path]: Computation(0) for path in traced.alike}
     return replace(captured, graph=graph, alike=alike)
 
 
@@ -57,7 +57,8 @@ def _written_alike(
     vectors = {name for name, tensor_id in ids.items() if tensor_id in of_spectral_norms}
     statistics = {name for name, tensor_id in ids.items() if tensor_id in of_synchronized_norms}
     output: Any = graph.output_node().args[0]
-    return written_alike(graph, output["writes"], vectors, statistics)
+    counters = {names[path] for path in joint.buffer_writes if path.endswith("num_batches_tracked")} - statistics
+    return written_alike(graph, output["writes"], vectors, statistics, counters)
 
 
 def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:

@@ -82,7 +82,7 @@ class ShownBuffers:
         for member in self._members:
             if member.name not in written:
                 member.now.copy_(member.then)
-            elif written[member.name] is Aggregation.SAME:
+            elif written[member.name] in (Aggregation.SAME, Aggregation.COUNTER):
                 for flat in absent:
                     flat[member.place].copy_(member.now)
         self._reference.copy_(shown)
