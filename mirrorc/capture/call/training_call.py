@@ -65,7 +65,7 @@ class TrainingCall(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> Any:
         if not self.assigned:
             return self.results(leaves)
-        places = [(_buffers_of(self, modules), name) for modules, name in self.assigned]
+        places = _places_of(self, self.assigned)  # `self` stays a plain local: Dynamo's sources read it
         held = [buffers[name] for buffers, name in places]
         for (buffers, name), buffer in zip(places, held, strict=True):
             buffers[name] = buffer.clone()  # backward may need the former value
@@ -92,6 +92,10 @@ class TrainingCall(nn.Module):
         parameters = forward_signature(self.model).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return paths_of_containers(self.structure, names)
+
+
+def _places_of(root: nn.Module, paths: Sequence[BufferPath]) -> list[tuple[dict[str, Any], str]]:
+    return [(_buffers_of(root, modules), name) for modules, name in paths]
 
 
 def _buffers_of(module: nn.Module, path: Sequence[str]) -> dict[str, Any]:
