@@ -21,7 +21,7 @@ import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.options.table import grouped
 
-ARRAY, NUMBER, TOTAL = np.array([2.0, 3.0]), np.float32(2.0), torch.zeros(2)
+ARRAY, TOTAL = np.array([2.0, 3.0]), torch.zeros(2)
 MASK = nn.Transformer.generate_square_subsequent_mask(3)
 
 
@@ -124,7 +124,6 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[str, str]]] = [
     (transformer, ("whether it is causal", "tgt_is_causal=True")),
     (lambda: Net(assert_small), ("torch._assert of a tensor is not captured", 'assert condition, "text"')),
     (lambda: Net(lambda net, y: y * float(ARRAY[0])), ("Python number of a value of numpy", "before the step")),
-    (lambda: Net(lambda net, y: y * float(NUMBER)), ("Python number of a value of numpy", "before the step")),
     (READS_TOTAL, ("reads a tensor as a Python number", "compute with tensors")),
     (ADDS_UP, ("writes in place to a tensor that is no buffer", "register_buffer")),
     (lambda: Net(keep_mean), ("writes in place to a tensor that is no buffer", "register_buffer")),
