@@ -191,7 +191,7 @@ def test_workers_go_on_from_their_last_checkpoint(tmp_path: Path) -> None:
             torch.testing.assert_close(other[name], value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_workers_go_on_with_what_they_had_not_sent(tmp_path: Path) -> None:
     """When one was killed while it saved, bit for bit; and one process more, as what all had is dealt out."""
     (tmp_path / "killed.py").write_text(KILLED_ONCE)
