@@ -34,9 +34,9 @@ def _each_marked(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, are_lists: bool
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     def marked(value: Any) -> Any:
-        found = _marked(value, length, _DEPTH)
-        is_left = are_lists and found is value and type(value) is list  # its tensors may have as many rows by chance
-        return Examples(value, is_marked=False, is_guess=True) if is_left else found
+        split = _marked(value, length, _DEPTH)
+        is_left = are_lists and split is value and type(value) is list  # its tensors may have as many rows by chance
+        return Examples(value, is_marked=False, is_guess=True) if is_left else split
 
     return tuple(map(marked, args)), {key: marked(value) for key, value in kwargs.items()}
 

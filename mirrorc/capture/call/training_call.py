@@ -66,11 +66,11 @@ class TrainingCall(nn.Module):
         if not self.assigned:
             return self.results(leaves)
         places = _places_of(self, self.assigned)  # `self` stays a plain local: Dynamo's sources read it
-        held = [buffers[name] for buffers, name in places]
-        for (buffers, name), buffer in zip(places, held, strict=True):
+        former = [buffers[name] for buffers, name in places]
+        for (buffers, name), buffer in zip(places, former, strict=True):
             buffers[name] = buffer.clone()  # backward may need the former value
         results = self.results(leaves)
-        for (buffers, name), buffer in zip(places, held, strict=True):
+        for (buffers, name), buffer in zip(places, former, strict=True):
             buffers[name] = buffer.copy_(buffers[name])
         return results
 

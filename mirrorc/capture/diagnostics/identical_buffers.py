@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -48,12 +48,14 @@ def written_alike(
     vectors: Collection[str],
     statistics: Collection[str],
     left_out: Collection[str],
+    arguments: Collection[Any],
 ) -> dict[str, Computation]:
     """The buffers computed only from values that are equal on all replicas, each with its computation.
 
     Args:
         vectors, statistics: buffers of spectral norms and of synchronized norms.
         left_out: buffers that go with others which differ, such as a batch norm's counter.
+        arguments: placeholders of one value for all replicas, such as numbers.
     """
     alike = writes.keys() - set(left_out)
     reduced = {*vectors, *statistics, *_exchanged(graph, writes)}
@@ -63,6 +65,8 @@ def written_alike(
             if node.target is ops.read:
                 name = str(node.kwargs["variable"])
                 is_same[node] = name in alike or name not in writes
+            elif node.op == "placeholder":
+                is_same[node] = node.target in arguments
             elif node.target in _SAME_ON_ALL:
                 is_same[node] = True
             else:

@@ -257,6 +257,9 @@ def _capture_each(
             try:
                 return [captured_from(shard, tensors) for shard, tensors in enumerate(examples_of)]
             except BuffersAssigned as error:
+                assert not set(error.paths) <= set(training_call.assigned), (
+                    "a buffer that is known stays the same tensor"
+                )
                 training_call.assigned = (*training_call.assigned, *error.paths)
 
     model_name = type(training_call.model).__name__

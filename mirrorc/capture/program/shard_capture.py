@@ -17,7 +17,10 @@ from mirrorc.capture.front_ends.front_end import FrontEnd, tracing
 from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes
 from mirrorc.capture.program.captured_graph import CapturedGraph, restructure
 from mirrorc.capture.rewrites.value_names import with_stable_names
+from mirrorc.ir.program import ArgumentKind
 from mirrorc.torch_internals import JointGraph
+
+_SAME_FOR_ALL = (ArgumentKind.NUMBER, ArgumentKind.NUM_REPLICAS)
 
 
 def capture(
@@ -39,13 +42,15 @@ def capture(
     captured = restructure(traced, leaf_names, names, trained, model_name)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
-    alike = _written_alike(graph, call, traced.joint, names)
+    arguments = zip(graph.find_nodes(op="placeholder"), captured.arguments, strict=True)
+    same = {node.target for node, argument in arguments if argument.kind in _SAME_FOR_ALL}
+    alike = _written_alike(graph, call, traced.joint, names, same)
     alike |= {names[path]: Computation(0) for path in traced.alike}
     return replace(captured, graph=graph, alike=alike)
 
 
 def _written_alike(
-    graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]
+    graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str], arguments: Set[Any]
 ) -> dict[str, Computation]:
     if not joint.buffer_writes:
         return {}
@@ -58,7 +63,7 @@ def _written_alike(
     statistics = {name for name, tensor_id in ids.items() if tensor_id in of_synchronized_norms}
     output: Any = graph.output_node().args[0]
     counters = {names[path] for path in joint.buffer_writes if path.endswith("num_batches_tracked")} - statistics
-    return written_alike(graph, output["writes"], vectors, statistics, counters)
+    return written_alike(graph, output["writes"], vectors, statistics, counters, arguments)
 
 
 def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
