@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
-        program = str(Path(folder) / "program.json.gz")
+        program = str(Path(folder) / "program.mirror.gz")
         subprocess.run([sys.executable, "-c", SAVE, program], check=True)
         commands = contenders(program)
         times: dict[str, list[float]] = {name: [] for name in commands}

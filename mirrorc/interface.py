@@ -26,6 +26,7 @@ from mirrorc.options.debug import Debug
 from mirrorc.options.gradient_clipping import ClipGradNorm
 from mirrorc.options.memory import Memory
 from mirrorc.pipeline.pipeline_edits import Placed, after, before
+from mirrorc.serialization import parse
 from mirrorc.step import Step, join
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "load_checkpoint",
     "num_replicas",
     "packing",
+    "parse",
     "plan",
     "replica_id",
     "replicated",

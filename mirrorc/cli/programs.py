@@ -110,7 +110,7 @@ def opt(
         directory = checked_directory("it", dump) if dump is not None else None
     loaded = _load(program)
     if loaded.stage is Stage.LOWERED and all(traits_of(entry).latest_input_stage < Stage.LOWERED for entry in pipeline):
-        fail(f"{program} is LOWERED already, and no pass runs on it: give 00-capture.json.gz of a dump")
+        fail(f"{program} is LOWERED already, and no pass runs on it: give 00-capture.mirror.gz of a dump")
     printed_after = "all" if print_after_all else print_after or ()
     try:
         result = run_passes(

@@ -1,1 +1,1 @@
-"""The differences of two printed programs in words; `mirrorc.comparison.diff` is the entry point."""
+"""The differences of two programs: a unified diff of their texts."""

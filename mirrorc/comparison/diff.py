@@ -1,60 +1,31 @@
-"""Compares two programs by their printed form: first in words, then line by line.
+"""Compares two programs: a unified diff of their printed forms, with the bucket, function or region above each change.
 
 Ignores reports on passes and the user's source lines, so moving the model's code in its file makes no difference.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from mirrorc.comparison.body_changes import (
-    argument_changes,
-    body_changes,
-    device_changes,
-    group_changes,
-    optimizer_changes,
-    remark_changes,
-    worker_changes,
-)
-from mirrorc.comparison.bucket_changes import bucket_changes, pair_buckets
-from mirrorc.comparison.schedule_changes import schedule_changes
-from mirrorc.comparison.text_changes import is_source, text_changes
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import problem
 from mirrorc.printing.folding import is_mark
-from mirrorc.printing.printed_program import PrintedProgram
-from mirrorc.printing.reader import read_program_text
 
 _CANONICAL = {"slots": True, "sources": False}
 _LISTED_SLOT = re.compile(r"#     \S")
 _SEVERAL_DEVICES = re.compile(r"    (?:each|\S+(?:, \S+| … \S+)+) +\| ")
-
-
-def diff_texts(old: str, new: str) -> str:
-    """The differences of two printed programs, of any stage; empty if there are none.
-
-    Args:
-        old: a text from `Program.to_text`.
-        new: a text printed with the same options.
-
-    Returns:
-        One sentence per line, the most important first; after an empty line, the differing lines.
-
-    Raises:
-        TypeError: an argument is not a string.
-        ValueError: an argument is not a printed program.
-    """
-    if old == new:
-        _read(new, "new")
-        return ""
-    programs = _read(old, "old"), _read(new, "new")
-    lines = text_changes(old, new, programs)
-    if not lines:
-        return ""
-    sentences = list(_sentences(*programs)) or ["no device, bucket, collective or region changed, but these lines did"]
-    return "\n".join([*sentences, "", *lines]) + "\n"
+_FIRST_LINE = "# mirrorc · "
+_MEASURED = re.compile(r" · after .+?(?= · stage )| · \d+(?:\.\d+)? ms$")
+_OF_THE_PASS = re.compile(r"# (\d+ nodes( |$)|remark of this pass: )")
+_BEGINS_PART = re.compile(r"(?:# (bucket \d+)|(def \w+|region [\w.]+)\()")
+_MOST_LINES = 200  # the most lines that are shown
+_CONTEXT = 2  # lines that are shown around those that differ
+_COMPARED = 3000  # the most lines of a part that are compared: more than are shown
 
 
 def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
@@ -70,11 +41,8 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
         if not isinstance(program, Program):
             raise TypeError(f"MC7104: {name} is a {type(program).__name__}: give a Program, such as step.program")
     differences = diff_texts(*(program.to_text(regions=regions, **_CANONICAL) for program in (old, new)))
-    if (
-        differences
-        or regions
-        or not diff_texts(*(program.to_text(regions=True, **_CANONICAL) for program in (old, new)))
-    ):
+    whole = [program.to_text(regions=True, **_CANONICAL) for program in (old, new)]
+    if differences or regions or not diff_texts(*whole):
         return differences
     return "only the bodies of regions differ: pass regions=True to see how\n"
 
@@ -98,9 +66,123 @@ def diff_files(old: Path, new: Path) -> str:
     return diff_texts(*texts)
 
 
+def diff_texts(old: str, new: str) -> str:
+    """A unified diff of two printed programs, of any stage; empty if there are no differences.
+
+    Args:
+        old: a text from `Program.to_text`.
+        new: a text printed with the same options.
+
+    Raises:
+        ValueError: an argument is not a printed program.
+    """
+    for name, text in (("old", old), ("new", new)):
+        if not text.startswith(_FIRST_LINE):
+            raise ValueError(
+                f"MC7104: the {name} text cannot be compared: line 1 is {text.partition(chr(10))[0][:60]!r}, "
+                f"not '{_FIRST_LINE}...'"
+            )
+        if text.endswith("# the program is as before\n"):
+            raise ValueError(
+                f"MC7104: the {name} text cannot be compared: this pass has changed nothing, so that its dump ends there: "
+                "give that of the pass before"
+            )
+    if old == new:
+        return ""
+    parts = [_parts(old), _parts(new)]
+    names = list(dict.fromkeys([*parts[0], *parts[1]]))
+    pairs = [(name, parts[0].get(name, _Part()), parts[1].get(name, _Part())) for name in names]
+    pairs = [(name, old_part, new_part) for name, old_part, new_part in pairs if old_part.lines != new_part.lines]
+    if not pairs:
+        return ""
+    shown = ["--- old", "+++ new"]
+    for name, old_part, new_part in pairs:
+        if len(shown) < _MOST_LINES:
+            shown += _hunks(name, old_part, new_part)
+    num_shown = sum(line.startswith(("-", "+")) for line in shown[2:_MOST_LINES])
+    left_out = sum(_num_differing(old_part, new_part) for _, old_part, new_part in pairs) - num_shown
+    if len(shown) > _MOST_LINES or left_out > 0:
+        rest = f"{left_out} more lines that differ" if left_out > 0 else "more lines, in another order,"
+        shown = [*shown[:_MOST_LINES], f"... and {rest} are left out here"]
+    return "\n".join(shown) + "\n"
+
+
+@dataclass
+class _Part:
+    """A text's top, a bucket, a function or a region; ``numbers`` are line numbers of the text."""
+
+    lines: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def add(self, line: str, number: int) -> None:
+        self.lines.append(line)
+        self.numbers.append(number)
+
+
+def _parts(text: str) -> dict[str, _Part]:
+    """Parts of a text by name. The pass, its time, the dump's report and source lines are left out."""
+    parts: dict[str, _Part] = {"": _Part()}
+    part, above = parts[""], _Part()  # above: lines from an empty line to a function, part of the function
+    is_above = False
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
+        begins = _BEGINS_PART.match(line)
+        if begins is not None:
+            name = begins[1] or begins[2]
+            while name in parts:
+                name += "'"
+            part = parts[name] = _Part() if begins[1] else above
+        elif line.startswith("# ") and not line.startswith("#  ") and not is_above:
+            part = parts[""]  # a remark or an optimizer, below the last bucket
+        is_above = not line or (is_above and line.startswith("# "))
+        if not line:
+            above = _Part()
+        elif number == 1:
+            part.add(_MEASURED.sub("", line), number)
+        elif not _OF_THE_PASS.match(line) and not _is_source(line):
+            (above if is_above else part).add(line, number)
+    return parts
+
+
+def _is_source(line: str) -> bool:
+    return line.startswith("    # ") and not line.startswith("    # -- ")
+
+
+def _num_differing(old_part: _Part, new_part: _Part) -> int:
+    """Takes linear time; moved lines do not count."""
+    counts = [Counter(part.lines) for part in (old_part, new_part)]
+    return (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
+
+
+def _hunks(name: str, old_part: _Part, new_part: _Part) -> Iterator[str]:
+    """Yields only the first hunks of a very long part."""
+    limit = min(len(old_part.lines), len(new_part.lines))
+    start = next((i for i in range(limit) if old_part.lines[i] != new_part.lines[i]), limit)
+    end = next((i for i in range(limit - start) if old_part.lines[-1 - i] != new_part.lines[-1 - i]), limit - start)
+    first, after = max(0, start - _CONTEXT), max(0, end - _CONTEXT)
+    before, now = (part.lines[first : min(len(part.lines) - after, first + _COMPARED)] for part in (old_part, new_part))
+    for group in difflib.SequenceMatcher(None, before, now).get_grouped_opcodes(_CONTEXT):
+        spans = (group[0][1], group[-1][2]), (group[0][3], group[-1][4])
+        yield f"@@ -{_span(old_part, first, *spans[0])} +{_span(new_part, first, *spans[1])} @@ {name}".rstrip()
+        for kind, i, j, k, m in group:
+            if kind == "equal":
+                yield from (f" {line}" for line in before[i:j])
+            else:
+                yield from (f"-{line}" for line in before[i:j])
+                yield from (f"+{line}" for line in now[k:m])
+
+
+def _span(part: _Part, first: int, start: int, stop: int) -> str:
+    number = (
+        part.numbers[first + start] if first + start < len(part.numbers) else part.numbers[-1] if part.numbers else 0
+    )
+    return f"{number},{stop - start}"
+
+
 def _load(path: Path) -> Program | str:
+    """A program if the file holds its complete text, or else the printed text."""
     with path.open("rb") as file:
-        is_printed = file.read(2) == b"# "
+        beginning = file.read(4096).split(b"\n")
+    is_printed = beginning[0].startswith(b"# ") and not b"".join(beginning[1:2]).startswith(b"# complete form ")
     return path.read_text(encoding="utf-8") if is_printed else Program.load(path)
 
 
@@ -124,33 +206,10 @@ def _form_of(text: str) -> dict[str, bool]:
     return {
         "regions": any(line.startswith("region ") for line in lines),
         "slots": any(_LISTED_SLOT.match(line) for line in lines),
-        "sources": any(is_source(line) for line in lines),
+        "sources": any(_is_source(line) for line in lines),
         "fold": any(_is_folded(line) for line in lines),
     }
 
 
 def _is_folded(line: str) -> bool:
     return is_mark(line) or ", but for these lines" in line or _SEVERAL_DEVICES.match(line) is not None
-
-
-def _read(text: str, name: str) -> PrintedProgram:
-    try:
-        return read_program_text(text)
-    except ValueError as error:
-        reason = str(error).removeprefix("MC7104: ")
-        raise ValueError(f"MC7104: the {name} text cannot be compared: {reason}") from None
-
-
-def _sentences(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    pairs = pair_buckets(old, new)
-    yield from worker_changes(old, new)
-    yield from device_changes(old, new)
-    if old.stage != new.stage:
-        yield f"the stage changed from {old.stage} to {new.stage}"
-    yield from bucket_changes(pairs)
-    yield from schedule_changes(old, new, pairs.new_of)
-    yield from argument_changes(old, new)
-    yield from body_changes(old, new)
-    yield from group_changes(old, new)
-    yield from optimizer_changes(old, new)
-    yield from remark_changes(old, new)

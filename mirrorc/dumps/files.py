@@ -28,7 +28,7 @@ class DumpFiles(Instrument):
 
     def start(self, program: Program) -> None:
         self._rows, self._last = [], None
-        saved, why_not = self._save("00-capture.json.gz", program)
+        saved, why_not = self._save("00-capture.mirror.gz", program)
         self._write(PassReport("capture", program), saved, why_not)
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:

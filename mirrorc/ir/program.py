@@ -237,22 +237,35 @@ class Program:
         return [*self.shard_graphs, *mirrored, *(module.graph for module in self.device_graphs.values())]
 
     def to_text(
-        self, *, regions: bool = False, slots: bool = False, sources: bool = True, fold: bool | None = None
+        self,
+        *,
+        regions: bool = False,
+        slots: bool = False,
+        sources: bool = True,
+        fold: bool | None = None,
+        complete: bool = False,
     ) -> str:
         """The program as text; the grammar is in `mirrorc.printing.program_text`.
 
         Args:
+            complete: print all of the program, as `save` does, for `mirrorc.parse`; no other argument matters then.
             regions: print bodies of regions, too.
             slots: print every gradient of a bucket on its own line.
             sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
             fold: print repeated layers, devices and shard sizes once. True by default, unless ``slots`` is.
         """
+        if complete:
+            from mirrorc.serialization import text_of
+
+            return text_of(self)
         from mirrorc.printing.program_text import program_to_text
 
         return program_to_text(self, regions=regions, slots=slots, sources=sources, fold=fold)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the program, at any stage, to a file; compressed if its name ends in ``.gz``. Creates missing folders.
+        """Writes the program's complete text, at any stage, to a file; compressed if its name ends in ``.gz``.
+
+        Creates missing folders.
 
         Raises:
             ValueError: a node calls or holds an object without an importable name. An earlier file stays.
@@ -264,7 +277,7 @@ class Program:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:
-        """Loads a program from a file of `save`. Runs nothing in the file, and needs none of its devices.
+        """Loads a program from a file of `save`, or ``-``, standard input. Runs nothing in it, and needs none of its devices.
 
         Raises:
             ValueError: the file is not a program, is damaged or of a later version, or calls unknown operators.

@@ -487,7 +487,7 @@ MC7101 A program that cannot be saved
 It has values that no file keeps, such as Python code of `capture="autograd"`.
 
 MC7102 A file that is no program
-Give what `step.program.save("program.json.gz")` has written, with this version of mirrorc and torch.
+Give what `step.program.save("program.mirror.gz")` has written, with this version of mirrorc and torch.
 
 MC7103 A dump that cannot be written
 Training goes on. Make room, or name another folder: `mirrorc.Debug(dump="/tmp/dump")`.

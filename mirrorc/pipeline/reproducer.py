@@ -48,7 +48,7 @@ class Reproducer(Instrument):
             return
         try:
             folder = self._folder(compiler_pass)
-            before.save(folder / "program.json.gz")
+            before.save(folder / "program.mirror.gz")
             rest, why_not = self._rest(compiler_pass)
             record = {
                 "pass": compiler_pass.name,
@@ -63,7 +63,7 @@ class Reproducer(Instrument):
         except (OSError, ValueError, TypeError) as reason:
             logger.warning("no reproducer was written: %s", reason)
             return
-        error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.json.gz', rest, why_not)}",)
+        error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.mirror.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
         """The failing and later passes as text, or the failing pass alone, or None and the reason."""

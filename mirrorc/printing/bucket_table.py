@@ -33,7 +33,7 @@ _MORE = "#       "  # the beginning of a line that continues the one before
 
 def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
     """The bucket table, then a line of hyperparameters per optimizer group."""
-    ready = _ready_after(program)
+    ready = ready_after(program)
     lines: list[str] = []
     for bucket in program.buckets:
         last = max(pack.number for pack in bucket.launch_units)
@@ -139,7 +139,7 @@ def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
     return wrapped(f"shares, of elements 0 … {bucket.num_elements - 1}: ", parts)
 
 
-def _ready_after(program: Program) -> dict[int, str]:
+def ready_after(program: Program) -> dict[int, str]:
     last_gradients: dict[int, str] = {}
     graphs = program.graphs() if program.stage >= Stage.PACKED else []
     graphs = graphs[program.first_present :] if program.stage is Stage.LOWERED else graphs

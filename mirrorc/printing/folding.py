@@ -1,4 +1,4 @@
-"""Folds stretches of lines that repeat from bucket to bucket, and unfolds them.
+"""Folds stretches of lines that repeat from bucket to bucket.
 
 One line replaces the repeats of a stretch, and says how bucket and layer numbers increase. No information is lost::
 
@@ -29,13 +29,9 @@ _MODULES = (
 _NUMBER_OF_MODULE = re.compile(r"(?<![\w.])(?P<path>(?:[A-Za-z_]\w*\.)*)(?P<layer>\d+)")
 _KINDS = (("before", "bucket"), ("of_part", "part"), ("path", "layer"), ("parts", "last"), ("identifier", "inner"))
 _MARK = re.compile(
-    r"(?:    |# )… (?:b|bucket )(?P<first>\d+) … b?(?P<last>\d+)(?:, every \d+(?:st|nd|rd|th))?: as (?:b|bucket )(?P<base>\d+) "
-    r"\(the (?:(?P<lines>\d+) lines|line) above\)(?:, for (?P<from>\S+) … (?P<to>\S+))?"
+    r"(?:    |# )… .*: as (?:b|bucket |microbatch )\d+ \(the (?:\d+ lines|line) above\)(?:, for \S+ … \S+)?"
 )
 _PARTS = "    … microbatch "
-_MARK_OF_PARTS = re.compile(
-    rf"{_PARTS}(?P<first>\d+)(?: … (?P<last>\d+))?: as microbatch (?P<base>\d+) \(the (?P<lines>\d+) lines above\)"
-)
 _LONGEST = 24  # the most lines of a stretch
 _LEAST_REPEATS = 3  # a stretch with fewer repeats is printed each time
 
@@ -73,31 +69,8 @@ def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool])
     return printed
 
 
-def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
-    """Inverts `folded`. Each line comes with its number, from 1, in the folded text."""
-    lines_before: list[tuple[int, str]] = []
-    for number, line in enumerate(lines, 1):
-        mark, of_parts = _MARK.fullmatch(line), _MARK_OF_PARTS.fullmatch(line)
-        if of_parts is not None:
-            stretch = [text for _, text in lines_before[-int(of_parts["lines"]) :]]
-            steps = range(1, int(of_parts["last"] or of_parts["first"]) - int(of_parts["base"]) + 1)
-            lines_before += [(number, _moved(text, 0, 0, step)) for step in steps for text in stretch]
-            continue
-        if mark is None:
-            lines_before.append((number, line))
-            continue
-        first, last, base = (int(mark[name]) for name in ("first", "last", "base"))
-        repeats = (last - first) // (first - base) + 1 if first != base else 0
-        begin, end = (_number_at_end(mark[name] or "0") for name in ("from", "to"))
-        layer_step = (end - begin) // (repeats - 1) if repeats > 1 else 0
-        stretch = [text for _, text in lines_before[-int(mark["lines"] or 1) :]]
-        for i in range(1, repeats + 1):
-            lines_before += [(number, _moved(text, i * (first - base), i * layer_step)) for text in stretch]
-    return lines_before
-
-
 def is_mark(line: str) -> bool:
-    return _MARK.fullmatch(line) is not None or _MARK_OF_PARTS.fullmatch(line) is not None
+    return _MARK.fullmatch(line) is not None
 
 
 def _shape(line: str) -> _Shape:
@@ -114,11 +87,6 @@ def _shape(line: str) -> _Shape:
 
     text = _replaced(" ".join(line.split()), take)
     return _Shape(text, tuple(buckets), tuple(layers), labels[0] if labels else "", tuple(parts))
-
-
-def _moved(line: str, buckets: int, layers: int, parts: int = 0) -> str:
-    steps = {"bucket": buckets, "part": parts}
-    return _replaced(line, lambda name, before, number: f"{before}{number + steps.get(name, layers)}")
 
 
 def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
@@ -206,8 +174,3 @@ def _mark(shapes: Sequence[_Shape], start: int, length: int, repeats: int, sign:
 def _ordinal(number: int) -> str:
     ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
-
-
-def _number_at_end(name: str) -> int:
-    match = re.search(r"\d+$", name)
-    return int(match[0]) if match else 0

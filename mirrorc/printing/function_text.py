@@ -13,7 +13,7 @@ from torch import fx
 from mirrorc.ir.nodes import is_region_call, region_of, region_title
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.folding import folded
-from mirrorc.printing.graph_text import Line, rendered
+from mirrorc.printing.graph_text import Line, graph_lines, rendered
 from mirrorc.printing.line_comments import share_comment
 from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.spans import spans
@@ -127,6 +127,17 @@ def _variant_note(function: _Function) -> str:
     titles = (region_title(region_of(line.node)) for line in function.lines if is_region_call(line.node))
     title = next((title for title in titles if "." in title), "")
     return f"; {title} is {title.partition('.')[0]} for this shape of a shard" if title else ""
+
+
+def function_names(program: Program) -> list[str]:
+    """The name of each device's function in the text of a LOWERED program."""
+    functions = _functions(program, lambda graph: graph_lines(program, graph))
+    return [
+        function.name
+        for replica in range(program.num_replicas)
+        for function in functions
+        if replica in function.replicas
+    ]
 
 
 def _functions(program: Program, lines_of: Callable[[fx.Graph], list[Line]]) -> list[_Function]:

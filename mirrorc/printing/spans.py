@@ -18,19 +18,6 @@ def spans(items: Iterable[object]) -> str:
     return ", ".join(parts)
 
 
-def read_spans(text: str) -> tuple[str, ...]:
-    """Inverts `spans`."""
-    items_read: list[str] = []
-    for part in text.split(", "):
-        first, _, last = part.partition(" … ")
-        start, stop = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)
-        if start is None or stop is None:
-            items_read.append(part)
-        else:
-            items_read += [f"{start[1]}{number}" for number in range(int(start[2]), int(stop[2]) + 1)]
-    return tuple(items_read)
-
-
 def range_text(start: int, stop: int) -> str:
     """A range without its ``stop``: ``0 … 9``, ``4`` for a single number, ``none`` if it is empty."""
     return "none" if start == stop else f"{start}" if stop == start + 1 else f"{start} … {stop - 1}"

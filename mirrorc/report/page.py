@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -12,16 +11,15 @@ from pathlib import Path
 
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.printing.printed_values import size_text
-from mirrorc.printing.reader import read_program_text
 from mirrorc.report.picture import picture_of
 from mirrorc.report.step_report import StepReport
 from mirrorc.runtime.profiling.accounting import PARTS
-from mirrorc.serialization.plain_data import DataError
-from mirrorc.serialization.record_data import decode_record, encode_record
+from mirrorc.serialization.records import record_of, record_text
+from mirrorc.serialization.text_error import TextError, expression
 from mirrorc.serialization.whole_file import write_whole
 
-_FORMAT = "mirrorc report 1"
-_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+_FORMAT = "mirrorc report 2: "
+_DATA = re.compile(r'<script type="text/plain" id="data">(.*?)</script>', re.DOTALL)
 _MEMORY = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "reserved", "total")
 _STYLES = {
     "forward": "forward",
@@ -49,11 +47,10 @@ def read_report(path: str | os.PathLike[str]) -> StepReport:
     """Raises ValueError if the file is not a report."""
     match = _DATA.search(Path(path).read_text(encoding="utf-8", errors="replace"))
     try:
-        data = json.loads(match[1]) if match else {}
-        if data.get("format") != _FORMAT:
-            raise DataError("it has no data of one")
-        report: StepReport = decode_record(data["report"], StepReport, "the report")
-    except (DataError, LookupError, TypeError, ValueError) as error:
+        if match is None or not match[1].startswith(_FORMAT):
+            raise TextError("it has no data of one")
+        report: StepReport = record_of(expression(match[1].removeprefix(_FORMAT)), StepReport, "the report")
+    except TextError as error:
         raise ValueError(f"{path} is not a report of step.report() in this version of mirrorc: {error}") from error
     return report
 
@@ -66,13 +63,11 @@ def render(report: StepReport, earlier: StepReport | None = None) -> str:
     template = environment.from_string(
         importlib.resources.files("mirrorc.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     )
-    data = {"format": _FORMAT, "report": encode_record(report, StepReport, "the report")}
     picture = picture_of(report)
     return template.render(
         report=report,
-        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        data=_FORMAT + record_text(report, StepReport, "the report").replace("<", "\\u003c"),
         picture=picture,
-        program=read_program_text(report.program),
         lines=report.program.rstrip("\n").split("\n"),
         bar_of_line=picture.first_bar,
         parts=PARTS,

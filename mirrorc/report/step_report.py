@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -11,8 +11,10 @@ from mirrorc.ir import ops
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import call_name, calls_to, is_region_call
 from mirrorc.ir.program import Program
+from mirrorc.printing.bucket_table import ready_after
+from mirrorc.printing.function_text import function_names
 from mirrorc.printing.graph_text import graph_lines
-from mirrorc.printing.reader import read_program_text
+from mirrorc.printing.printed_values import dtype_name, size_text
 from mirrorc.runtime.memory.report import MemoryReport
 from mirrorc.runtime.profiling.accounting import part_of
 from mirrorc.runtime.profiling.collectives import Collective, collectives_of, skew_ns
@@ -93,6 +95,20 @@ class Flight:
 
 
 @dataclass(frozen=True)
+class ReportedBucket:
+    """A row of the table of buckets; ``line`` is its line number in the printed program."""
+
+    index: int
+    line: int
+    size: str
+    dtype: str
+    num_gradients: int
+    rule: str
+    ready_after: str
+    first_gradients: str
+
+
+@dataclass(frozen=True)
 class Commit:
     """The moment when the last device reaches the commit."""
 
@@ -120,6 +136,12 @@ class StepReport:
     explanation: Explanation | None
     memory: MemoryReport | None
     metrics: Mapping[str, float]
+    buckets: tuple[ReportedBucket, ...]
+    remarks: tuple[str, ...]
+    is_one_of_several: bool
+
+
+_LISTED = 3  # gradients of a bucket
 
 
 def step_report(
@@ -131,7 +153,7 @@ def step_report(
     metrics: Mapping[str, float],
     prediction: str = "",
 ) -> StepReport:
-    text = program.to_text()
+    text = program.to_text(fold=False)
     commit = _commit(program, step)
     collectives = collectives_of(step)
     return StepReport(
@@ -148,17 +170,39 @@ def step_report(
         explanation=explanation,
         memory=memory,
         metrics=metrics,
+        buckets=tuple(_buckets(program, text)),
+        remarks=tuple(str(remark) for remark in program.remarks if remark.is_kept),
+        is_one_of_several=program.workers.are_several,
     )
 
 
+def _buckets(program: Program, text: str) -> Iterator[ReportedBucket]:
+    numbers = (number for number, line in enumerate(text.split("\n"), 1) if line.startswith("# bucket "))
+    ready = ready_after(program)
+    for bucket, number in zip(program.buckets, numbers, strict=True):
+        listed = [f"{slot.variable}{list(slot.shape)}" for slot in bucket.slots[:_LISTED]]
+        owner = f", {program.devices[bucket.owner].name}" if bucket.owner is not None else ""
+        yield ReportedBucket(
+            index=bucket.index,
+            line=number,
+            size=size_text(bucket.num_bytes),
+            dtype=dtype_name(bucket.dtype),
+            num_gradients=len(bucket.slots),
+            rule=bucket.rule.label + owner,
+            ready_after=ready.get(max(pack.number for pack in bucket.launch_units), ""),
+            first_gradients=", ".join(listed) + (" …" if len(bucket.slots) > _LISTED else ""),
+        )
+
+
 def _numbers_of_lines(program: Program, text: str) -> list[Mapping[fx.Node, int]]:
-    """For each device, the line number of each call. A folded line stands for several calls."""
-    printed = read_program_text(text)
+    """For each device, the line number of each call. Devices with equal programs have one function."""
+    lines = text.split("\n")
     numbers: list[Mapping[fx.Node, int]] = []
-    for device, module in zip(program.devices, program.device_graphs.values(), strict=True):
+    for name, module in zip(function_names(program), program.device_graphs.values(), strict=True):
         nodes = [line.node for line in graph_lines(program, module.graph)][:-1]  # without the return
-        lines = [line.number for line in printed.lines_of(device.name)]
-        of_node = dict(zip(nodes, lines, strict=True))
+        start = next(i for i, line in enumerate(lines) if line.startswith(f"def {name}("))
+        calls = (i + 1 for i in range(start + 1, len(lines)) if not lines[i].startswith("    # "))
+        of_node = dict(zip(nodes, calls, strict=False))
         for node in calls_to(module.graph, ops.write):  # all on one line
             of_node.setdefault(node, next(n for other, n in of_node.items() if other.target is ops.write))
         numbers.append(of_node)

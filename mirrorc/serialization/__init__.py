@@ -1,5 +1,6 @@
-"""Programs in files: `Program.save` and `Program.load`. The format is in `mirrorc.serialization.program_file`."""
+"""The complete text of programs, in files and strings. The grammar is in `mirrorc.serialization.parser`."""
 
-from mirrorc.serialization.program_file import VERSION, load_program, save_program
+from mirrorc.serialization.printer import VERSION
+from mirrorc.serialization.program_file import load_program, parse, save_program, text_of
 
-__all__ = ["VERSION", "load_program", "save_program"]
+__all__ = ["VERSION", "load_program", "parse", "save_program", "text_of"]

@@ -11,23 +11,19 @@ import torch
 from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.custom_ops.random import seeded, unseeded
 from mirrorc.ir.operation import operation_named, operation_of
-from mirrorc.serialization.plain_data import DataError, expect
+from mirrorc.serialization.text_error import TextError, UnknownOperatorError
 from mirrorc.torch_internals import inductor_decompositions, is_operator, writes_argument
 
-_SEEDED = "seeded "  # in front of the name of the random operator that runs under a seed
+_SEEDED = "seeded."  # in front of the name of the random operator that runs under a seed
 _BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are registered when Inductor is imported
 
 
-class UnknownOperatorError(DataError):
-    """Raised if this process has no operator of the name."""
-
-
 def operator_name(target: Any) -> str:
-    """Such as ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default``; raises `DataError` for other targets."""
+    """Such as ``pack``, ``aten.mm.default``, ``seeded.aten.rand.default``; raises `TextError` for other targets."""
     if target is operator.getitem:
         return "operator.getitem"
     if target in OPAQUE:
-        raise DataError(
+        raise TextError(
             "it was captured with capture='autograd': its forward and backward are Python code and objects of this process, "
             "which no file keeps"
         )
@@ -39,19 +35,18 @@ def operator_name(target: Any) -> str:
             return str(target)
     operation = operation_of(target)
     if operation is not None:
-        return f"ops.{operation.name}"
-    raise DataError(
+        return operation.name
+    raise TextError(
         f"it calls {target!r}, which is no operator of torch and no operation of mirrorc.ir.ops, and only these are found by "
         "name when a program is loaded; register it as an operator (torch.library.custom_op) and call that"
     )
 
 
-def find_operator(name: Any) -> Callable[..., Any]:
+def find_operator(name: str) -> Callable[..., Any]:
     """Inverts `operator_name`; raises `UnknownOperatorError` if this process has no such operator."""
-    expect(name, str, "an operator's name")
     if name == "operator.getitem":
         return operator.getitem
-    operation = operation_named(name.removeprefix("ops.")) if name.startswith("ops.") else None
+    operation = operation_named(name)
     target: Any = operation.symbol if operation is not None else None
     target = target or _overload(name.removeprefix(_SEEDED))
     if name.split(".")[0] in _BY_INDUCTOR and target is None:

@@ -33,7 +33,7 @@ run = CliRunner().invoke
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("saved") / "captured.json"
+    path = tmp_path_factory.mktemp("saved") / "captured.mirror"
     captured_two_layers().save(path)
     return path
 
@@ -51,10 +51,10 @@ def test_a_torch_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_opt_names_the_file_to_give_in_place_of_a_lowered_program(tmp_path: Path) -> None:
-    lowered = tmp_path / "lowered.json.gz"
+    lowered = tmp_path / "lowered.mirror.gz"
     run_passes(captured_two_layers(), default_pipeline(**SMALL_BUCKETS)).save(lowered)
     done = run(app, ["opt", str(lowered), "--passes", "replicate"])
-    assert done.exit_code == 2 and "is LOWERED already" in done.stderr and "00-capture.json.gz" in done.stderr
+    assert done.exit_code == 2 and "is LOWERED already" in done.stderr and "00-capture.mirror.gz" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["show", "diff"])
@@ -83,7 +83,7 @@ def test_show_prints_a_saved_program(captured: Path) -> None:
 
 @pytest.mark.slow
 def test_opt_runs_passes_and_saves(captured: Path, tmp_path: Path) -> None:
-    output = tmp_path / "lowered.json.gz"
+    output = tmp_path / "lowered.mirror.gz"
     passes = format_passes(default_pipeline(**SMALL_BUCKETS))
     done = run(app, ["opt", str(captured), "--passes", passes, "--output", str(output)])
     assert done.exit_code == 0, done.output
@@ -116,7 +116,7 @@ def test_opt_refuses_what_cannot_run(captured: Path, passes: str, message: str) 
 
 @pytest.mark.slow
 def test_diff_says_what_differs_and_exits_with_one(captured: Path, tmp_path: Path) -> None:
-    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one, other = tmp_path / "one.mirror", tmp_path / "other.mirror"
     run_up_to("lower-devices", captured_two_layers()).save(one)
     run_up_to("lower-devices", captured_two_layers(), **SMALL_BUCKETS).save(other)
     same = run(app, ["diff", str(one), str(one)])
@@ -127,20 +127,20 @@ def test_diff_says_what_differs_and_exits_with_one(captured: Path, tmp_path: Pat
 
 def test_diff_takes_printed_programs(tmp_path: Path) -> None:
     program = run_up_to("lower-devices", captured_two_layers())
-    program.save(tmp_path / "saved.json")
+    program.save(tmp_path / "saved.mirror")
     printed = tmp_path / "printed.txt"
     printed.write_text(program.to_text(slots=True, sources=False), encoding="utf-8")
-    assert run(app, ["diff", str(tmp_path / "saved.json"), str(printed)]).exit_code == 0
+    assert run(app, ["diff", str(tmp_path / "saved.mirror"), str(printed)]).exit_code == 0
     printed.write_text(printed.read_text(encoding="utf-8").replace("op=sum", "op=max"), encoding="utf-8")
-    assert run(app, ["diff", str(tmp_path / "saved.json"), str(printed)]).exit_code == 1
+    assert run(app, ["diff", str(tmp_path / "saved.mirror"), str(printed)]).exit_code == 1
 
 
 @pytest.mark.slow
 def test_diff_compares_what_regions_compute(tmp_path: Path) -> None:
     for name, activation in (("tanh", nn.Tanh()), ("sigmoid", nn.Sigmoid())):
         model = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3))
-        run_up_to("lower-devices", captured_model(model)).save(tmp_path / f"{name}.json.gz")
-    done = run(app, ["diff", str(tmp_path / "tanh.json.gz"), str(tmp_path / "sigmoid.json.gz")])
+        run_up_to("lower-devices", captured_model(model)).save(tmp_path / f"{name}.mirror.gz")
+    done = run(app, ["diff", str(tmp_path / "tanh.mirror.gz"), str(tmp_path / "sigmoid.mirror.gz")])
     assert done.exit_code == 1 and done.stdout.startswith("region fwd_0 changed: ")
     assert "+    _1_sigmoid: f32[4, 6] = aten.sigmoid.default(_0_addmm)\n" in done.stdout
 
@@ -148,7 +148,7 @@ def test_diff_compares_what_regions_compute(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_saved_program_is_equal_to_its_own_print_in_every_form(tmp_path: Path) -> None:
     program = run_up_to("lower-devices", handmade(2, [Weight(f"layer{i}.weight") for i in range(9)], buffer=True))
-    saved, printed = tmp_path / "saved.json.gz", tmp_path / "printed.txt"
+    saved, printed = tmp_path / "saved.mirror.gz", tmp_path / "printed.txt"
     program.save(saved)
     for regions, slots, sources in itertools.product((False, True), repeat=3):
         printed.write_text(program.to_text(regions=regions, slots=slots, sources=sources), encoding="utf-8")
@@ -159,7 +159,7 @@ def test_a_saved_program_is_equal_to_its_own_print_in_every_form(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_saved_program_is_equal_to_the_dump_of_its_last_pass(captured: Path, tmp_path: Path) -> None:
-    output, passes = tmp_path / "lowered.json.gz", format_passes(default_pipeline(**SMALL_BUCKETS))
+    output, passes = tmp_path / "lowered.mirror.gz", format_passes(default_pipeline(**SMALL_BUCKETS))
     command = ["opt", str(captured), "--passes", passes, "--output", str(output), "--dump", str(tmp_path / "dump")]
     assert run(app, command).exit_code == 0
     (dump,) = (tmp_path / "dump").glob("program-*/*-lower-devices.txt")
@@ -171,7 +171,7 @@ def test_a_saved_program_is_equal_to_the_dump_of_its_last_pass(captured: Path, t
 
 def test_verify_checks_every_file(captured: Path, tmp_path: Path) -> None:
     program = run_up_to("lower-devices", captured_two_layers())
-    bad = tmp_path / "bad.json"
+    bad = tmp_path / "bad.mirror"
     graph = program.device_graphs["cpu:1"].graph
     graph.erase_node(next(node for node in graph.nodes if node.name.startswith("update")))
     program.save(bad)
@@ -186,10 +186,10 @@ COMMANDS = (["show"], ["opt", "--passes", "replicate"], ["verify"], ["diff", __f
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_no_program_is_refused(command: list[str], tmp_path: Path) -> None:
-    (tmp_path / "no.json").write_text("{}")
-    none = tmp_path / "none.json"
+    (tmp_path / "no.mirror").write_text("{}")
+    none = tmp_path / "none.mirror"
     for path, reason in (
-        (tmp_path / "no.json", "it is JSON, but no mirrorc program"),
+        (tmp_path / "no.mirror", "it is JSON, but no mirrorc program"),
         (none, f"mirrorc: there is no file {none}\n"),
         (tmp_path, f"mirrorc: {tmp_path}: Is a directory\n"),
     ):
@@ -209,8 +209,8 @@ def malformed(tmp_path: Path) -> Path:
     program = captured_two_layers()
     read = next(calls_to(program.shard_graphs[0], ops.read))
     read.kwargs = {}
-    program.save(tmp_path / "malformed.json")
-    return tmp_path / "malformed.json"
+    program.save(tmp_path / "malformed.mirror")
+    return tmp_path / "malformed.mirror"
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def words(text: str) -> str:
             f"--dump: MC1002: it is '{__file__}', but {__file__} is a file: give a directory, existing or new",
         ),
         (["--dump", f"{__file__}/x"], f"but {__file__} is a file: give a directory"),
-        (["--output", f"{__file__}/x.json"], f"mirrorc: cannot write {__file__}/x.json: "),
+        (["--output", f"{__file__}/x.mirror"], f"mirrorc: cannot write {__file__}/x.mirror: "),
         (["--output", str(Path(__file__).parent)], f"mirrorc: cannot write {Path(__file__).parent}: Is a directory"),
         (
             ["--passes", "json:JSONDecoder"],
@@ -289,8 +289,8 @@ def test_operators_of_the_users_are_imported(tmp_path: Path) -> None:
     graph = program.shard_graphs[0]
     relu = next(node for node in graph.nodes if node.target is torch.ops.aten.relu.default)
     relu.target = torch.ops.of_the_command_line.halve.default
-    program.save(tmp_path / "saved.json")
-    command = ["opt", "saved.json", "--passes", "plan-buckets"]
+    program.save(tmp_path / "saved.mirror")
+    command = ["opt", "saved.mirror", "--passes", "plan-buckets"]
     done = in_folder(tmp_path, *command)
     assert done.returncode in (1, 2) and done.stderr.endswith(
         "the operator 'of_the_command_line.halve.default' is unknown here\n  fix:  import the library that registers it "
@@ -298,7 +298,7 @@ def test_operators_of_the_users_are_imported(tmp_path: Path) -> None:
     )
     done = in_folder(tmp_path, *command, "--import", "my_operators")
     assert done.returncode == 0, done.stderr
-    assert "of_the_command_line.halve" in in_folder(tmp_path, "show", "saved.json", "--import", "my_operators").stdout
+    assert "of_the_command_line.halve" in in_folder(tmp_path, "show", "saved.mirror", "--import", "my_operators").stdout
 
 
 def test_the_version_is_printed() -> None:
@@ -329,7 +329,7 @@ def test_a_failed_opt_leaves_a_reproducer_only_where_it_is_told_to(
     assert done.stderr.endswith("\n--dump DIRECTORY keeps what the failing pass was given.\n")
     done = run(app, [*command, "--dump", "kept"])
     (folder,) = (tmp_path / "kept").glob("mirrorc-loses-*")
-    assert f"Reproduce it with: mirrorc opt kept/{folder.name}/program.json.gz --passes loses_keys:Loses" in done.stderr
+    assert f"Reproduce it with: mirrorc opt kept/{folder.name}/program.mirror.gz --passes loses_keys:Loses" in done.stderr
     assert "--dump DIRECTORY" not in done.stderr and not list(elsewhere.iterdir())
 
 

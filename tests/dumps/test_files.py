@@ -294,8 +294,8 @@ def test_a_remark_is_one_cell_of_the_index_and_one_line_of_the_text() -> None:
 def test_the_captured_program_is_saved_for_the_command_line(tmp_path: Path) -> None:
     with step_with(dump=tmp_path) as step:
         text = str(step.program)
-    captured = tmp_path / "program-0" / "00-capture.json.gz"
-    assert "[program](00-capture.json.gz)" in (captured.parent / "index.md").read_text(encoding="utf-8")
+    captured = tmp_path / "program-0" / "00-capture.mirror.gz"
+    assert "[program](00-capture.mirror.gz)" in (captured.parent / "index.md").read_text(encoding="utf-8")
     done = CliRunner().invoke(app, ["opt", str(captured), "--passes", ",".join(NAMES[1:])])
     assert done.exit_code == 0, done.output
     assert without_sources(done.stdout) == without_sources(text)
@@ -314,7 +314,7 @@ def test_a_captured_program_that_cannot_be_saved_is_dumped_all_the_same(tmp_path
     capture, nothing = (tmp_path / "program-0" / "index.md").read_text(encoding="utf-8").splitlines()[2:]
     assert "the captured program cannot be saved: " in capture and "[program]" not in capture
     assert nothing.startswith("| 01-does-nothing |")
-    assert not (tmp_path / "program-0" / "00-capture.json.gz").exists()
+    assert not (tmp_path / "program-0" / "00-capture.mirror.gz").exists()
 
 
 def test_the_report_of_a_region_that_came_or_went() -> None:

@@ -60,8 +60,8 @@ def test_a_run_replaces_the_last_one(tmp_path: Path) -> None:
 
 
 def test_only_our_files_are_removed(tmp_path: Path) -> None:
-    ours = ["00-capture.txt", "00-capture.json.gz", "01-plan-buckets.diff", "104-custom.txt", "index.md"]
-    others = ["notes.txt", "lowered.json.gz", "2-b.txt", "README.md"]
+    ours = ["00-capture.txt", "00-capture.mirror.gz", "01-plan-buckets.diff", "104-custom.txt", "index.md"]
+    others = ["notes.txt", "lowered.mirror.gz", "2-b.txt", "README.md"]
     for name in (*ours, *others):
         for folder in ("program-0", "program-7", "program-old", "mirrorc-replicate-xy"):
             (tmp_path / folder).mkdir(exist_ok=True)

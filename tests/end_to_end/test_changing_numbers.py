@@ -320,8 +320,8 @@ def test_a_program_with_numbers_is_saved_and_read_back(tmp_path: Path) -> None:
         for v in (0.5, 0.75):
             step(torch.ones(5, 3), v, target=torch.zeros(5, 2))
         program = step.programs[-1]
-    program.save(tmp_path / "program.json")
-    again = Program.load(tmp_path / "program.json")
+    program.save(tmp_path / "program.mirror")
+    again = Program.load(tmp_path / "program.mirror")
     assert again.arguments == program.arguments
     assert [a.name for a in again.arguments if a.kind is ArgumentKind.NUMBER] == ["given"]
     assert again.to_text(regions=True) == program.to_text(regions=True)

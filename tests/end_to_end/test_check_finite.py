@@ -297,8 +297,8 @@ def test_a_program_says_what_is_checked_and_is_replayed_from_its_text_and_its_fi
         for graph in (module.graph for module in program.device_graphs.values()):
             (commit,) = calls_to(graph, ops.commit)
             assert all(node < commit for node in calls_to(graph, ops.wait)) and len(commit.args) > 1
-        program.save(tmp_path / "step.json.gz")
-        again = mirrorc.Program.load(tmp_path / "step.json.gz")
+        program.save(tmp_path / "step.mirror.gz")
+        again = mirrorc.Program.load(tmp_path / "step.mirror.gz")
         assert str(again) == text and again.properties == program.properties
 
 

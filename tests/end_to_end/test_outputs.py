@@ -529,8 +529,8 @@ def test_the_printed_program_shows_what_is_gathered_and_a_saved_one_keeps_it(tmp
         step(x, target=target)
         text = str(step.program)
         assert "outputs.logits" in text and "concatenated" in text and "averaged" in text
-        step.program.save(tmp_path / "program.json")
-        assert str(mirrorc.Program.load(tmp_path / "program.json")) == text
+        step.program.save(tmp_path / "program.mirror")
+        assert str(mirrorc.Program.load(tmp_path / "program.mirror")) == text
         assert step.memory().total > 0
 
 

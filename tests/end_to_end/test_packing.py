@@ -301,8 +301,8 @@ def test_a_cut_program_is_printed_read_saved_and_told_of(tmp_path: Path) -> None
     assert "#   packs, of elements 0 … " in text and "all_reduce(bucket=0, b0_pack1, pack=1" in text
     assert "unpack(bucket=0, b0_pack0_sum, b0_pack1_sum, b0_pack2_sum)" in text
     assert read_program_text(text).buckets[0].packs.startswith("of elements 0 … ")
-    program.save(tmp_path / "program.json")
-    assert Program.load(tmp_path / "program.json").to_text() == text
+    program.save(tmp_path / "program.mirror")
+    assert Program.load(tmp_path / "program.mirror").to_text() == text
     assert "gradients" in str(memory)
 
 

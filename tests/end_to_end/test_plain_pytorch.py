@@ -753,7 +753,7 @@ def test_other_purposes_are_refused(tmp_path: Path) -> None:
     with compile_plain(Branches()) as step:
         step(**batch)
         with pytest.raises(ValueError, match="captured with capture='autograd'"):
-            step.programs[-1].save(tmp_path / "program.json.gz")
+            step.programs[-1].save(tmp_path / "program.mirror.gz")
         text = step.programs[-1].to_text()
         assert "run as plain PyTorch" in text
     model = Drops(reenters=True)

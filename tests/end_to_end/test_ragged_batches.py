@@ -370,8 +370,8 @@ def test_a_program_says_which_devices_have_no_examples(tmp_path: Path) -> None:
         assert "# zeros: this device has no examples" in text and "return None" in text
         assert read_program_text(text).devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
         assert "cpu:3" in diff_programs(whole, program)
-        program.save(tmp_path / "program.json")
-        loaded = mirrorc.Program.load(tmp_path / "program.json")
+        program.save(tmp_path / "program.mirror")
+        loaded = mirrorc.Program.load(tmp_path / "program.mirror")
         assert str(loaded) == text and loaded.present == (0, 1)
         explained, memory = step.explain(), step.memory()
         assert [device.compute_ms > 0.0 for device in explained.devices] == [True, True, False, False]

@@ -403,13 +403,13 @@ def test_the_printed_form_has_symbols_and_is_read_back() -> None:
 @pytest.mark.slow
 def test_a_program_with_symbols_is_saved_and_loaded(tmp_path: Path) -> None:
     _, program = trained_beside_plain_pytorch(CausalAttention, [(4, 5), (6, 9)], 2, dynamic=True)
-    program.save(tmp_path / "program.json")
-    loaded = Program.load(tmp_path / "program.json")
+    program.save(tmp_path / "program.mirror")
+    loaded = Program.load(tmp_path / "program.mirror")
     verify(loaded)
     assert "s0*s1" in loaded.to_text()
     assert loaded.to_text(regions=True) == program.to_text(regions=True)
-    loaded.save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "program.json").read_bytes()
+    loaded.save(tmp_path / "again.mirror")
+    assert (tmp_path / "again.mirror").read_bytes() == (tmp_path / "program.mirror").read_bytes()
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from tiny_programs import handmade, run_up_to
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.variables import Placement, UpdateRule
 from mirrorc.printing.bucket_table import table_lines
-from mirrorc.serialization.record_data import decode_record, encode_record
+from mirrorc.serialization.records import record_of, record_text
+from mirrorc.serialization.text_error import expression
 
 ROOT = Path(__file__).parents[2]
 MAY_NAME_A_PLACEMENT = {
@@ -33,14 +34,14 @@ def test_only_the_pass_that_establishes_a_placement_names_one() -> None:
 
 
 def test_placements_are_saved_by_name_and_pickled() -> None:
-    assert [encode_record(placement, Placement, "placement") for placement in Placement] == [
+    assert [record_text(placement, Placement, "placement") for placement in Placement] == [
         "MIRRORED",
         "SHARED",
         "OWNED",
     ]
     assert [placement.value.word for placement in Placement] == ["mirrored", "shared", "owned"]
     for placement in Placement:
-        assert decode_record(placement.name, Placement, "placement") is placement
+        assert record_of(expression(placement.name), Placement, "placement") is placement
         assert pickle.loads(pickle.dumps(placement)) is placement
 
 

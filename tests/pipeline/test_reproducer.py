@@ -102,7 +102,7 @@ def test_of_equal_passes_the_failing_one_is_replayed(tmp_path: Path, is_one_obje
 def test_a_pass_that_has_no_text_is_not_given_a_command(tmp_path: Path) -> None:
     passes = add_passes(default_pipeline(), [after("insert-update", FailsAt(lambda: None))])
     error = failure(handmade(2), passes, tmp_path)
-    (path,) = tmp_path.glob("mirrorc-fails-at-*/program.json.gz")
+    (path,) = tmp_path.glob("mirrorc-fails-at-*/program.mirror.gz")
     assert "mirrorc opt" not in str(error) and str(error).endswith(
         "The command line cannot replay it: MC4004: the pass 'fails-at' cannot be written as text: its option "
         "'option' is a function: "
@@ -123,7 +123,7 @@ def test_a_pass_that_has_no_text_is_not_given_a_command(tmp_path: Path) -> None:
 def test_a_name_that_no_folder_may_have_is_no_obstacle(tmp_path: Path) -> None:
     failing = FailsAt(option=1, name="a/b c")
     failure(handmade(2), add_passes(default_pipeline(), [after("insert-update", failing)]), tmp_path)
-    assert len(list(tmp_path.glob("mirrorc-a_b_c-*/program.json.gz"))) == 1
+    assert len(list(tmp_path.glob("mirrorc-a_b_c-*/program.mirror.gz"))) == 1
 
 
 def test_a_later_pass_that_has_no_text_is_left_out(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_without_a_directory_it_goes_to_a_temporary_one(tmp_path: Path, monkeypa
     monkeypatch.setattr(reproducer, "tempfile", tempfile)  # not that of the tests
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     failure(handmade(2), pipeline(), None)
-    assert len(list(tmp_path.glob("mirrorc-breaks-*/program.json.gz"))) == 1
+    assert len(list(tmp_path.glob("mirrorc-breaks-*/program.mirror.gz"))) == 1
 
 
 def test_what_cannot_be_written_leaves_the_error_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

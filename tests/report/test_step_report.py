@@ -76,7 +76,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with step_on(request.param, **ring) as step:
         train(step)
         path = step.report(folder / "new" / "report.html")
-        step.program.save(folder / "program.json")
+        step.program.save(folder / "program.mirror")
         recorder = step._runs.main.recorder  # type: ignore[union-attr]
         return SimpleNamespace(
             path=path,
@@ -86,7 +86,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             steps=recorder.steps(),  # type: ignore[union-attr]
             explanation=step.explain(),
             memory=step.memory(),
-            saved=folder / "program.json",
+            saved=folder / "program.mirror",
         )
 
 
@@ -185,12 +185,12 @@ def test_two_reports_stand_side_by_side(tmp_path: Path) -> None:
     assert "The programs are the same." in same
     with step_on(2, communication=mirrorc.Communication(buckets=1e-4)) as step:
         train(step)
-        step.program.save(tmp_path / "program.json.gz")
+        step.program.save(tmp_path / "program.mirror.gz")
         new = step.report(tmp_path / "new.html", compare=old).read_text(encoding="utf-8")
     Page(new)
     assert "Differences of the program" in new and "buckets" in new and "time/step_ms" in new
     done = CliRunner().invoke(
-        app, ["report", str(tmp_path / "program.json.gz"), str(tmp_path / "x.html"), "--compare", str(old)]
+        app, ["report", str(tmp_path / "program.mirror.gz"), str(tmp_path / "x.html"), "--compare", str(old)]
     )
     assert done.exit_code == 0 and "This is a prediction" in (tmp_path / "x.html").read_text(encoding="utf-8")
 

@@ -114,7 +114,7 @@ def called(program: Program) -> fx.Node:
     return list(program.mirrored_graph.nodes)[1]
 
 
-def reload(program: Program, directory: Path, name: str = "program.json") -> Program:
+def reload(program: Program, directory: Path, name: str = "program.mirror") -> Program:
     program.save(directory / name)
     return Program.load(directory / name)
 

@@ -61,8 +61,8 @@ def test_every_stage_is_printed_and_saved(tmp_path: Path) -> None:
             assert f"# {who} this on none of the batch's 2 examples: " in text
         assert text.count("loss_weight = 2/2, its part of the batch") == 1
         assert read_program_text(text).devices == ("cpu:0", "cpu:1", "cpu:2")
-        stage.save(tmp_path / "program.json")
-        loaded = Program.load(tmp_path / "program.json")
+        stage.save(tmp_path / "program.mirror")
+        loaded = Program.load(tmp_path / "program.mirror")
         assert loaded.to_text() == text and loaded.shard_of_replica == stage.shard_of_replica
 
 

@@ -199,8 +199,8 @@ def test_what_backward_reads_at_once_is_kept() -> None:
 @pytest.mark.slow
 def test_a_captured_program_keeps_its_checkpoints_in_a_file(tmp_path: Path) -> None:
     program = captured_model(Blocks(context_fn=by_policy(keeps_products)), 1)
-    program.save(tmp_path / "program.json")
-    loaded = Program.load(tmp_path / "program.json")
+    program.save(tmp_path / "program.mirror")
+    loaded = Program.load(tmp_path / "program.mirror")
     found, expected = (
         [(node.name, node.meta.get(CHECKPOINT)) for node in one.shard_graphs[0].nodes] for one in (loaded, program)
     )

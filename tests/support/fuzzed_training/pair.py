@@ -97,7 +97,7 @@ class Pair:
         own = self.mine.parameters()[name]
         if not self.has_run:
             return True
-        if self.doubts:  # what looks at the variables may refuse, as the next step would
+        if self.doubts or not self.step.programs:  # what looks at the variables may refuse, as the next step would
             return False
         variable = self.step.variables.get(name)  # None if the last program does not read it
         return variable is not None and all(value.data_ptr() == own.data_ptr() for value in variable.values)

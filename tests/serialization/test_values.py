@@ -111,7 +111,7 @@ def test_source_lines_stay_what_they_are(folder: str, name: str, line: int, code
     program = one_call(aten.clone.default, stack_trace=trace)
     found = called(reload(program, tmp_path))
     assert source_line(found) == source_line(called(program)) != ""
-    text = (tmp_path / "program.json").read_text(encoding="utf-8")
+    text = (tmp_path / "program.mirror").read_text(encoding="utf-8")
     assert "secret" not in text and "main.py" not in text and os.path.dirname(torch.__file__) not in text
 
 
@@ -138,4 +138,4 @@ def test_a_frame_without_code_does_not_give_away_the_path_of_the_next(tmp_path: 
     trace = f'  File "/secret/model.py", line 3, in f\n  File "{torch.__file__}", line 9, in g\n    inner()\n'
     program = one_call(aten.clone.default, stack_trace=trace)
     assert source_line(called(reload(program, tmp_path))) == "model.py:3"
-    assert os.path.dirname(torch.__file__) not in (tmp_path / "program.json").read_text(encoding="utf-8")
+    assert os.path.dirname(torch.__file__) not in (tmp_path / "program.mirror").read_text(encoding="utf-8")

@@ -1,0 +1,263 @@
+"""Types of values as text: ``f32[2, 3]``, ``pending f32[8]``, ``(f32[2], size[s0])``, ``value(3)``.
+
+In braces stands what a dense tensor on the CPU does not have: ``f32[4, 3]{strides=(1, 4), offset=2, device="cuda:0"}``. For
+symbolic sizes see `SavedSizes.text`; ``symbols=1`` names their table, if it is not the first.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mirrorc.ir.value_types import Pending, contiguous_strides
+from mirrorc.printing.printed_values import dtype_name
+from mirrorc.serialization.literals import DTYPES, argument_of, argument_text
+from mirrorc.serialization.text_error import TextError, expression
+from mirrorc.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    SavedSizes,
+    SizeSymbol,
+    is_symbolic,
+    lazily_negative,
+    size_now,
+    symbols_of_environment,
+)
+
+_CPU = torch.device("cpu")
+_DENSE = re.compile(r"(\w+)\[((?:\d+(?:, \d+)*)?)\]")
+_TENSOR = re.compile(r"(\w+)\[(.*?)\](?:\{(.*)\})?")
+_FACTS = ("strides", "offset", "device", "is_conjugated", "is_negated", "symbols")
+
+
+class TypePrinter:
+    """Prints the types of one program's values, and numbers the shape environments of its symbols."""
+
+    def __init__(self) -> None:
+        self.symbols: list[tuple[SizeSymbol, ...]] = []
+        self._sizes: list[SavedSizes] = []
+        self._places: dict[int, int | None] = {}  # id of an environment -> its number; None without symbols
+        self._texts: dict[int, str] = {}  # id of a fake tensor -> its text
+
+    def text(self, value: Any) -> str:
+        """Raises `TextError` for a value without a text."""
+        if isinstance(value, FakeTensor):
+            if id(value) not in self._texts:
+                self._texts[id(value)] = self._tensor(value)
+            return self._texts[id(value)]
+        if isinstance(value, Pending):
+            return f"pending {self.text(value.value)}"
+        if is_symbolic(value):
+            place = self._place(value.node.shape_env)
+            if place is None:
+                raise TextError(f"its value is the number {value}, which follows from values of tensors")
+            return f"size[{self._size(value, place)}]" + (f"{{symbols={place}}}" if place else "")
+        if isinstance(value, list | tuple):
+            brackets = "()" if isinstance(value, tuple) else "[]"
+            return f"{brackets[0]}{', '.join(map(self.text, value))}{brackets[1]}"
+        return f"value({argument_text(value, _refused)})"
+
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        if tensor.layout is not torch.strided:
+            raise TextError(f"its value has the layout {tensor.layout}, and only strided tensors can be saved")
+        extents = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+        place = 0
+        if any(map(is_symbolic, extents)):
+            found = self._place(tensor.fake_mode.shape_env)  # type: ignore[attr-defined]
+            if found is None or any(type(size_now(extent)) is not int for extent in extents):
+                raise TextError(
+                    f"its value has the symbolic shape {tuple(tensor.shape)}, of sizes that follow from values"
+                )
+            place = found
+        texts = [self._size(extent, place) for extent in extents]
+        rank = tensor.dim()
+        facts = []
+        if texts[rank:-1] != [self._size(stride, place) for stride in contiguous_strides(tensor.shape)]:
+            facts.append(f"strides=({', '.join(texts[rank:-1])}{',' if rank == 1 else ''})")
+        facts += [f"offset={texts[-1]}"] if texts[-1] != "0" else []
+        facts += [f'device="{tensor.device}"'] if tensor.device != _CPU else []
+        facts += ["is_conjugated=True"] if tensor.is_conj() else []
+        facts += ["is_negated=True"] if tensor.is_neg() else []
+        facts += [f"symbols={place}"] if place else []
+        return f"{dtype_name(tensor.dtype)}[{', '.join(texts[:rank])}]" + (f"{{{', '.join(facts)}}}" if facts else "")
+
+    def _size(self, size: Any, place: int) -> str:
+        if not is_symbolic(size):
+            return str(size)
+        try:
+            return self._sizes[place].text(size)
+        except ValueError as error:
+            raise TextError(f"its value has the size {size}: {error}") from error
+
+    def _place(self, environment: Any) -> int | None:
+        if id(environment) not in self._places:
+            symbols = symbols_of_environment(environment)
+            self._places[id(environment)] = len(self.symbols) if symbols else None
+            if symbols:
+                self.symbols.append(symbols)
+                self._sizes.append(SavedSizes(symbols))
+        return self._places[id(environment)]
+
+
+def _refused(value: Any) -> str:
+    raise TextError(f"its value is of type {type(value).__name__}, which cannot be saved")
+
+
+class TypeReader:
+    """Makes values of types. Fake tensors without symbols share one fake mode; functions share them, which saves time."""
+
+    def __init__(self, symbols: tuple[tuple[SizeSymbol, ...], ...]) -> None:
+        self._fake_mode = FakeTensorMode(
+            allow_non_fake_inputs=True
+        )  # as capture's: Inductor mixes constants with values
+        self._made_before: dict[str, list[torch.Tensor]] = {}
+        self._num_used: dict[str, int] = {}  # by the present function, which has each tensor once
+        try:
+            self._sizes = [SavedSizes(of_environment) for of_environment in symbols]
+        except ValueError as error:
+            raise TextError(f"symbols: {error}") from error
+
+    def begin_function(self) -> None:
+        self._num_used.clear()
+
+    def value(self, text: str) -> Any:
+        """Inverts `TypePrinter.text`; raises `TextError` for other texts."""
+        number, made = self._num_used.get(text, 0), self._made_before.get(text, ())
+        self._num_used[text] = number + 1
+        if number < len(made):
+            return made[number]
+        value = self._new_value(text)
+        if isinstance(value, torch.Tensor):
+            self._made_before.setdefault(text, []).append(value)
+        return value
+
+    def _new_value(self, text: str) -> Any:
+        dense = _DENSE.fullmatch(text)
+        if dense is not None and dense[1] in DTYPES:
+            shape = [int(size) for size in dense[2].split(", ")] if dense[2] else []
+            return self._made(text, DTYPES[dense[1]], shape, {})
+        if text.startswith("pending "):
+            return Pending(self.value(text.removeprefix("pending ")))
+        if text[:1] + text[-1:] in ("()", "[]"):
+            values = [self.value(part) for part in split_at_commas(text[1:-1])]
+            return tuple(values) if text[0] == "(" else values
+        if text.startswith("value("):
+            (argument,) = _arguments(text)
+            return argument_of(argument, _unknown)
+        match = _TENSOR.fullmatch(text)
+        if match is None or (match[1] not in DTYPES and match[1] != "size"):
+            raise TextError(f"{text!r:.60} is no type, such as f32[2, 3]")
+        return self._with_facts(text, match[1], match[2], match[3] or "")
+
+    def _with_facts(self, text: str, name: str, shape: str, facts: str) -> Any:
+        given = {str(keyword.arg): keyword.value for keyword in _call(f"f({facts})").keywords}
+        if not given.keys() <= set(_FACTS):
+            raise TextError(f"{text!r:.60} has in braces what no type has: {', '.join(_FACTS)} are known")
+        place = argument_of(given["symbols"], _unknown) if "symbols" in given else 0
+        sizes = [self._size(size, place) for size in _arguments(f"f({shape})")]
+        if name == "size":
+            if len(sizes) != 1 or not is_symbolic(sizes[0]):
+                raise TextError(f"{text!r:.60} is no size of symbols")
+            return sizes[0]
+        read: dict[str, Any] = {}
+        for key, node in given.items():
+            if key in ("strides", "offset"):
+                parts = node.elts if isinstance(node, ast.Tuple) else [node]
+                extents = [self._size(part, place) for part in parts]
+                read[key] = extents if isinstance(node, ast.Tuple) else extents[0]
+            elif key != "symbols":
+                read[key] = argument_of(node, _unknown)
+        mode = self._sizes[place].fake_mode if self._sizes and any(map(is_symbolic, sizes)) else self._fake_mode
+        return self._made(text, DTYPES[name], sizes, read, mode)
+
+    def _size(self, node: ast.expr, place: Any) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if type(place) is not int or not 0 <= place < len(self._sizes):
+            raise TextError(f"there is no table {place!r:.60} of symbols")
+        try:
+            return self._sizes[place].size(ast.unparse(node))
+        except ValueError as error:
+            raise TextError(str(error)) from error
+
+    def _made(
+        self, text: str, dtype: torch.dtype, shape: list[Any], facts: dict[str, Any], mode: FakeTensorMode | None = None
+    ) -> torch.Tensor:
+        try:
+            return _tensor(mode or self._fake_mode, dtype, shape, **facts)
+        except Exception as error:
+            raise TextError(f"there is no tensor {text:.80}") from error
+
+
+def _tensor(
+    fake_mode: FakeTensorMode,
+    dtype: torch.dtype,
+    shape: list[Any],
+    strides: Any = None,
+    offset: Any = 0,
+    device: str = "cpu",
+    is_conjugated: bool = False,
+    is_negated: bool = False,
+) -> torch.Tensor:
+    """Without symbols, bypasses the fake mode's slow dispatcher."""
+    strides = contiguous_strides(shape) if strides is None else strides
+    is_fast = not any(map(is_symbolic, (*shape, *strides, offset)))
+    place = {"dtype": dtype, "device": "meta" if is_fast else device}
+    with contextlib.nullcontext() if is_fast else fake_mode:
+        if type(offset) is int and not offset:
+            tensor = torch.empty_strided(shape, strides, **place)  # type: ignore[call-overload]
+        else:
+            extent = sum(((size - 1) * stride for size, stride in zip(shape, strides, strict=True)), start=1)
+            tensor = torch.empty(offset + (max(extent, 0) if is_fast else extent), **place).as_strided(
+                shape, strides, offset
+            )
+        tensor = tensor.conj() if is_conjugated else tensor
+        tensor = lazily_negative(tensor) if is_negated else tensor
+    return FakeTensor(fake_mode, tensor, torch.device(device)) if is_fast else tensor
+
+
+def split_at_commas(text: str) -> list[str]:
+    """The parts of a list, whose items may hold lists and strings."""
+    return list(_parts(text)) if text else []
+
+
+def _parts(text: str) -> Iterator[str]:
+    if not any(bracket in text for bracket in '([{"'):
+        yield from text.split(", ")
+        return
+    depth = start = i = 0
+    while i < len(text):
+        char = text[i]
+        if char == '"':
+            i += 1
+            while i < len(text) and text[i] != '"':
+                i += 2 if text[i] == "\\" else 1
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and not depth:
+            yield text[start:i].strip()
+            start = i + 1
+        i += 1
+    yield text[start:].strip()
+
+
+def _call(text: str) -> ast.Call:
+    call = expression(text)
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise TextError(f"{text!r:.60} is no type")
+    return call
+
+
+def _arguments(text: str) -> list[ast.expr]:
+    call = _call(text)
+    if call.keywords:
+        raise TextError(f"{text!r:.60} is no type")
+    return call.args
+
+
+def _unknown(node: ast.expr) -> Any:
+    raise TextError(f"{ast.unparse(node):.60} stands for no value", node)
