@@ -35,7 +35,7 @@ def _search_this_folder() -> None:
         sys.path.insert(0, "")
 
 
-SavedProgram = Annotated[Path, typer.Argument(help="a file that program.save() has written")]
+SavedProgram = Annotated[Path, typer.Argument(help="a file that program.save() has written, or - for standard input")]
 Regions = Annotated[bool, typer.Option("--regions", help="print the bodies of the regions, too")]
 Slots = Annotated[bool, typer.Option("--slots", help="print every gradient of a bucket on a line of its own")]
 NoFold = Annotated[bool, typer.Option("--no-fold", help="print every line of what repeats")]
@@ -57,6 +57,7 @@ def show(
     slots: Slots = False,
     no_sources: NoSources = False,
     no_fold: NoFold = False,
+    complete: Annotated[bool, typer.Option("--complete", help="print all of it, as it is saved")] = False,
     imports: Imports = None,
 ) -> None:
     """Prints a saved program."""
@@ -66,6 +67,9 @@ def show(
     loaded = _load(program)
     fold = False if no_fold else None
     try:
+        if complete:
+            print_colored(loaded.to_text(complete=True), sys.stdout)
+            return
         text = printed(loaded, program, regions=regions, slots=slots, sources=not no_sources, fold=fold)
     except ValueError as error:
         fail(error)
@@ -131,7 +135,7 @@ def diff(
 ) -> None:
     """Compares two programs.
 
-    Describes their differences, then prints the differing lines. Exits with 1 if there are any.
+    Prints the lines that differ, by bucket, function and region. Exits with 1 if there are any.
     """
     from mirrorc.comparison.diff import diff_files
 

@@ -180,6 +180,8 @@ def _span(part: _Part, first: int, start: int, stop: int) -> str:
 
 def _load(path: Path) -> Program | str:
     """A program if the file holds its complete text, or else the printed text."""
+    if str(path) == "-":
+        return Program.load(path)
     with path.open("rb") as file:
         beginning = file.read(4096).split(b"\n")
     is_printed = beginning[0].startswith(b"# ") and not b"".join(beginning[1:2]).startswith(b"# complete form ")

@@ -1,44 +1,58 @@
-"""Colors printed programs in a terminal, with the package rich."""
+"""Colors programs: a lexer for Pygments, found as ``mirror`` and by file name, and the package rich for terminals."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from mirrorc.ir.operation import Kind, Printed, operations
+from pygments.lexer import RegexLexer, bygroups
+from pygments.token import Comment, Keyword, Name, Number, String, Text, Token
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.text import Text as RichText
 
-_COMMENT = (r"(?P<comment>#.*)$", "bright_black")
-_STYLES = (
-    (r"^(?P<keyword>def|region)\b|\b(?P<return>return)\b", "bold magenta"),
-    (r"\b(?P<region>(?:fwd|bwd)_\d+(?:\.shard\d+)?)\b", "bold cyan"),
-    (r"(?P<type>(?:pending |share of )?\b(?:bool|(?:bf|f|i|u|c)\d+)\[[\d, ]*\])", "blue"),
-)
-_OF_KINDS = {
-    "bold yellow": (Kind.LAUNCH, Kind.WAIT),
-    "bold green": (Kind.CHECK, Kind.GATHER, Kind.FACTORED, Kind.PACK, Kind.UPDATE, Kind.WRITE),
-    "bold cyan": (Kind.COMPUTE, Kind.SOURCE),
+_TOKENS = {
+    **dict.fromkeys(("launch", "wait"), Name.Exception),
+    **dict.fromkeys(("check", "gather", "factored", "pack", "update", "write"), Name.Function),
+    **dict.fromkeys(("operator", "source"), Name.Builtin),
 }
-"""Styles of operations. A region call has none, because its operation's name is not printed."""
+"""The tokens of operations, by their kind."""
 
 
-def colored(text: str) -> Text:
-    from rich.text import Text
+def _called(lexer: RegexLexer, match: re.Match[str]) -> Iterator[tuple[int, Any, str]]:
+    from mirrorc.ir import ops  # imports torch, which a mere search for a lexer does not need
+    from mirrorc.ir.operation import operation_named
 
-    result = Text(text)
-    for pattern, style in (*_STYLES, *_operation_styles(), _COMMENT):  # comments last, to override styles within them
-        result.highlight_regex(f"(?m){pattern}", style)
-    return result
+    assert ops.pack, "importing it has declared all operations"
+    operation = operation_named(match[0])
+    yield match.start(), _TOKENS.get(operation.kind.value, Name) if operation is not None else Name, match[0]
 
 
-def _operation_styles() -> Iterator[tuple[str, str]]:
-    for style, kinds in _OF_KINDS.items():
-        listed = (operation for operation in operations() if operation.kind in kinds)
-        names = [operation.name for operation in listed if operation.printed is not Printed.WHERE_USED]
-        if names:
-            yield rf"\b(?P<operation>{'|'.join(names)})(?=\()", style
+class MirrorLexer(RegexLexer):
+    name = "mirrorc program"
+    aliases: ClassVar = ["mirror", "mirrorc"]
+    filenames: ClassVar = ["*.mirror"]
+    tokens: ClassVar = {
+        "root": [
+            (r"#.*", Comment),
+            (r'"(\\.|[^"\\\n])*"', String),
+            (r"^(def|region)( )(\S+?)(?=\()", bygroups(Keyword, Text, Name.Class)),
+            (r"^@\w+|\breturn\b", Keyword),
+            (r"(?:pending |share of )?\b(?:bool|(?:bf|f|i|u|c)\d+|size)\[[^\]\n]*\](?:\{[^}\n]*\})?", Keyword.Type),
+            (r"\b(?:fwd|bwd)_\d+(?:\.shard\d+|_shard\d+)?\b", Name.Class),
+            (r"[A-Za-z_]\w*(?=\()", _called),
+            (r"[A-Za-z_][\w.]*", Name),
+            (r"\d[\w.]*", Number),
+            (r"\s+|.", Token.Text),
+        ]
+    }
+
+
+def colored(text: str) -> RichText:
+    from rich.syntax import Syntax
+
+    return Syntax("", MirrorLexer(stripnl=False, ensurenl=False), theme="ansi_dark").highlight(text)
 
 
 def print_colored(text: str, stream: TextIO) -> None:

@@ -68,14 +68,14 @@ def render(report: StepReport, earlier: StepReport | None = None) -> str:
         report=report,
         data=_FORMAT + record_text(report, StepReport, "the report").replace("<", "\\u003c"),
         picture=picture,
-        lines=report.program.rstrip("\n").split("\n"),
+        lines=report.program.text.rstrip("\n").split("\n"),
         bar_of_line=picture.first_bar,
         parts=PARTS,
         styles=_STYLES,
         memory_kinds=_MEMORY,
         earlier=earlier,
         changes=list(changes(earlier.metrics, report.metrics)) if earlier is not None else [],
-        difference=diff_texts(earlier.program, report.program) if earlier is not None else "",
+        difference=diff_texts(earlier.program.text, report.program.text) if earlier is not None else "",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from mirrorc.ir.program import Program, Stage
 from mirrorc.report.logged_figures import metrics_of
 from mirrorc.report.page import read_report, write_report
-from mirrorc.report.step_report import StepReport, step_report
+from mirrorc.report.step_report import StepReport, reported_program, step_report
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.profiling.explain_steps import explain_steps
 from mirrorc.runtime.profiling.prediction import predicted_step
@@ -41,4 +41,4 @@ def predicted_report(program: Program, facts: Mapping[str, str]) -> StepReport:
         else:
             explanation = explain_steps(program, [step])
             return step_report(program, step, explanation, None, facts, metrics_of(explanation), stands_on)
-    return StepReport(facts, program.to_text(), "", 0.0, (), (), None, None, None, {})
+    return StepReport(facts, reported_program(program), "", 0.0, (), (), None, None, None, {})

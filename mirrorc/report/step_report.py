@@ -109,6 +109,16 @@ class ReportedBucket:
 
 
 @dataclass(frozen=True)
+class ReportedProgram:
+    """A program's printed form, in which no line is folded, and its table of buckets."""
+
+    text: str
+    buckets: tuple[ReportedBucket, ...]
+    remarks: tuple[str, ...]
+    is_one_of_several: bool
+
+
+@dataclass(frozen=True)
 class Commit:
     """The moment when the last device reaches the commit."""
 
@@ -121,13 +131,12 @@ class StepReport:
     """A report's data. A saved program has no ``explanation`` if its step cannot be predicted, and no ``memory``.
 
     Attributes:
-        program: its printed form.
         prediction: the basis of times that were not recorded; empty for recorded times.
         metrics: as of `mirrorc.Step.metrics`.
     """
 
     facts: Mapping[str, str]
-    program: str
+    program: ReportedProgram
     prediction: str
     step_ms: float
     lanes: tuple[Lane, ...]
@@ -136,9 +145,6 @@ class StepReport:
     explanation: Explanation | None
     memory: MemoryReport | None
     metrics: Mapping[str, float]
-    buckets: tuple[ReportedBucket, ...]
-    remarks: tuple[str, ...]
-    is_one_of_several: bool
 
 
 _LISTED = 3  # gradients of a bucket
@@ -153,15 +159,15 @@ def step_report(
     metrics: Mapping[str, float],
     prediction: str = "",
 ) -> StepReport:
-    text = program.to_text(fold=False)
+    printed = reported_program(program)
     commit = _commit(program, step)
     collectives = collectives_of(step)
     return StepReport(
         facts=facts,
-        program=text,
+        program=printed,
         prediction=prediction,
         step_ms=(step.ended_ns - step.begun_ns) / 1e6,
-        lanes=tuple(_lanes(program, step, collectives, commit, _numbers_of_lines(program, text), memory)),
+        lanes=tuple(_lanes(program, step, collectives, commit, _numbers_of_lines(program, printed.text), memory)),
         flights=tuple(
             _flight(step, collective, times.label, times.num_bytes)
             for collective, times in zip(collectives, explanation.buckets, strict=False)
@@ -170,6 +176,13 @@ def step_report(
         explanation=explanation,
         memory=memory,
         metrics=metrics,
+    )
+
+
+def reported_program(program: Program) -> ReportedProgram:
+    text = program.to_text(fold=False)
+    return ReportedProgram(
+        text=text,
         buckets=tuple(_buckets(program, text)),
         remarks=tuple(str(remark) for remark in program.remarks if remark.is_kept),
         is_one_of_several=program.workers.are_several,

@@ -122,7 +122,7 @@ def test_diff_says_what_differs_and_exits_with_one(captured: Path, tmp_path: Pat
     same = run(app, ["diff", str(one), str(one)])
     assert same.exit_code == 0 and same.stdout == ""
     done = run(app, ["diff", str(one), str(other)])
-    assert done.exit_code == 1 and "bucket" in done.stdout.splitlines()[0] and "\n@@ " in done.stdout
+    assert done.exit_code == 1 and re.search(r"(?m)^@@ .* @@ bucket 0$", done.stdout)
 
 
 def test_diff_takes_printed_programs(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_diff_compares_what_regions_compute(tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3))
         run_up_to("lower-devices", captured_model(model)).save(tmp_path / f"{name}.mirror.gz")
     done = run(app, ["diff", str(tmp_path / "tanh.mirror.gz"), str(tmp_path / "sigmoid.mirror.gz")])
-    assert done.exit_code == 1 and done.stdout.startswith("region fwd_0 changed: ")
+    assert done.exit_code == 1 and " @@ region fwd_0\n" in done.stdout
     assert "+    _1_sigmoid: f32[4, 6] = aten.sigmoid.default(_0_addmm)\n" in done.stdout
 
 
@@ -166,7 +166,7 @@ def test_a_saved_program_is_equal_to_the_dump_of_its_last_pass(captured: Path, t
     done = run(app, ["diff", str(output), str(dump)])
     assert done.exit_code == 0 and done.stdout == ""
     dump.write_text(dump.read_text(encoding="utf-8").replace("aten.relu", "aten.selu"), encoding="utf-8")
-    assert "region fwd_0 changed" in run(app, ["diff", str(output), str(dump)]).stdout
+    assert " @@ region fwd_0\n" in run(app, ["diff", str(output), str(dump)]).stdout
 
 
 def test_verify_checks_every_file(captured: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_what_is_no_program_is_refused(command: list[str], tmp_path: Path) -> No
     (tmp_path / "no.mirror").write_text("{}")
     none = tmp_path / "none.mirror"
     for path, reason in (
-        (tmp_path / "no.mirror", "it is JSON, but no mirrorc program"),
+        (tmp_path / "no.mirror", "it is no program"),
         (none, f"mirrorc: there is no file {none}\n"),
         (tmp_path, f"mirrorc: {tmp_path}: Is a directory\n"),
     ):
@@ -292,10 +292,8 @@ def test_operators_of_the_users_are_imported(tmp_path: Path) -> None:
     program.save(tmp_path / "saved.mirror")
     command = ["opt", "saved.mirror", "--passes", "plan-buckets"]
     done = in_folder(tmp_path, *command)
-    assert done.returncode in (1, 2) and done.stderr.endswith(
-        "the operator 'of_the_command_line.halve.default' is unknown here\n  fix:  import the library that registers it "
-        "first; on the command line, --import MODULE\n"
-    )
+    assert done.returncode in (1, 2) and "the operator 'of_the_command_line.halve.default' is unknown here" in done.stderr
+    assert done.stderr.endswith("import the library that registers it first; on the command line, --import MODULE\n")
     done = in_folder(tmp_path, *command, "--import", "my_operators")
     assert done.returncode == 0, done.stderr
     assert "of_the_command_line.halve" in in_folder(tmp_path, "show", "saved.mirror", "--import", "my_operators").stdout
@@ -329,7 +327,9 @@ def test_a_failed_opt_leaves_a_reproducer_only_where_it_is_told_to(
     assert done.stderr.endswith("\n--dump DIRECTORY keeps what the failing pass was given.\n")
     done = run(app, [*command, "--dump", "kept"])
     (folder,) = (tmp_path / "kept").glob("mirrorc-loses-*")
-    assert f"Reproduce it with: mirrorc opt kept/{folder.name}/program.mirror.gz --passes loses_keys:Loses" in done.stderr
+    assert (
+        f"Reproduce it with: mirrorc opt kept/{folder.name}/program.mirror.gz --passes loses_keys:Loses" in done.stderr
+    )
     assert "--dump DIRECTORY" not in done.stderr and not list(elsewhere.iterdir())
 
 

@@ -17,7 +17,6 @@ from mirrorc import CaptureError, ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.packing import ByBytes
-from mirrorc.printing.reader import read_program_text
 
 BUCKETS = {"buckets": ByBytes(0.01, 0.001)}
 
@@ -96,7 +95,7 @@ def test_asserts_stay_in_the_program_before_everything_that_leaves_the_replica()
             assert [check.kwargs["text"] for check in checks] == [TEXT, "assertion error", "assertion error"]
             assert max(checks) < min(node for node in graph.nodes if node.target in ops.LAUNCHES)
         text = str(step.programs[-1])
-        assert f"# or the step stops: {TEXT!r}" in text and read_program_text(text) is not None
+        assert f"# or the step stops: {TEXT!r}" in text
 
 
 class InBackward(torch.autograd.Function):

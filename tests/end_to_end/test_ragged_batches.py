@@ -34,7 +34,6 @@ from mirrorc.comparison.diff import diff_programs
 from mirrorc.errors import CaptureError, NonFiniteError
 from mirrorc.packing import ByBytes
 from mirrorc.passes import FactorGradients, default_pipeline
-from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.binding.interleaving import InterleavingTrial
 
 TOLERANCE = 1e-10
@@ -368,7 +367,6 @@ def test_a_program_says_which_devices_have_no_examples(tmp_path: Path) -> None:
             "(replica 2) runs this on none of the batch's 2 examples: it adds zeros to each sum\ndef cpu_2():" in text
         )
         assert "# zeros: this device has no examples" in text and "return None" in text
-        assert read_program_text(text).devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
         assert "cpu:3" in diff_programs(whole, program)
         program.save(tmp_path / "program.mirror")
         loaded = mirrorc.Program.load(tmp_path / "program.mirror")

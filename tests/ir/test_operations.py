@@ -14,7 +14,6 @@ from saved_programs import HANDMADE
 from tiny_programs import MUON, Gated, Weight, captured_model, every_stage, handmade, run_up_to
 from torch import nn
 
-from mirrorc.comparison.schedule_changes import schedule_of
 from mirrorc.compression import TopK
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call
@@ -37,7 +36,6 @@ from mirrorc.packing import EqualPacks
 from mirrorc.passes import ReserveMemory, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.printing.colors import colored
-from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.binding.binder import binds
 from mirrorc.runtime.memory.activations import accounts
 from mirrorc.runtime.profiling.timeline import category_of
@@ -108,9 +106,7 @@ def test_every_operation_is_known_to_every_part() -> None:
             assert category_of(node) == categories.get(found.kind, found.kind.value)
         if found.printed is not Printed.WHERE_USED and found.kind is not Kind.REGION:
             text = colored(f"x = {found.name}(y)")
-            assert {text.plain[span.start : span.end] for span in text.spans} == {found.name}, (
-                f"{found.name} has no color"
-            )
+            assert found.name in {text.plain[s.start : s.end] for s in text.spans}, f"{found.name} has no color"
         assert found.summary.endswith("."), f"{found.name} does not say what it does"
 
 
@@ -126,22 +122,6 @@ def test_operations_stand_at_their_stages_with_their_keywords() -> None:
                     assert found.since <= program.stage <= found.until, f"{found.name} at {program.stage.name}"
                     assert set(found.keywords) <= set(node.kwargs)
     assert seen == {found.name for found in operations()}
-
-
-@pytest.mark.slow
-def test_printed_lines_are_found_again_by_their_kind() -> None:
-    kinds = set()
-    for program in programs():
-        if program.stage is Stage.LOWERED:
-            printed = read_program_text(program.to_text())
-            for device in program.devices:
-                events = schedule_of(printed, device.name, str).events
-                for event in events:
-                    found = operation_named(event.line.operation)
-                    other = "operator" if event.line.operation.startswith("aten.") else "region"
-                    assert event.key[0] == (found.kind.value if found is not None else other), event.line.text
-                    kinds.add(event.key[0])
-    assert kinds == {kind.value for kind in Kind}
 
 
 def test_selections_are_made_of_effects() -> None:

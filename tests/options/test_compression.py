@@ -24,7 +24,6 @@ from mirrorc.ir.workers import Workers
 from mirrorc.options.option import Request
 from mirrorc.options.table import OPTIONS
 from mirrorc.passes import CompressExchange, default_pipeline
-from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.commit.used_variables import UsedVariables
 
 
@@ -64,7 +63,6 @@ def test_the_printed_program_says_what_is_compressed_and_is_read_back(case: str,
     program = prepared(compression=compression, exchange="dense")
     text = program.to_text(fold=False)
     assert [words for words in said if words not in text] == []
-    read_program_text(program.to_text(slots=True, sources=False))
     assert_same(program, reload(program, tmp_path))
 
 

@@ -13,7 +13,6 @@ from mirrorc.ir.nodes import is_region_call, replica_of
 from mirrorc.ir.program import Program
 from mirrorc.passes import CheckFinite, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
 
 
@@ -60,7 +59,6 @@ def test_every_stage_is_printed_and_saved(tmp_path: Path) -> None:
         for who in absent if stage.device_graphs else ["cpu:0, cpu:2 (replicas 0, 2) run"]:
             assert f"# {who} this on none of the batch's 2 examples: " in text
         assert text.count("loss_weight = 2/2, its part of the batch") == 1
-        assert read_program_text(text).devices == ("cpu:0", "cpu:1", "cpu:2")
         stage.save(tmp_path / "program.mirror")
         loaded = Program.load(tmp_path / "program.mirror")
         assert loaded.to_text() == text and loaded.shard_of_replica == stage.shard_of_replica

@@ -19,7 +19,6 @@ from mirrorc.packing import ByBytes
 from mirrorc.passes import ReserveMemory, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import Verify
 
 RESERVING = ReserveMemory(min_bytes=0)
@@ -137,9 +136,7 @@ def test_steps_and_programs_use_the_same_memory() -> None:
 def test_a_program_with_reserved_memory_is_saved_and_read_back(tmp_path: Path) -> None:
     for program in _every_stage():
         assert_same(reload(program, tmp_path), program)
-        text = program.to_text(regions=True)
-        assert "reserved" in text
-        read_program_text(text)
+        assert "reserved" in program.to_text(regions=True)
 
 
 def _every_stage() -> list[Program]:
