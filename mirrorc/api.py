@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -69,6 +70,7 @@ def compile(
     check_finite: FiniteCheck = False,
     distributed: Distributed = "auto",
     mode: Mode | None = None,
+    program: str | os.PathLike[str] | Program | None = None,
     communication: Communication | None = None,
     memory: Memory | None = None,
     compiler: Compiler | None = None,
@@ -115,6 +117,9 @@ def compile(
         mode: a preset of options that are left at their defaults, with a remark: "debug" (eager regions in exact order, finite
             values are checked, every pass is dumped to ``mirrorc_dump``), "fast-start" (eager regions), "reproducible"
             (``exact_order=True``), "slow-network" (gradients travel as bfloat16).
+        program: an edited program of this very step, or the file of one, of any stage (`Program.save`, `Debug.dump`). The
+            passes that it has not seen complete it. It may differ in buckets and in the order of calls, not in what a region
+            computes. Calls of other sizes compile as without it, with a remark.
         communication: how gradients travel: buckets, algorithm, link, compression, timeout.
         memory: where parameters and optimizer state live, and how much activations take.
         compiler: backend, capture, symbolic sizes, CUDA graphs, passes of your own.
@@ -286,6 +291,7 @@ def make_step(
         cluster=joint.cluster if joint is not None else None,
         compilation=joint.round if joint is not None else None,
         exchange=asked["exchange"],
+        program=asked["program"],
         dynamic=asked["dynamic"],
         remarks=(*remarks, *pipeline_remarks),
     )

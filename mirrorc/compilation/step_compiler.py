@@ -29,6 +29,7 @@ from mirrorc.compilation.call_kind import Purpose, states_of
 from mirrorc.compilation.capture_warnings import CaptureWarnings
 from mirrorc.compilation.choices.device_exchange import with_gathered
 from mirrorc.compilation.choices.worker_choices import WorkerChoices
+from mirrorc.compilation.edited_program import EditedProgram
 from mirrorc.compilation.instruments import instruments_for
 from mirrorc.compilation.program_cache import Specialization
 from mirrorc.compilation.progress import Progress
@@ -88,6 +89,7 @@ class StepCompiler:
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home, options.timeout_seconds) if options.cuda_graphs else None
         self._warnings = CaptureWarnings(len(options.devices))
+        self._edited = EditedProgram(options.program) if options.program is not None else None
         self._most_activations = 0  # the peak of a device, in programs that keep everything for backward
         self.states = states_of(state)
 
@@ -276,7 +278,8 @@ class StepCompiler:
         program = with_gathered(self._choices.put_into(program.with_remarks(*remarks)), options)
         if captured.sizes is not None and program.workers.sent_as_factors:
             raise SizesGivenUp("workers send each other factors, of which they know how many there are")
-        return program, purpose.passes_of(options.pipeline)
+        pipeline = purpose.passes_of(options.pipeline)
+        return self._edited.continued(program, pipeline) if self._edited and purpose.trains else (program, pipeline)
 
     def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress, *more: Instrument) -> Program:
         options = self._options

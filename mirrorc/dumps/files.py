@@ -16,9 +16,9 @@ _NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
 
 
 class DumpFiles(Instrument):
-    """Writes the program's text and diff after every pass, and at the end an index of these files.
+    """Saves the program after every pass and writes its text and diff, and at the end an index of these files.
 
-    The captured program is saved as well, for ``mirrorc opt``. A sink that fails is dropped with a warning.
+    A sink that fails is dropped with a warning.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -33,7 +33,9 @@ class DumpFiles(Instrument):
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         self._last = (compiler_pass, before)
-        self._write(PassReport(compiler_pass.name, after, before, seconds * 1e3))
+        report = PassReport(compiler_pass.name, after, before, seconds * 1e3)
+        saved = self._save(f"{self._stem(report.name)}.mirror.gz", after)[0] if report.is_changed else ""
+        self._write(report, saved)
 
     def refused(self, program: Program, error: Exception) -> None:
         self._note("capture", error, is_written=bool(self._rows))
@@ -59,7 +61,7 @@ class DumpFiles(Instrument):
         try:
             is_saved = [sink.save(name, program) for sink in self.sinks]
         except Exception as error:  # noqa: BLE001 - a broken program may raise anything; the verifier reports it
-            return "", f"the captured program cannot be saved: {error}"
+            return "", f"the program cannot be saved: {error}"
         return name if any(is_saved) else "", ""
 
     def _write(self, report: PassReport, saved: str = "", why_not: str = "") -> None:

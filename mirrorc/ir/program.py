@@ -138,6 +138,7 @@ class Program:
         optimizer_groups: for readers alone.
         gathered: variables with gradients gathered as factors between devices.
         workers: devices, graphs and ``num_examples`` are those of one worker.
+        passes: the names of those that have run, in order.
     """
 
     stage: Stage
@@ -160,6 +161,7 @@ class Program:
     properties: tuple[Property, ...] = ()
     gathered: tuple[str, ...] = ()
     workers: Workers = ALONE
+    passes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.remarks, tuple) and any(isinstance(remark, str) for remark in self.remarks):

@@ -366,6 +366,9 @@ Operations, links, backends, rules and options have names of their own.
 MC4101 A program that breaks a rule
 The fault is in the pass that the message names. [The verifier](../compiler/verifier.md) lists the rules.
 
+MC4102 An edited program of another step
+[Editing a program](../compiler/editing-programs.md) says what may be edited.
+
 # Execution
 
 MC5001 An exception on a device

@@ -28,6 +28,17 @@ def source_line(node: fx.Node) -> str:
     return f"{module_of(node)} ({getattr(kind, '__name__', str(kind).rsplit('.', 1)[-1])})".strip()
 
 
+LINE_OF_TEXT = "line_of_text"
+"""The key in `node.meta` of the line of a program's text that a node was read from."""
+
+
+def place_of(node: fx.Node) -> str:
+    """The user's line of a node, and the line of the program's text that it was read from; empty if unknown."""
+    number = node.meta.get(LINE_OF_TEXT)
+    in_text = f"line {number} of the program's text" if number is not None else ""
+    return ", ".join(filter(None, (in_text, source_line(node))))
+
+
 def module_of(node: fx.Node) -> str:
     """A node's module by its name in ``model.named_modules()``; empty if unknown."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())

@@ -16,6 +16,7 @@ from mirrorc.cluster import Cluster, Round
 from mirrorc.ir import workers
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
+from mirrorc.ir.program import Program
 from mirrorc.messages.problem import problem
 from mirrorc.options.communication import Exchange
 from mirrorc.options.table import LossReduction
@@ -52,6 +53,7 @@ class StepOptions:
     cluster: Cluster | None  # the workers that have joined
     compilation: Round | None  # the round in which workers compile this step together
     exchange: Exchange  # the form of workers' gradients
+    program: str | os.PathLike[str] | Program | None  # an edited one
     dynamic: bool | None  # sizes of arguments are symbols; None: once they change
     remarks: tuple[str, ...]  # on the arguments, for every program of the step
 

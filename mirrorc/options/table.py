@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from mirrorc.ir.program import Program
 from mirrorc.messages.wording import listed
 from mirrorc.options.communication import Communication
 from mirrorc.options.compiler import Compiler
@@ -109,6 +110,23 @@ OPTIONS = Options(
             "auto",
             kinds=(bool,),
             texts=("auto",),
+        ),
+        Option(
+            "program",
+            "give the file of an edited program, a Program, or None",
+            kinds=(str, os.PathLike, Program, NoneType),
+            excludes=(
+                Exclusion("activations", "the bound chooses among programs of its own"),
+                Exclusion(
+                    "over several workers",
+                    lambda r: (
+                        "all workers exchange the same in the same order, and a file is the program of one"
+                        if r.workers.are_several
+                        else ""
+                    ),
+                    "train with the options that make such a program",
+                ),
+            ),
         ),
         Option("mode", f"say {', '.join(map(repr, MODES))}, or None", kinds=(NoneType,), texts=tuple(MODES)),
     ],

@@ -93,7 +93,7 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
             "program.with_remarks('why')",
         )
     noted = _signed(_with_remark_on_bits(compiler_pass, program, after), program.remarks, compiler_pass.name)
-    return _with_properties(noted, program, compiler_pass)
+    return _with_properties(noted, program, compiler_pass).evolve(passes=(*program.passes, compiler_pass.name))
 
 
 def _with_remark_on_bits(compiler_pass: Pass, before: Program, after: Program) -> Program:

@@ -27,6 +27,7 @@ from torch import fx, nn
 
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
 from mirrorc.ir.program import Program, Region
+from mirrorc.messages.source_lines import LINE_OF_TEXT
 from mirrorc.serialization.literals import argument_of, identifier
 from mirrorc.serialization.operator_names import find_operator
 from mirrorc.serialization.printer import GRAPHS, MODEL
@@ -34,9 +35,6 @@ from mirrorc.serialization.records import field_types, record_of
 from mirrorc.serialization.text_error import TextError, expression
 from mirrorc.serialization.types import TypeReader, split_at_commas
 from mirrorc.torch_internals import SizeSymbol, add_node, lazy_graph_module
-
-LINE_OF_TEXT = "line_of_text"
-"""The key in `node.meta` of the line that a node was read from."""
 
 _INDENT = "    "
 _OPENING = re.compile(r"(def|region) ([A-Za-z_]\w*)\((.*)")
@@ -180,9 +178,9 @@ def _program(tables: Mapping[str, ast.expr], functions: Collection[_Function]) -
         seen.add((function.kind, key))
         graph = _GraphReader(types, targets, regions if function.kind == "device" else {}).read(function)
         if function.kind == "region":
-            regions[key] = Region(function.options.get("name", key), function.label, _module(function, graph, {}))
+            regions[key] = Region(function.options.get("name", key), function.label, _module(function, graph, {}, key))
         elif function.kind == "device":
-            devices[key] = _module(function, graph, regions)
+            devices[key] = _module(function, graph, regions, f"Replica{len(devices)}")
         elif function.kind == "shard":
             shards.append(graph)
         else:
@@ -190,13 +188,13 @@ def _program(tables: Mapping[str, ast.expr], functions: Collection[_Function]) -
     return Program(**fields, regions=regions, shard_graphs=tuple(shards), graph=mirrored, device_graphs=devices)
 
 
-def _module(function: _Function, graph: fx.Graph, regions: Mapping[str, Region]) -> fx.GraphModule:
+def _module(function: _Function, graph: fx.Graph, regions: Mapping[str, Region], class_name: str) -> fx.GraphModule:
     root = nn.Module()
     for node in graph.nodes:
         if node.op == "call_module":
             root.add_module(str(node.target), regions[str(node.target)].graph_module)
     try:
-        class_name = identifier(function.options.get("class_name", "GraphModule"), "class_name")
+        class_name = identifier(function.options.get("class_name", class_name), "class_name")
         return lazy_graph_module(root, graph, class_name)
     except Exception as error:  # torch.fx turns the graph into Python code, which these nodes may not give
         reason = error if isinstance(error, TextError) else f"{type(error).__name__}: {error}"

@@ -53,26 +53,32 @@ def complete_text(program: Program) -> str:
     return "\n".join([program_heading(program), version, *tables, *functions]) + "\n"
 
 
+def body_text(graph: fx.Graph) -> str:
+    """The text of a graph that calls no regions, without the places in the user's code."""
+    lines = _GraphPrinter().text("", "", graph, "the graph").split("\n")
+    return "\n".join(line for line in lines if not line.startswith("    at("))
+
+
 def _functions(program: Program, graphs: _GraphPrinter) -> Iterator[str]:
     for i, graph in enumerate(program.shard_graphs):
         yield graphs.text("@shard", "def one_device", graph, f"shard graph {i}")
     if program.graph is not None:
         yield graphs.text("@mirrored", "def all_devices", program.graph, "the mirrored graph")
-    for name, module in program.device_graphs.items():
-        decorator = f"@device({quoted(name)}{_class_of(module)})"
+    for replica, (name, module) in enumerate(program.device_graphs.items()):
+        decorator = f"@device({quoted(name)}{_class_of(module, f'Replica{replica}')})"
         title = "def " + re.sub(r"[^0-9A-Za-z]", "_", name)
         called = {child for child, m in module.named_children() if _is_region(program.regions, child, m)}
         yield graphs.text(decorator, title, module.graph, f"the graph of {name}", called)
     for name, region in program.regions.items():
         other = f", name={quoted(region.name)}" if region.name != name else ""
-        decorator = f"@region({quoted(region.phase)}{other}{_class_of(region.graph_module)})"
+        decorator = f"@region({quoted(region.phase)}{other}{_class_of(region.graph_module, name)})"
         title = f"region {identifier(name, 'the name of a region')}"
         yield graphs.text(decorator, title, region.graph_module.graph, f"region {name}")
 
 
-def _class_of(module: fx.GraphModule) -> str:
+def _class_of(module: fx.GraphModule, default: str) -> str:
     name = identifier(type(module).__name__, "the class name of a graph")
-    return f", class_name={quoted(name)}" if name != "GraphModule" else ""
+    return f", class_name={quoted(name)}" if name != default else ""
 
 
 def _is_region(regions: Mapping[str, Region], name: str, module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mirrorc.errors import VerifyError
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.problem import message
-from mirrorc.messages.source_lines import source_line
+from mirrorc.messages.source_lines import place_of
 from mirrorc.messages.wording import printable
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 from mirrorc.printing.excerpt import surroundings
@@ -82,11 +82,11 @@ def _refuse_first(program: Program, violations: Iterator[Violation], rule: Rule,
     if violation is None:
         return
     by = f"pass {after!r} breaks" if after else "the program breaks"
-    line = source_line(violation.node) if violation.node is not None else ""
+    line = place_of(violation.node) if violation.node is not None else ""
     text = message(
         f"MC4101: {by} the rule {rule.name} {rule.when(program)}",
         f"{violation}. The rule: {rule.statement}",
-        "mend the pass; mirrorc.Debug(dump=...) shows the program after every pass",
+        f"mend {'the pass' if after else 'the program'}; mirrorc.Debug(dump=...) shows it after every pass",
         at=line,
         now="the program will not run",
     )
