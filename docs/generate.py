@@ -73,7 +73,7 @@ _TOPICS: dict[str, tuple[str, ...]] = {
     "Arguments and outputs": ("replicated", "examples", "batch_dim", "PerReplica", "summed", "shard_batch"),
     "Values of all replicas": ("all_reduce", "all_gather", "replica_id", "num_replicas"),
     "Comparing with one device": ("check_loss", "LossCheck"),
-    "Programs and pipelines": ("Program", "before", "after", "Placed"),
+    "Programs and pipelines": ("Program", "parse", "before", "after", "Placed"),
 }
 _MODULES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "mirrorc.cluster": (cluster, ("join", "find_place", "Cluster", "Place", "Worker")),
