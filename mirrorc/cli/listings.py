@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mirrorc.cli.failures import fail
-from mirrorc.messages.catalogue import explained
+from mirrorc.messages.catalogue import ENTRIES
 from mirrorc.messages.wording import guess
 
 Names = Annotated[list[str] | None, typer.Argument(help="only these, with their whole docstrings")]
@@ -40,10 +40,10 @@ def rules(names: Names = None) -> None:
 
 def explain_error(code: Annotated[str, typer.Argument(help="as MC1304; lower case will do")]) -> None:
     """Explains the code of an error or a warning."""
-    try:
-        sys.stdout.write(explained(code))
-    except ValueError as error:
-        fail(error)
+    wanted = "MC" + code.strip().upper().removeprefix("MC")
+    if (entry := ENTRIES.get(wanted)) is None:
+        fail(f"there is no {wanted}; {guess(wanted, ENTRIES, f'codes are {min(ENTRIES)} to {max(ENTRIES)}')}")
+    sys.stdout.write(f"{entry.code}: {entry.title} ({entry.group})\n\n{entry.text}\n")
 
 
 def _checked(names: list[str] | None, known: Iterable[str], kind: str, listing: str) -> Iterable[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
@@ -15,20 +14,6 @@ class Entry:
     title: str
     text: str
     group: str
-
-
-def explained(code: str) -> str:
-    """The entry of a code, which may be in lower case or without its letters.
-
-    Raises:
-        ValueError: there is no such code.
-    """
-    wanted = "MC" + code.strip().upper().removeprefix("MC")
-    if (entry := ENTRIES.get(wanted)) is None:
-        close = difflib.get_close_matches(wanted, ENTRIES, n=3)
-        guess = f"did you mean {' or '.join(close)}?" if close else f"codes are {min(ENTRIES)} to {max(ENTRIES)}"
-        raise ValueError(f"there is no {wanted}; {guess}")
-    return f"{entry.code}: {entry.title} ({entry.group})\n\n{entry.text}\n"
 
 
 def _parsed(catalogue: str) -> dict[str, Entry]:
@@ -367,7 +352,7 @@ MC4101 A program that breaks a rule
 The fault is in the pass that the message names. [The verifier](../compiler/verifier.md) lists the rules.
 
 MC4102 An edited program of another step
-[Editing a program](../compiler/editing-programs.md) says what may be edited.
+[Editing programs](../compiler/editing-programs.md) says what may be edited.
 
 # Execution
 

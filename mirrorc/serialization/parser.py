@@ -321,7 +321,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _position(node: ast.expr) -> dict[str, Any]:
-    given = {keyword.arg: keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {None: node}
+    given = {str(keyword.arg): keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {"": node}
     is_module = ("module" in given or "path" in given) == ("type" in given)
     if not given.keys() <= {"line", "module", "path", "type", "checkpoint"} or not is_module:
         raise TextError("here stands at(line=..., module=..., type=..., checkpoint=...)", node)

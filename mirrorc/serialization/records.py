@@ -61,15 +61,15 @@ def record_text(value: Any, kind: Any, title: str, indent: str = "") -> str:
         ]
         return _joined("{", items, "}", indent)
     if dataclasses.is_dataclass(kind):
-        _expect(value, kind, title)
-        fields, by_default = field_types(kind), defaults(kind)
+        _expect(value, typing.cast(type, kind), title)
+        fields, by_default = field_types(type(value)), defaults(type(value))
         held = {name: getattr(value, name) for name in fields}
         items = [
             f"{name}={record_text(item, fields[name], f'{title}.{name}', deeper)}"
             for name, item in held.items()
             if name not in by_default or type(item) is not type(by_default[name]) or item != by_default[name]
         ]
-        return _joined(f"{kind.__name__}(", items, ")", indent)  # type: ignore[union-attr]
+        return _joined(f"{type(value).__name__}(", items, ")", indent)
     if kind is float:
         return argument_text(float(value), _refused)
     checked = _expect(value, kind, title)
@@ -139,7 +139,9 @@ def _dataclass_of(node: ast.expr, kind: Any, title: str) -> Any:
     missing = [field for field in fields if field not in given and field not in defaults(kind)]
     if missing:
         raise TextError(f"{title} lacks {', '.join(missing)}", node)
-    values = {field: record_of(part.value, fields[str(field)], f"{title}.{field}") for field, part in given.items()}
+    values = {
+        str(field): record_of(part.value, fields[str(field)], f"{title}.{field}") for field, part in given.items()
+    }
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:

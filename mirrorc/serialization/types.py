@@ -32,7 +32,7 @@ from mirrorc.torch_internals import (
 _CPU = torch.device("cpu")
 _DENSE = re.compile(r"(\w+)\[((?:\d+(?:, \d+)*)?)\]")
 _TENSOR = re.compile(r"(\w+)\[(.*?)\](?:\{(.*)\})?")
-_FACTS = ("strides", "offset", "device", "is_conjugated", "is_negated", "symbols")
+_FACTS = ("strides", "offset", "device", "is_conjugated", "is_negated")
 
 
 class TypePrinter:
@@ -112,9 +112,7 @@ class TypeReader:
     """Makes values of types. Fake tensors without symbols share one fake mode; functions share them, which saves time."""
 
     def __init__(self, symbols: tuple[tuple[SizeSymbol, ...], ...]) -> None:
-        self._fake_mode = FakeTensorMode(
-            allow_non_fake_inputs=True
-        )  # as capture's: Inductor mixes constants with values
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # as capture's: Inductor mixes constants in
         self._made_before: dict[str, list[torch.Tensor]] = {}
         self._num_used: dict[str, int] = {}  # by the present function, which has each tensor once
         try:
@@ -127,53 +125,44 @@ class TypeReader:
 
     def value(self, text: str) -> Any:
         """Inverts `TypePrinter.text`; raises `TextError` for other texts."""
-        number, made = self._num_used.get(text, 0), self._made_before.get(text, ())
+        number, made = self._num_used.get(text, 0), self._made_before.get(text, [])
         self._num_used[text] = number + 1
         if number < len(made):
             return made[number]
         value = self._new_value(text)
         if isinstance(value, torch.Tensor):
-            self._made_before.setdefault(text, []).append(value)
+            self._made_before[text] = [*made, value] if number else [value]
         return value
 
     def _new_value(self, text: str) -> Any:
-        dense = _DENSE.fullmatch(text)
-        if dense is not None and dense[1] in DTYPES:
-            shape = [int(size) for size in dense[2].split(", ")] if dense[2] else []
-            return self._made(text, DTYPES[dense[1]], shape, {})
         if text.startswith("pending "):
             return Pending(self.value(text.removeprefix("pending ")))
         if text[:1] + text[-1:] in ("()", "[]"):
             values = [self.value(part) for part in split_at_commas(text[1:-1])]
             return tuple(values) if text[0] == "(" else values
-        if text.startswith("value("):
-            (argument,) = _arguments(text)
-            return argument_of(argument, _unknown)
-        match = _TENSOR.fullmatch(text)
+        dense, match = _DENSE.fullmatch(text), _TENSOR.fullmatch(text)
+        if dense is not None and dense[1] in DTYPES:
+            return self._tensor(text, DTYPES[dense[1]], [int(size) for size in dense[2].split(", ") if size], {})
+        if text.startswith("value(") and len(arguments := _call(text).args) == 1:
+            return argument_of(arguments[0], _unknown)
         if match is None or (match[1] not in DTYPES and match[1] != "size"):
             raise TextError(f"{text!r:.60} is no type, such as f32[2, 3]")
-        return self._with_facts(text, match[1], match[2], match[3] or "")
+        given = {str(keyword.arg): keyword.value for keyword in _call(f"f({match[3] or ''})").keywords}
+        place = argument_of(given.pop("symbols"), _unknown) if "symbols" in given else 0
+        sizes = [self._size(size, place) for size in _call(f"f({match[2]})").args]
+        facts = {key: self._fact(key, node, place) for key, node in given.items()}
+        if match[1] != "size":
+            return self._tensor(text, DTYPES[match[1]], sizes, facts)
+        if len(sizes) != 1 or not is_symbolic(sizes[0]) or facts:
+            raise TextError(f"{text!r:.60} is no size of symbols")
+        return sizes[0]
 
-    def _with_facts(self, text: str, name: str, shape: str, facts: str) -> Any:
-        given = {str(keyword.arg): keyword.value for keyword in _call(f"f({facts})").keywords}
-        if not given.keys() <= set(_FACTS):
-            raise TextError(f"{text!r:.60} has in braces what no type has: {', '.join(_FACTS)} are known")
-        place = argument_of(given["symbols"], _unknown) if "symbols" in given else 0
-        sizes = [self._size(size, place) for size in _arguments(f"f({shape})")]
-        if name == "size":
-            if len(sizes) != 1 or not is_symbolic(sizes[0]):
-                raise TextError(f"{text!r:.60} is no size of symbols")
-            return sizes[0]
-        read: dict[str, Any] = {}
-        for key, node in given.items():
-            if key in ("strides", "offset"):
-                parts = node.elts if isinstance(node, ast.Tuple) else [node]
-                extents = [self._size(part, place) for part in parts]
-                read[key] = extents if isinstance(node, ast.Tuple) else extents[0]
-            elif key != "symbols":
-                read[key] = argument_of(node, _unknown)
-        mode = self._sizes[place].fake_mode if self._sizes and any(map(is_symbolic, sizes)) else self._fake_mode
-        return self._made(text, DTYPES[name], sizes, read, mode)
+    def _fact(self, key: str, node: ast.expr, place: Any) -> Any:
+        if key not in _FACTS:
+            raise TextError(f"{key} is nothing that a type has in braces: {', '.join(_FACTS)}")
+        if key == "strides" and isinstance(node, ast.Tuple):
+            return [self._size(part, place) for part in node.elts]
+        return self._size(node, place) if key == "offset" else argument_of(node, _unknown)
 
     def _size(self, node: ast.expr, place: Any) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -185,11 +174,15 @@ class TypeReader:
         except ValueError as error:
             raise TextError(str(error)) from error
 
-    def _made(
-        self, text: str, dtype: torch.dtype, shape: list[Any], facts: dict[str, Any], mode: FakeTensorMode | None = None
-    ) -> torch.Tensor:
+    def _tensor(self, text: str, dtype: torch.dtype, shape: list[Any], facts: dict[str, Any]) -> torch.Tensor:
+        symbolic = [size for size in shape if is_symbolic(size)]
+        modes = [
+            saved.fake_mode
+            for saved in self._sizes
+            if symbolic and saved.fake_mode.shape_env is symbolic[0].node.shape_env
+        ]
         try:
-            return _tensor(mode or self._fake_mode, dtype, shape, **facts)
+            return _tensor(modes[0] if modes else self._fake_mode, dtype, shape, **facts)
         except Exception as error:
             raise TextError(f"there is no tensor {text:.80}") from error
 
@@ -207,15 +200,14 @@ def _tensor(
     """Without symbols, bypasses the fake mode's slow dispatcher."""
     strides = contiguous_strides(shape) if strides is None else strides
     is_fast = not any(map(is_symbolic, (*shape, *strides, offset)))
-    place = {"dtype": dtype, "device": "meta" if is_fast else device}
+    memory = torch.device("meta" if is_fast else device)
     with contextlib.nullcontext() if is_fast else fake_mode:
         if type(offset) is int and not offset:
-            tensor = torch.empty_strided(shape, strides, **place)  # type: ignore[call-overload]
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=memory)
         else:
-            extent = sum(((size - 1) * stride for size, stride in zip(shape, strides, strict=True)), start=1)
-            tensor = torch.empty(offset + (max(extent, 0) if is_fast else extent), **place).as_strided(
-                shape, strides, offset
-            )
+            extent: Any = sum(((size - 1) * stride for size, stride in zip(shape, strides, strict=True)), start=1)
+            num_elements = offset + (max(extent, 0) if is_fast else extent)
+            tensor = torch.empty(num_elements, dtype=dtype, device=memory).as_strided(shape, strides, offset)
         tensor = tensor.conj() if is_conjugated else tensor
         tensor = lazily_negative(tensor) if is_negated else tensor
     return FakeTensor(fake_mode, tensor, torch.device(device)) if is_fast else tensor
@@ -250,13 +242,6 @@ def _call(text: str) -> ast.Call:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise TextError(f"{text!r:.60} is no type")
     return call
-
-
-def _arguments(text: str) -> list[ast.expr]:
-    call = _call(text)
-    if call.keywords:
-        raise TextError(f"{text!r:.60} is no type")
-    return call.args
 
 
 def _unknown(node: ast.expr) -> Any:

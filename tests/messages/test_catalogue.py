@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from mirrorc.cli import app
-from mirrorc.messages.catalogue import ENTRIES, explained
+from mirrorc.messages.catalogue import ENTRIES
 from mirrorc.messages.problem import message, problem, with_line
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +113,12 @@ def test_lines_are_added_before_the_fixes_and_fixes_at_the_end() -> None:
 def test_the_command_explains_a_code() -> None:
     for code in ("MC1304", "mc1304", "1304"):
         done = CliRunner().invoke(app, ["explain-error", code])
-        assert done.exit_code == 0 and done.stdout == explained("MC1304") and "mirrorc.replicated" in done.stdout
+        assert (
+            done.exit_code == 0
+            and done.stdout.startswith(f"MC1304: {ENTRIES['MC1304'].title} (")
+            and "mirrorc.replicated" in done.stdout
+        )
     wrong = CliRunner().invoke(app, ["explain-error", "MC1394"])
-    assert wrong.exit_code == 2 and "did you mean" in wrong.stderr and "MC1304" in wrong.stderr
-    with pytest.raises(ValueError, match="there is no MCX; codes are MC1001 to MC7201"):
-        explained("x")
+    assert wrong.exit_code == 2 and "did you mean MC1" in wrong.stderr
+    other = CliRunner().invoke(app, ["explain-error", "x"])
+    assert other.exit_code == 2 and "there is no MCX; codes are MC1001 to MC7201" in other.stderr
