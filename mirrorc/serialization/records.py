@@ -62,14 +62,15 @@ def record_text(value: Any, kind: Any, title: str, indent: str = "") -> str:
         return _joined("{", items, "}", indent)
     if dataclasses.is_dataclass(kind):
         _expect(value, typing.cast(type, kind), title)
-        fields, by_default = field_types(type(value)), defaults(type(value))
+        record: Any = type(value)
+        fields, by_default = field_types(record), defaults(record)
         held = {name: getattr(value, name) for name in fields}
         items = [
             f"{name}={record_text(item, fields[name], f'{title}.{name}', deeper)}"
             for name, item in held.items()
             if name not in by_default or type(item) is not type(by_default[name]) or item != by_default[name]
         ]
-        return _joined(f"{type(value).__name__}(", items, ")", indent)
+        return _joined(f"{record.__name__}(", items, ")", indent)
     if kind is float:
         return argument_text(float(value), _refused)
     checked = _expect(value, kind, title)

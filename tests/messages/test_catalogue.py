@@ -119,6 +119,6 @@ def test_the_command_explains_a_code() -> None:
             and "mirrorc.replicated" in done.stdout
         )
     wrong = CliRunner().invoke(app, ["explain-error", "MC1394"])
-    assert wrong.exit_code == 2 and "did you mean MC1" in wrong.stderr
+    assert wrong.exit_code == 2 and "did you mean 'MC1" in wrong.stderr
     other = CliRunner().invoke(app, ["explain-error", "x"])
     assert other.exit_code == 2 and "there is no MCX; codes are MC1001 to MC7201" in other.stderr
