@@ -247,7 +247,7 @@ DAMAGE: dict[str, tuple[str, str, str]] = {
     "tensor": ("f32[2]", "f32[-2]", "there is no tensor|there is no table|is no size"),
     "offset": ("f32[2]", "f32[2]{offset=-9}", "there is no tensor|there is no table|only numbers"),
     "strides": ("f32[2]", "f32[2]{strides=(1, 1)}", "there is no tensor"),
-    "fact": ("f32[2]", "f32[2]{color=3}", "has in braces what no type has"),
+    "fact": ("f32[2]", "f32[2]{color=3}", "color is nothing that a type has in braces"),
     "symbol": ("f32[2]", "f32[s0]", "there is no table 0 of symbols"),
     "no type": ("f32[2]", "g32[2]", "'g32\\[2\\]' is no type"),
     "line": (
