@@ -14,6 +14,7 @@ from torch import fx
 from mirrorc.torch_internals.fx.graphs import traced_on_fake_tensors
 from mirrorc.torch_internals.hooks.settings import is_dense
 from mirrorc.torch_internals.inductor.output_strides import in_strides
+from mirrorc.torch_internals.inductor.scatter_indices import constant_indices_allowed
 from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, has_symbols, num_elements_now, sizes_key
 
 
@@ -144,7 +145,7 @@ def compile_with_inductor(
         graph_module.meta["mirrorc"] = (
             "all outputs keep their strides, some operators are called directly, index_put never in place"
         )
-        with _no_index_put_in_place():
+        with _no_index_put_in_place(), constant_indices_allowed():
             return in_strides(compile_fx_inner(graph_module, list(example_inputs)), wanted)
 
 

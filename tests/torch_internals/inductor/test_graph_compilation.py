@@ -190,12 +190,35 @@ def _overwritten_by_own_views(x: torch.Tensor, index: torch.Tensor) -> torch.Ten
 def test_what_torch_compiles_wrongly_is_right_here(function: Any) -> None:
     given = [torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 1])]
     expected = function(*given)
+    torch.testing.assert_close(_compiled(function, given, num_threads=1), expected)
+    of_torch = torch.compile(function)(*given)
+    assert not torch.allclose(of_torch, expected), "torch has mended it: graph_compilation.py need not work around it"
+
+
+def _compiled(function: Any, values: list[torch.Tensor], num_threads: int) -> torch.Tensor:
     with FakeTensorMode() as mode:
-        examples = [mode.from_tensor(value) for value in given]
+        examples = [mode.from_tensor(value) for value in values]
     graph = internals.traced_on_fake_tensors(
         lambda *values: (function(*values),), examples, internals.inductor_decompositions()
     )
-    compiled = internals.compile_with_inductor(fx.GraphModule({}, graph), examples, num_threads=1)
-    torch.testing.assert_close(compiled(list(given))[0], expected)
-    of_torch = torch.compile(function)(*given)
-    assert not torch.allclose(of_torch, expected), "torch has mended it: graph_compilation.py need not work around it"
+    compiled = internals.compile_with_inductor(fx.GraphModule({}, graph), examples, num_threads)
+    return compiled(list(values))[0]  # type: ignore[no-any-return]
+
+
+def _added_to_an_element(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x[:1].index_put((index,), x, accumulate=True)
+
+
+def _added_to_rows_of_an_element(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(3)[:, None].expand(3, 7)
+    return x[:3].index_put((rows,), x.reshape(3, 7), accumulate=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("function", [_added_to_an_element, _added_to_rows_of_an_element], ids=lambda f: f.__name__)
+def test_vectors_are_added_to_single_elements_by_kernels_of_several_threads(function: Any) -> None:
+    values = [torch.randn(21, generator=torch.Generator().manual_seed(0)), torch.zeros(21, dtype=torch.long)]
+    torch.testing.assert_close(_compiled(function, values, num_threads=2), function(*values))
+    with torch._inductor.config.patch({"cpp.threads": 2}), pytest.raises(Exception, match="AssertionError"):
+        torch.compile(function)(*values)  # when torch has mended it: scatter_indices.py need not work around it
