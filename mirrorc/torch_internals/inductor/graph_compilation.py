@@ -14,7 +14,7 @@ from torch import fx
 from mirrorc.torch_internals.fx.graphs import traced_on_fake_tensors
 from mirrorc.torch_internals.hooks.settings import is_dense
 from mirrorc.torch_internals.inductor.output_strides import in_strides
-from mirrorc.torch_internals.inductor.scatter_indices import constant_indices_allowed
+from mirrorc.torch_internals.inductor.scatter_indices import scatters_at_their_indices
 from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, has_symbols, num_elements_now, sizes_key
 
 
@@ -141,11 +141,12 @@ def compile_with_inductor(
             _keep_strides(graph_module, example_inputs, wanted)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-        # part of the cache key, which the line above and the calls of `call_directly` are not
+        # part of the cache key, which the lines above and below and the calls of `call_directly` are not
         graph_module.meta["mirrorc"] = (
-            "all outputs keep their strides, some operators are called directly, index_put never in place"
+            "all outputs keep their strides, some operators are called directly, index_put never in place,"
+            " scatters at their indices"
         )
-        with _no_index_put_in_place(), constant_indices_allowed():
+        with _no_index_put_in_place(), scatters_at_their_indices():
             return in_strides(compile_fx_inner(graph_module, list(example_inputs)), wanted)
 
 

@@ -1,4 +1,4 @@
-"""Indices of scatters in vectorized kernels."""
+"""Indices at which vectorized kernels add."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from unittest.mock import patch
 
 
 @contextlib.contextmanager
-def constant_indices_allowed() -> Iterator[None]:
-    """Lets kernels of several threads add a vector to a single element, where an assertion of Inductor fails."""
-    from torch._inductor.codegen.cpp import CppVecKernel
+def scatters_at_their_indices() -> Iterator[None]:
+    """Corrects kernels of several threads that add to rows.
+
+    A vector that is added to a single element fails an assertion (pytorch#160391). In loops with tiles, which transpose,
+    Inductor counts the place within a tile twice, and so writes to other elements, or past the end (pytorch#191837).
+    """
+    from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
     from torch._inductor.ops_handler import WrapperHandler
     from torch._inductor.virtualized import V
 
@@ -20,13 +24,19 @@ def constant_indices_allowed() -> Iterator[None]:
             index = self._inner.index_expr(expression, dtype)
             return index if index.is_vec else V.kernel.broadcast(index)
 
-    store_as_is = CppVecKernel.store
+    original_store, original_index = CppVecKernel.store, CppTile2DKernel.transform_indexing
 
     def store(self: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
         with (
             V.set_ops_handler(VectorIndices(V.get_ops_handler())) if mode == "atomic_add" else contextlib.nullcontext()
         ):
-            return store_as_is(self, name, index, value, mode)
+            return original_store(self, name, index, value, mode)
 
-    with patch.object(CppVecKernel, "store", store):
+    def index_in_tile(self: Any, index: Any) -> Any:
+        return index if index.has(self.inner_itervar()) else original_index(self, index)
+
+    with (
+        patch.object(CppVecKernel, "store", store),
+        patch.object(CppTile2DKernel, "transform_indexing", index_in_tile),
+    ):
         yield
