@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
 from typing import Any
-from unittest.mock import patch
 
 
-@contextlib.contextmanager
-def scatters_at_their_indices() -> Iterator[None]:
-    """Corrects kernels of several threads that add to rows.
+@functools.cache
+def correct_scatter_indices() -> None:
+    """Corrects kernels of several threads that add to elements, in this process and for all who use Inductor.
 
     A vector that is added to a single element fails an assertion (pytorch#160391). In loops with tiles, which transpose,
     Inductor counts the place within a tile twice, and so writes to other elements, or past the end (pytorch#191837).
@@ -32,11 +31,8 @@ def scatters_at_their_indices() -> Iterator[None]:
         ):
             return original_store(self, name, index, value, mode)
 
-    def index_in_tile(self: Any, index: Any) -> Any:
+    def transform_indexing(self: Any, index: Any) -> Any:
         return index if index.has(self.inner_itervar()) else original_index(self, index)
 
-    with (
-        patch.object(CppVecKernel, "store", store),
-        patch.object(CppTile2DKernel, "transform_indexing", index_in_tile),
-    ):
-        yield
+    CppVecKernel.store = store  # type: ignore[method-assign]
+    CppTile2DKernel.transform_indexing = transform_indexing  # type: ignore[method-assign]
