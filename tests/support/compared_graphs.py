@@ -2,17 +2,21 @@
 
     python tests/support/compared_graphs.py 1000 5000              # 5,000 graphs, from seed 1000, 40 in a compilation
     python tests/support/compared_graphs.py 1000 5000 --together 20
+    python tests/support/compared_graphs.py 1000 50 --optimized    # by the kernels that users get
 
-Prints each graph that differs or fails, and exits with 1 if there is one.
+Prints each graph that differs or fails, and exits with 1 if there is one. One core compares about 80 graphs a minute: kernels
+are not optimized, and those of every fourth compilation are vectorized.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +25,7 @@ from torch import nn
 from twins import compiled_step
 
 TOGETHER = 40
-_MINUTES = 10  # for one compilation
+_ONE_VECTORIZED_OF = 4
 
 
 class Graphs(nn.Module):
@@ -88,27 +92,56 @@ def _are_close(actual: torch.Tensor, expected: torch.Tensor | None) -> bool:
     return torch.allclose(actual.detach(), wanted.detach(), rtol=1e-8, atol=1e-8, equal_nan=True)
 
 
-def _compared(seeds: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Compares graphs in a process of their own, which a wrong kernel may end; then by halves."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    process = context.Process(target=_report, args=(seeds, results))
+Comparison = Callable[[Sequence[int]], dict[int, str]]
+"""Gives a description of each graph, by its seed, that differs."""
+
+
+def compared_in_processes(seeds: Sequence[int], comparison: Comparison, minutes: float = 10) -> dict[int, str]:
+    """Compares graphs in a forked process, which a wrong kernel may end; then by halves, each in another process."""
+    differing = _compared_in_a_process(seeds, comparison, minutes)
+    if isinstance(differing, dict):
+        return differing
+    if len(seeds) == 1:
+        return {seeds[0]: differing}
+    middle = len(seeds) // 2
+    halves = (compared_in_processes(half, comparison, minutes) for half in (seeds[:middle], seeds[middle:]))
+    return dict(ChainMap(*halves)) or {seeds[0]: f"{differing} among {list(seeds)}"}
+
+
+def _compared_in_a_process(seeds: Sequence[int], comparison: Comparison, minutes: float) -> dict[int, str] | str:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(comparison(seeds)))
     process.start()
-    process.join(60 * _MINUTES)
-    if process.exitcode == 0:
-        yield from results.get().items()
-    elif len(seeds) == 1:
+    sender.close()  # so that the end of the process ends the wait
+    try:
+        if not receiver.poll(60 * minutes):
+            return f"takes more than {minutes} minutes"
+        return receiver.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        process.join()
+        return f"ends the process with {process.exitcode}"
+    finally:
         process.kill()
-        yield seeds[0], f"ends the process with {process.exitcode}"
-    else:
-        process.kill()
-        middle = len(seeds) // 2
-        yield from _compared(seeds[:middle])
-        yield from _compared(seeds[middle:])
+        process.join()
 
 
-def _report(seeds: Sequence[int], results: multiprocessing.SimpleQueue[dict[int, str]]) -> None:
-    results.put(differing_graphs(seeds))
+def _quickly_compared(seeds: Sequence[int], are_vectorized: bool) -> dict[int, str]:
+    from joined_kernels import vectorize
+
+    vectorize(are_vectorized)
+    return differing_graphs(seeds)
+
+
+def _prepare() -> None:
+    """Lets forked processes begin with what a first compilation prepares, and without collections of garbage."""
+    from joined_kernels import join_kernels
+
+    join_kernels()
+    for are_vectorized in (True, False):
+        _quickly_compared([0], are_vectorized)
+    gc.disable()
+    gc.freeze()
 
 
 def main() -> int:
@@ -116,11 +149,18 @@ def main() -> int:
     parser.add_argument("first", type=int, help="the first seed")
     parser.add_argument("count", type=int, help="graphs")
     parser.add_argument("--together", type=int, default=TOGETHER, help="graphs in a compilation")
+    parser.add_argument("--optimized", action="store_true", help="kernels as users get them, which take 3 s a graph")
     options = parser.parse_args()
+    if not options.optimized:
+        _prepare()
     started, num_differing, end = time.perf_counter(), 0, options.first + options.count
     for first in range(options.first, end, options.together):
         seeds = range(first, min(end, first + options.together))
-        for seed, difference in _compared(seeds):
+        are_vectorized = first // options.together % _ONE_VECTORIZED_OF == 0
+        comparison = (
+            differing_graphs if options.optimized else partial(_quickly_compared, are_vectorized=are_vectorized)
+        )
+        for seed, difference in compared_in_processes(seeds, comparison).items():
             num_differing += 1
             sys.stdout.write(f"{seed}: {difference}: {[name for name, _ in drawn_graph(seed)]}\n")
         minutes = (time.perf_counter() - started) / 60

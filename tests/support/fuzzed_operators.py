@@ -277,6 +277,13 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 """Each operator: of the last value, of the first one, and of numbers that `_drawn_numbers` draws."""
 
 
+def _has_windows(t: torch.Tensor) -> bool:
+    """Tests for elements that share memory but are not expanded: plain PyTorch scatters into both."""
+    places = torch.arange(t.untyped_storage().nbytes() // t.element_size())
+    strides = [stride for stride, n in zip(t.stride(), t.shape, strict=True) if n > 1]
+    return 0 not in strides and places.as_strided(t.shape, t.stride(), t.storage_offset()).unique().numel() < t.numel()
+
+
 def _drawn_numbers(name: str, t: torch.Tensor, rng: random.Random) -> dict[str, Any] | None:
     """The numbers of an operator for a value; None if it does not take this value."""
     if t.dim() == 0:
@@ -288,7 +295,7 @@ def _drawn_numbers(name: str, t: torch.Tensor, rng: random.Random) -> dict[str, 
     needs = {
         "flatten": t.dim() > 1, "diagonal": t.dim() > 1, "write_diagonal": t.dim() > 1, "unfold": n > 1,
         "shift": n > 1, "select": t.dim() > 1, "expand_rows": t.dim() < 4, "unsqueeze": t.dim() < 4,
-        "write_across": len(t) > 1,
+        "write_across": len(t) > 1, "select_scatter": not _has_windows(t), "slice_scatter": not _has_windows(t),
     }  # fmt: skip
     if not needs.get(name, True):
         return None

@@ -14,6 +14,7 @@ from torch import fx
 from mirrorc.torch_internals.fx.graphs import traced_on_fake_tensors
 from mirrorc.torch_internals.hooks.settings import is_dense
 from mirrorc.torch_internals.inductor.output_strides import in_strides
+from mirrorc.torch_internals.inductor.scatter_indices import correct_scatter_indices
 from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, has_symbols, num_elements_now, sizes_key
 
 
@@ -129,6 +130,7 @@ def compile_with_inductor(
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
+    correct_scatter_indices()
     fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
     tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
     with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing, _room_for_symbols(fake_mode):
@@ -140,9 +142,10 @@ def compile_with_inductor(
             _keep_strides(graph_module, example_inputs, wanted)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-        # part of the cache key, which the line above and the calls of `call_directly` are not
+        # part of the cache key, which the lines above and below and the calls of `call_directly` are not
         graph_module.meta["mirrorc"] = (
-            "all outputs keep their strides, some operators are called directly, index_put never in place"
+            "all outputs keep their strides, some operators are called directly, index_put never in place,"
+            " scatters at their indices"
         )
         with _no_index_put_in_place():
             return in_strides(compile_fx_inner(graph_module, list(example_inputs)), wanted)

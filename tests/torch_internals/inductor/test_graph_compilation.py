@@ -190,12 +190,37 @@ def _overwritten_by_own_views(x: torch.Tensor, index: torch.Tensor) -> torch.Ten
 def test_what_torch_compiles_wrongly_is_right_here(function: Any) -> None:
     given = [torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 1])]
     expected = function(*given)
+    torch.testing.assert_close(_compiled(function, given, num_threads=1), expected)
+    of_torch = torch.compile(function)(*given)
+    assert not torch.allclose(of_torch, expected), "torch has mended it: graph_compilation.py need not work around it"
+
+
+def _compiled(function: Any, values: list[torch.Tensor], num_threads: int) -> torch.Tensor:
     with FakeTensorMode() as mode:
-        examples = [mode.from_tensor(value) for value in given]
+        examples = [mode.from_tensor(value) for value in values]
     graph = internals.traced_on_fake_tensors(
         lambda *values: (function(*values),), examples, internals.inductor_decompositions()
     )
-    compiled = internals.compile_with_inductor(fx.GraphModule({}, graph), examples, num_threads=1)
-    torch.testing.assert_close(compiled(list(given))[0], expected)
-    of_torch = torch.compile(function)(*given)
-    assert not torch.allclose(of_torch, expected), "torch has mended it: graph_compilation.py need not work around it"
+    compiled = internals.compile_with_inductor(fx.GraphModule({}, graph), examples, num_threads)
+    return compiled(list(values))[0]  # type: ignore[no-any-return]
+
+
+def _added_to_an_element(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten()[:1].index_put((torch.zeros(36, dtype=torch.long),), x.flatten(), accumulate=True)
+
+
+def _added_to_an_element_each(x: torch.Tensor) -> torch.Tensor:
+    return x[0].index_put((torch.arange(6)[:, None].expand(6, 6),), x, accumulate=True)
+
+
+def _added_in_tiles(x: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(6)
+    return torch.zeros(6, 6).index_put((rows[:, None], rows), x.t() * x.sin(), accumulate=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("function", [_added_to_an_element, _added_to_an_element_each, _added_in_tiles])
+def test_kernels_of_several_threads_add_at_the_indices(function: Any) -> None:
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(_compiled(function, [x], num_threads=2), function(x))
