@@ -1,21 +1,24 @@
-"""Times the compiler itself: all passes, the verifier after each of them, and printing, over a deep synthetic model.
+"""Times the compiler itself: passes, verifier, printing, and the complete text, over a deep synthetic model.
 
     python benchmarks/passes.py [--nodes 25000 50000 100000] [--devices 2] [--bucket-cap-mb 25] [--profile]
 
 The model is a stack of linear layers with ReLU, forward and backward; its graph is made by hand, as capturing it would take
-minutes. The last column tells what doubling the depth costs.
+minutes. "text" prints the lowered program completely, "parsed" reads it back, "checked" verifies that; "all" is without these three.
+The last column tells what doubling the depth costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import pstats
 import time
 from typing import Any
 
 from deep_program import deep_program
 
+import mirrorc
 from mirrorc.dumps.pass_report import PassReport
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
@@ -52,12 +55,19 @@ class Stopwatch(Instrument):
         return seconds
 
 
-def measure(num_nodes: int, num_devices: int, bucket_cap_mb: float) -> Stopwatch:
-    """Compiles one program."""
+def measure(num_nodes: int, num_devices: int, bucket_cap_mb: float) -> tuple[Stopwatch, list[float]]:
+    """Compiles one program; gives the seconds of its complete text, too: printed, parsed, checked."""
     program = deep_program(num_nodes, num_devices)
     watch = Stopwatch()
-    run_passes(program, default_pipeline(buckets=bucket_cap_mb), [watch])
-    return watch
+    lowered = run_passes(program, default_pipeline(buckets=bucket_cap_mb), [watch])
+    times = [time.perf_counter()]
+    text = lowered.to_text(complete=True)
+    times.append(time.perf_counter())
+    parsed = mirrorc.parse(text)
+    times.append(time.perf_counter())
+    verify(parsed)
+    times.append(time.perf_counter())
+    return watch, [after - before for before, after in itertools.pairwise(times)]
 
 
 def main() -> None:
@@ -69,16 +79,17 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also print where the time goes, by pass and function")
     options = parser.parse_args()
     print(
-        "| nodes | passes, s | verifier, s | printing, s | all, s | times the one before |\n|---|---|---|---|---|---|"
+        "| nodes | passes, s | verifier, s | printing, s | text, s | parsed, s | checked, s | all, s | times the one before |\n"
+        "|---|---|---|---|---|---|---|---|---|"
     )
     last = 0.0
     for num_nodes in options.nodes:
         with cProfile.Profile() as profile:
             if not options.profile:
                 profile.disable()
-            watch = measure(num_nodes, options.devices, options.bucket_cap_mb)
+            watch, of_text = measure(num_nodes, options.devices, options.bucket_cap_mb)
         total = sum(watch.seconds.values())
-        parts = " | ".join(f"{seconds:.1f}" for seconds in watch.seconds.values())
+        parts = " | ".join(f"{seconds:.1f}" for seconds in (*watch.seconds.values(), *of_text))
         print(f"| {num_nodes} | {parts} | {total:.1f} | {f'{total / last:.2f}' if last else ''} |", flush=True)
         last = total
         if options.profile:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -107,15 +107,37 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
     return decomposition(*tensors, *constants, **keywords)
 
 
-@contextlib.contextmanager
-def _no_index_put_in_place() -> Iterator[None]:
-    """Inductor writes in place also where the new rows are views of what they overwrite."""
-    from torch._inductor.fx_passes.reinplace import inplaceable_ops
+class _IndexPuts:
+    """Keeps Inductor from `index_put` in place, which it does also where the new rows are views of what they overwrite.
 
-    with patch.dict(inplaceable_ops):
-        for operator in (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default):
-            inplaceable_ops.pop(operator, None)
-        yield
+    Torch's table is one for the process: it is as before once no thread compiles any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._taken: dict[Any, Any] = {}
+
+    @contextlib.contextmanager
+    def never_in_place(self) -> Iterator[None]:
+        from torch._inductor.fx_passes.reinplace import inplaceable_ops
+
+        with self._lock:
+            self._num_inside += 1
+            for operator in (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default):
+                if operator in inplaceable_ops:
+                    self._taken[operator] = inplaceable_ops.pop(operator)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                if not self._num_inside:
+                    inplaceable_ops.update(self._taken)
+                    self._taken.clear()
+
+
+_INDEX_PUTS = _IndexPuts()
 
 
 def compile_with_inductor(
@@ -147,7 +169,7 @@ def compile_with_inductor(
             "all outputs keep their strides, some operators are called directly, index_put never in place,"
             " scatters at their indices"
         )
-        with _no_index_put_in_place():
+        with _INDEX_PUTS.never_in_place():
             return in_strides(compile_fx_inner(graph_module, list(example_inputs)), wanted)
 
 

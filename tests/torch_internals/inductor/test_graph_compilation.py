@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from traced_graphs import sine_of
 
 from mirrorc import torch_internals as internals
+from mirrorc.torch_internals.inductor.graph_compilation import _INDEX_PUTS
 
 aten = torch.ops.aten
 
@@ -224,3 +225,17 @@ def _added_in_tiles(x: torch.Tensor) -> torch.Tensor:
 def test_kernels_of_several_threads_add_at_the_indices(function: Any) -> None:
     x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(_compiled(function, [x], num_threads=2), function(x))
+
+
+def test_compilations_that_overlap_keep_index_put_out_of_place_until_the_last_ends() -> None:
+    from torch._inductor.fx_passes.reinplace import inplaceable_ops
+
+    operator = torch.ops.aten.index_put.default
+    first, second = _INDEX_PUTS.never_in_place(), _INDEX_PUTS.never_in_place()
+    assert operator in inplaceable_ops
+    for context in (first, second):
+        context.__enter__()
+    first.__exit__(None, None, None)
+    assert operator not in inplaceable_ops, "the second still compiles"
+    second.__exit__(None, None, None)
+    assert operator in inplaceable_ops
