@@ -3,8 +3,8 @@
     python benchmarks/passes.py [--nodes 25000 50000 100000] [--devices 2] [--bucket-cap-mb 25] [--profile]
 
 The model is a stack of linear layers with ReLU, forward and backward; its graph is made by hand, as capturing it would take
-minutes. "text" prints the lowered program completely, "parsed" reads it back, "checked" verifies that; "all" is without these three.
-The last column tells what doubling the depth costs.
+minutes. "text" prints the lowered program completely, "parsed" reads it back, "checked" verifies that; "all" is without them. The
+last column tells what doubling the depth costs.
 """
 
 from __future__ import annotations
