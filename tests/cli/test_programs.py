@@ -292,7 +292,9 @@ def test_operators_of_the_users_are_imported(tmp_path: Path) -> None:
     program.save(tmp_path / "saved.mirror")
     command = ["opt", "saved.mirror", "--passes", "plan-buckets"]
     done = in_folder(tmp_path, *command)
-    assert done.returncode in (1, 2) and "the operator 'of_the_command_line.halve.default' is unknown here" in done.stderr
+    assert (
+        done.returncode in (1, 2) and "the operator 'of_the_command_line.halve.default' is unknown here" in done.stderr
+    )
     assert done.stderr.endswith("import the library that registers it first; on the command line, --import MODULE\n")
     done = in_folder(tmp_path, *command, "--import", "my_operators")
     assert done.returncode == 0, done.stderr
