@@ -18,7 +18,9 @@ PROGRAM = """\
 {directives}
 stage = CAPTURED
 devices = [Device(name="cpu:0", torch_device="cpu")]
-variables = {{"w": Variable(name="w", shape=[3], strides=[1], dtype=f32, role=PARAMETER, update=UpdateRule(label="SGD", group=0))}}
+variables = {{
+    "w": Variable(name="w", shape=[3], strides=[1], dtype=f32, role=PARAMETER, update=UpdateRule(label="SGD", group=0)),
+}}
 arguments = [Argument(name="loss_weight", kind=LOSS_WEIGHT)]
 shard_of_replica = [0]
 
