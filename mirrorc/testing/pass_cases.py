@@ -47,11 +47,12 @@ def check_case(path: Path, *, renews: bool = False) -> None:
     __tracebackhide__ = True
     text = path.read_text(encoding="utf-8")
     lines = text.split("\n")
-    (run,) = _directives(lines, "RUN") if len(_directives(lines, "RUN")) == 1 else (None,)
-    errors, checks = _directives(lines, "ERROR"), [line if _CHECK.match(line) else "" for line in lines]
-    if run is None or (errors and any(checks)):
+    runs, errors, updates = (_directives(lines, name) for name in ("RUN", "ERROR", "UPDATE"))
+    # Each in its place, so that failures name lines of the file:
+    checks = [line if _CHECK.match(line) else "" for line in lines]
+    if len(runs) != 1 or (errors and any(checks)):
         raise ValueError(f"MC7201: {path} needs one line '# RUN: PASSES', and lines of either '# CHECK:' or '# ERROR:'")
-    pipeline = parse_passes(run.value, PASSES)
+    pipeline = parse_passes(runs[0].value, PASSES)
     try:
         result = run_passes(parse(text, str(path)), pipeline, [Verify()])
     except MirrorcError as error:
@@ -62,7 +63,6 @@ def check_case(path: Path, *, renews: bool = False) -> None:
     if errors:
         raise AssertionError(f"nothing failed, and line {errors[0].number} says: {errors[0].value}")
     printed = _printed(result, _directives(lines, "PRINT"))
-    updates = _directives(lines, "UPDATE")
     if renews and updates:
         path.write_text("\n".join(_renewed(lines, updates[0], printed)), encoding="utf-8")
     else:
