@@ -22,7 +22,7 @@ from mirrorc.serialization.types import TypePrinter
 from mirrorc.torch_internals import SizeSymbol
 
 VERSION = 16
-"""The form's version; it increases with every change that older readers cannot read."""
+"""The form's version; it increases with every change that older readers cannot read, and files in tests/passes/cases with it."""
 
 GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")
 """Fields of a program that are functions of its text, not tables."""

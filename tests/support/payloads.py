@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mirrorc.compression import Collectives, Gradients, Payload
+from mirrorc.passes import SendPayload
 
 fails = False  # in this process
 
@@ -48,3 +49,8 @@ class OtherNames(FirstElements):
         self, gradients: Gradients, sums: Gradients, state: Gradients, collectives: Collectives
     ) -> Mapping[str, torch.Tensor]:
         return {"nobody": torch.ones(1)}
+
+
+def send_first_elements() -> SendPayload:
+    """A pass of pipelines as text, in which no payload can be written."""
+    return SendPayload(FirstElements())

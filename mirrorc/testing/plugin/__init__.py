@@ -1,14 +1,16 @@
-"""The pytest plugin: the fixture ``mirror_snapshot``.
+"""The pytest plugin: the fixture ``mirror_snapshot``, and passes tested by texts.
 
 The plugin is packaged as ``mirrorc_pytest``: pytest imports plugins at every start, and mirrorc imports torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -40,3 +42,42 @@ def mirror_snapshot(request: pytest.FixtureRequest) -> Iterator[ProgramSnapshot]
 
 def _is_wanted(record: logging.LogRecord) -> bool:
     return "TORCH_TRACE" in os.environ
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.File | None:
+    """Collects programs with a line ``# RUN: PASSES`` in the comments at their top: see `mirrorc.testing.pass_cases.check_case`.
+
+    ``pytest --snapshot-update`` makes the ``CHECK`` lines of those with ``# UPDATE:`` again.
+    """
+    if file_path.suffix != ".mirror" or not _has_passes(file_path):
+        return None
+    case: pytest.File = _CaseFile.from_parent(parent, path=file_path)
+    return case
+
+
+def _has_passes(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return any(line.startswith("# RUN:") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+
+
+class _CaseFile(pytest.File):
+    def collect(self) -> Iterator[pytest.Item]:
+        yield _Case.from_parent(self, name="passes")
+
+
+class _Case(pytest.Item):
+    def runtest(self) -> None:
+        from mirrorc.testing.pass_cases import check_case
+
+        check_case(self.path, renews=self.config.getoption("update_snapshots", default=False))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        from mirrorc.errors import PassError, VerifyError
+
+        crashed = isinstance(excinfo.value, PassError) and excinfo.value.__cause__ is not None
+        if crashed or not isinstance(excinfo.value, AssertionError | ValueError | PassError | VerifyError):
+            return super().repr_failure(excinfo, style)
+        return f"{os.path.relpath(self.path)}: {excinfo.value}"
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, f"{self.parent.name if self.parent else ''} {self.name}"

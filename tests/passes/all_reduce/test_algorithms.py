@@ -12,10 +12,8 @@ from tiny_programs import Weight, handmade, targets
 from mirrorc.all_reduce_algorithms import (
     ALGORITHMS,
     AllReduceAlgorithm,
-    Auto,
     HalvingDoubling,
     HierarchicalCopy,
-    Native,
     ReduceToOne,
     Ring,
     RoundRobin,
@@ -189,38 +187,11 @@ def test_what_cannot_be_used_is_refused() -> None:
         (HierarchicalCopy(groups=1), "groups is 1: give a number of groups, 2 at least"),
         (HierarchicalCopy(groups=3), "groups is 3, more than there are devices"),
         (RoundRobin(num_devices=3), "num_devices is 3: give a number from 1 to 2, or None for all"),
-        (Tree(device=-1), "device is -1: give a number from 0 to 1"),
     ):
         with pytest.raises(PassError, match=f"pass {algorithm.name!r} cannot be used on 2 devices: {said}"):
             algorithm.run(linked(2, 3))
     with pytest.raises(ValueError, match=r"dtype is torch\.int32: give a floating-point dtype"):
         ReduceToOne(dtype=torch.int32)
-
-
-def said_by(algorithm: AllReduceAlgorithm, num_devices: int, *lengths: int, link: str = "copy") -> list[str]:
-    before = linked(num_devices, *lengths, link=link)
-    return [str(remark.text) for remark in algorithm.run(before).remarks[len(before.remarks) :]]
-
-
-def test_auto_says_what_it_chooses_and_why() -> None:
-    assert said_by(Auto(), 4, 3, link="shared-memory") == [
-        "native for bucket 0: devices read each other's buckets in the memory that they share, so nothing is sent"
-    ]
-    assert said_by(Auto(), 2, 3) == [
-        "native for bucket 0: two devices send each other their buckets, which is the least that is possible"
-    ]
-    chosen = said_by(Auto(small_bytes=64), 4, 100, 3)
-    assert chosen[0].startswith("tree for bucket 0: up to ") and chosen[1].startswith("halving-doubling for bucket 1: ")
-    assert said_by(Auto(small_bytes=64), 3, 100)[0].endswith("it sends least; 3 devices are no power of two")
-    shares = Auto().run(linked_by_shares(4, 3))
-    assert "its share alone" in str(shares.remarks[-1].text) and targets(shares.mirrored_graph, ops.reduce_scatter)
-
-
-def test_native_sums_stay_and_a_single_device_has_none() -> None:
-    before = linked(2, 3)
-    assert Native().run(before).mirrored_graph == before.mirrored_graph
-    assert said_by(Native(), 2, 3) == ["native for bucket 0"]
-    assert said_by(Ring(), 1, 3) == ["no ring: no devices sum up gradients here"]
 
 
 @pytest.mark.slow

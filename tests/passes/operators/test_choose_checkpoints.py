@@ -88,13 +88,6 @@ def test_less_memory_takes_more_work() -> None:
     assert seconds[0] == 0 and seconds == sorted(seconds) and len(set(seconds)) == 4
 
 
-def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
-    program = captured_model(Deep(), 1, 32)
-    chosen, after = bounded(program, predicted_peak(program))
-    assert not checkpoints(chosen) and chosen.remarks[-1].text.startswith("nothing is computed again: ")
-    assert [node.name for node in after.shard_graphs[0].nodes] == [node.name for node in program.shard_graphs[0].nodes]
-
-
 def test_without_a_bound_and_in_an_evaluation_nothing_is_chosen() -> None:
     program = captured_model(Deep(2), 1)
     assert run_passes(program, [ChooseCheckpoints()], [Verify()]).shard_graphs == program.shard_graphs

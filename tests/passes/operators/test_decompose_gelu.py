@@ -79,16 +79,6 @@ def test_one_value_may_be_both_arguments() -> None:
     assert all(len(targets(graph, aten.sigmoid.default)) == 2 for graph in after.shard_graphs)
 
 
-@pytest.mark.slow
-def test_where_nothing_is_to_be_done_the_program_stays_and_a_remark_says_why() -> None:
-    program = captured_model(TwoGelus(), 2, 4, columns=3)
-    after = DecomposeGelu(wanted=False).run(program)
-    assert after.shard_graphs == program.shard_graphs and "GELU keeps its tanh" in after.remarks[-1].text
-    program = captured_model(nn.Linear(3, 2), 2, 4, columns=3)
-    after = DecomposeGelu().run(program)
-    assert after.shard_graphs == program.shard_graphs and after.remarks[-1].text == "there is no GELU by tanh"
-
-
 def test_only_compiled_code_gets_it() -> None:
     cpu = torch.device("cpu")
     assert backend_named("inductor").preferences(cpu)["gelu_by_sigmoid"]

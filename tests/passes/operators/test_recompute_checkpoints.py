@@ -165,11 +165,6 @@ def test_elementwise_values_that_are_recomputed_anyway_are_left_alone() -> None:
     assert not any(CHECKPOINT in node.meta for node in after.shard_graphs[0].nodes)
 
 
-def test_a_model_without_checkpoints_stays_as_it_is() -> None:
-    before, after = recomputed(nn.Linear(4, 3))
-    assert after.shard_graphs == before.shard_graphs
-
-
 @pytest.mark.slow
 def test_an_evaluation_keeps_nothing_anyway() -> None:
     before = captured_model(Blocks(), 1, evaluates=True)

@@ -1,22 +1,17 @@
-import operator
-
 import pytest
 import torch
 from tiny_programs import (
     SMALL_BUCKETS,
-    Weight,
     captured_model,
     captured_two_layers,
     handmade,
-    outputs,
     run_up_to,
     targets,
 )
 from torch import nn
-from torch.testing import FileCheck
 
 from mirrorc.ir import ops
-from mirrorc.ir.program import Program, Region, Stage
+from mirrorc.ir.program import Program, Region
 from mirrorc.passes import OutlineRegions
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify
@@ -26,26 +21,6 @@ def outlined(program: Program) -> Program:
     return run_up_to("outline-regions", program, **SMALL_BUCKETS)
 
 
-def test_only_arguments_reads_calls_and_their_outputs_stay_outside() -> None:
-    program = outlined(handmade(buffer=True))
-    assert program.stage is Stage.OUTLINED
-    for node in program.shard_graphs[0].nodes:
-        assert node.op in ("placeholder", "output") or node.target in (ops.read, ops.call_region, operator.getitem)
-
-
-def test_backward_is_cut_where_buckets_become_ready() -> None:
-    program = outlined(handmade(buffer=True))
-    text = program.to_text()
-    FileCheck().check("loss: f32[], new(stat)").check_same("fwd_0(x, fc1.weight, fc2.weight, stat)").check(
-        "d(fc2.weight)"
-    ).check_same("bwd_0(").check("d(fc1.weight)").check_same("bwd_1(").run(text)
-    assert [(r.name, r.phase) for r in program.regions.values()] == [
-        ("fwd_0", "forward"),
-        ("bwd_0", "backward"),
-        ("bwd_1", "backward"),
-    ]
-
-
 @pytest.mark.slow
 def test_regions_hold_all_operators_of_the_graph_and_no_more() -> None:
     captured = captured_two_layers()
@@ -53,24 +28,6 @@ def test_regions_hold_all_operators_of_the_graph_and_no_more() -> None:
     before = [n.target for n in captured.shard_graphs[0].nodes if n.op == "call_function" and n.target is not ops.read]
     inside = [n.target for r in program.regions.values() for n in r.graph_module.graph.nodes if n.op == "call_function"]
     assert inside == before
-
-
-def test_bodies_that_are_the_same_are_one_region() -> None:
-    program = outlined(handmade(weights=[Weight("a"), Weight("b"), Weight("c")]))
-    calls = targets(program.shard_graphs[0], ops.call_region)
-    assert [call.kwargs["region"] for call in calls] == ["fwd_0", "bwd_0", "bwd_0", "bwd_0"]
-
-
-def test_bodies_of_other_shapes_are_other_regions() -> None:
-    program = outlined(handmade(weights=[Weight("a", (4,)), Weight("b", (5,))]))
-    calls = targets(program.shard_graphs[0], ops.call_region)
-    assert [call.kwargs["region"] for call in calls] == ["fwd_0", "bwd_0", "bwd_1"]
-
-
-def test_shard_shapes_share_the_regions_that_do_not_depend_on_them() -> None:
-    program = outlined(handmade(uneven=True))
-    called = [[call.kwargs["region"] for call in targets(graph, ops.call_region)] for graph in program.shard_graphs]
-    assert called == [["fwd_0", "bwd_0", "bwd_1"], ["fwd_0_shard1", "bwd_0", "bwd_1"]]
 
 
 @pytest.mark.slow
@@ -123,9 +80,3 @@ def test_the_program_given_is_not_changed() -> None:
     before = str(program.shard_graphs[0])
     outlined(program)
     assert str(program.shard_graphs[0]) == before and not program.regions
-
-
-def test_outputs_keep_their_names() -> None:
-    before, after = handmade(buffer=True), outlined(handmade(buffer=True))
-    for key in ("gradients", "writes"):
-        assert list(outputs(after.shard_graphs[0])[key]) == list(outputs(before.shard_graphs[0])[key])

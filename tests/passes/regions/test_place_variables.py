@@ -94,7 +94,6 @@ def test_buckets_of_two_dtypes_keep_their_order() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("fair",), "is given the rule 'fair': there are central, least-loaded, cached, cpu:0, cpu:1"),
         (("central", (("a", "cpu:7"),)), "is given 'cpu:7', as the owner of 'a': there are cpu:0, cpu:1"),
     ],
 )

@@ -12,7 +12,7 @@ from tiny_programs import MUON, Weight, captured_model, handmade, outputs
 from torch import fx, nn
 
 from mirrorc.errors import PassError
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program
 from mirrorc.ir.variables import UpdateRule
 from mirrorc.ir.workers import World
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient
@@ -97,28 +97,10 @@ def test_a_bucket_over_its_cap_is_explained_in_a_remark(num_before: int, is_larg
     assert any(text.endswith(told) for text in remarks) == is_larger
 
 
-def test_buckets_reverse_the_forward() -> None:
-    program = plan([Weight("first"), Weight("second"), Weight("third")], cap=math.inf, first=math.inf)
-    assert [slot.variable for slot in program.buckets[0].slots] == ["third", "second", "first"]
-    assert program.stage is Stage.CAPTURED and len(program.buckets) == 1
-
-
 def test_the_first_bucket_has_a_cap_of_its_own() -> None:
     weights = [Weight(f"w{i}", (16,)) for i in range(6)]  # 64 bytes each
     program = plan(weights, cap=192 / 2**20, first=64 / 2**20)
     assert [len(bucket.slots) for bucket in program.buckets] == [1, 3, 2]
-
-
-def test_a_new_bucket_is_explained_in_a_remark() -> None:
-    program = plan([Weight("a", (16,)), Weight("b", (16,))], cap=1.0, first=64 / 2**20)
-    assert any(remark.text.startswith("a opens a new bucket") for remark in program.remarks)
-    assert [remark.text for remark in plan([Weight("a")], cap=1.0, first=1.0).remarks] == ["1 gradient in one bucket"]
-
-
-def test_kinds_of_bucket_are_explained_in_a_remark() -> None:
-    program = plan([Weight("a"), Weight("b", rule=MUON)], cap=1.0, first=1.0)
-    assert len(program.buckets) == 2
-    assert any(remark.text.startswith("2 kinds of bucket") for remark in program.remarks)
 
 
 def test_the_graph_stays_as_it_is() -> None:

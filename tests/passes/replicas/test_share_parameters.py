@@ -2,7 +2,7 @@ import operator
 
 import pytest
 import torch
-from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
+from tiny_programs import SMALL_BUCKETS, Weight, handmade, run_up_to, targets
 
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
@@ -48,26 +48,6 @@ def test_all_that_is_computed_of_a_sum_moves_with_it(num_elements: int) -> None:
     verify(after)
     updates, others = (targets(after.mirrored_graph, target) for target in (ops.update, aten.neg.default))
     assert len(updates) == len(others) == (2 if num_elements == 300 else 1)
-
-
-def test_the_bucket_that_is_launched_last_is_waited_for_first() -> None:
-    program = ShareParameters().run(scheduled(2))
-    order = [(n.kwargs["bucket"], n.kwargs["replica"]) for n in targets(program.mirrored_graph, ops.update)]
-    assert order == [(1, 0), (1, 1), (0, 0), (0, 1)]
-
-
-def test_a_replica_without_a_share_waits_but_updates_nothing() -> None:
-    program = ShareParameters().run(scheduled(2, [Weight("a", (4,))]))
-    verify(program)
-    assert [n.kwargs["replica"] for n in targets(program.mirrored_graph, ops.wait)] == [0, 1]
-    assert len(targets(program.mirrored_graph, ops.update)) == 1
-
-
-def test_an_optimizer_that_runs_by_itself_updates_the_one_copy() -> None:
-    program = ShareParameters().run(scheduled(2, [Weight("a", (300,), rule=MUON), Weight("b", (300,), rule=MUON)]))
-    verify(program)
-    assert len(targets(program.mirrored_graph, ops.step_optimizer)) == 1
-    assert not targets(program.mirrored_graph, ops.broadcast, ops.store, ops.reduce_scatter)
 
 
 def test_devices_without_a_common_memory_keep_their_copies_and_say_why() -> None:

@@ -5,7 +5,7 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, outputs, run_up
 
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, replica_of
+from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program, Property
 from mirrorc.passes import CheckFinite, ShareParameters
 from mirrorc.pipeline.pass_manager import run_passes
@@ -33,35 +33,6 @@ def test_each_commit_is_told_of_all_that_updates_take_and_of_the_loss(num_device
         assert all(flag < commit and replica_of(flag) == replica for flag in commit.args)
         assert commit.kwargs["otherwise"] == "skip"
     assert Property.CHECKED in program.properties
-
-
-def test_waits_of_all_replicas_move_and_writes_stay() -> None:
-    before = scheduled(2)
-    graph = run_passes(before, [CheckFinite()]).mirrored_graph
-    commit = targets(graph, ops.commit)[0]
-    order = [(bucket_of(node), replica_of(node)) for node in targets(before.mirrored_graph, ops.wait)]
-    assert [(bucket_of(node), replica_of(node)) for node in targets(graph, ops.wait)] == order
-    assert all(node < commit for node in targets(graph, ops.wait))
-    assert all(node > commit for node in targets(graph, *ops.UPDATES, ops.write))
-
-
-def test_what_depends_on_new_parameters_stays_after_the_commit() -> None:
-    graph = run_passes(scheduled(2, shares=False), [CheckFinite()]).mirrored_graph
-    (broadcast,), commits = targets(graph, ops.broadcast), targets(graph, ops.commit)
-    assert broadcast > commits[-1] and all(wait > broadcast for wait in broadcast.users)
-
-
-def test_it_says_what_it_did() -> None:
-    for otherwise, then in (
-        ("raise", "raises an error and changes nothing"),
-        ("skip", "leaves the updates out and returns its loss"),
-    ):
-        program = run_passes(scheduled(2), [CheckFinite(otherwise)])
-        said = [remark.text for remark in program.remarks if remark.by == "check-finite"]
-        assert said == [
-            "3 reduced buckets and every device's loss are looked at before the commit, before which 6 waits moved: a step in "
-            f"which any of them is not finite, on whichever device, {then}"
-        ]
 
 
 def test_it_runs_once_and_after_the_placement() -> None:

@@ -64,13 +64,3 @@ def test_what_it_leaves_alone() -> None:
     graph = mixed.mirrored_graph
     assert {bucket_of(update) for update in targets(graph, ops.update) if len(update.args) == 2} == {0}
     assert len(targets(graph, ops.scale)) == 1, "an optimizer that runs by itself takes what is scaled"
-
-
-@pytest.mark.slow
-def test_it_says_what_it_did() -> None:
-    said = [remark.text for remark in scaled(2, ClipGradients(1.0)).remarks if remark.by == "scale-in-updates"]
-    assert said == [
-        "the updates of 3 buckets scale their gradients as they read them",
-        "this changes bits, as a gradient is divided by the inverse of its factor, or made times the factor, which rounds "
-        "otherwise than a product; exact_order=True leaves the pass out",
-    ]

@@ -71,18 +71,6 @@ def test_bytes_with_and_without_are_told_and_marked_in_the_dump() -> None:
     assert str(program).count("rounded for the wire: this changes numbers") == 3
 
 
-def test_float16_is_said_to_have_less_range() -> None:
-    assert "a sum beyond 65504 becomes infinite" in remarks(program_of(World(2), compression="float16"))[1]
-
-
-def test_a_dtype_that_is_not_wider_is_sent_as_it_is() -> None:
-    weights = [Weight("a", (300,)), Weight("b", (300,), dtype=torch.bfloat16)]
-    program = program_of(World(2), weights=weights)
-    (graph,) = program.graphs()
-    assert len(targets(graph, ops.compress)) == 1 and len(targets(graph, ops.exchange)) == 2
-    assert any("not compressed: sent as factors, or bfloat16 is not narrower" in text for text in remarks(program))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_packs_and_other_optimizers_are_compressed(devices: int) -> None:

@@ -5,7 +5,7 @@ import torch
 from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_programs import MUON, SMALL_BUCKETS, Weight, every_stage, handmade, handmade_of_worker, targets
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, every_stage, handmade_of_worker, targets
 
 from mirrorc import World
 from mirrorc.analysis.communication.worker_schedule import schedule_hash, worker_schedule
@@ -127,25 +127,12 @@ def test_a_commit_that_takes_a_sum_stays_behind_all() -> None:
     assert list(graph.nodes) == order and "early" not in commit.kwargs
 
 
-def test_a_worker_with_one_device_exchanges_what_it_has_packed() -> None:
-    program = ReduceOverWorkers().run(before(World(2), 0))
-    assert not targets(program.mirrored_graph, *ops.REDUCTIONS)
-    assert [node.all_input_nodes[0].target for node in targets(program.mirrored_graph, ops.exchange)] == [ops.pack] * 3
-
-
 def test_devices_add_up_first_and_wait_when_the_next_bucket_is_launched() -> None:
     program = ReduceOverWorkers().run(before(World(2, 2), 1))
     nodes = targets(program.mirrored_graph, ops.reduce_scatter, ops.exchange)
     order = [(node.target.__name__, bucket_of(node)) for node in nodes]  # type: ignore[union-attr]
     names = "reduce_scatter", "exchange"
     assert order == [(names[0], 0), (names[0], 1), (names[1], 0), (names[0], 2), (names[1], 1), (names[1], 2)]
-
-
-def test_a_process_on_its_own_exchanges_nothing() -> None:
-    program = every_stage_before(handmade(2, LARGE))
-    after = ReduceOverWorkers().run(program)
-    assert after.graph is program.graph
-    assert after.remarks[-1].text == "nothing to exchange: there is one worker"
 
 
 def test_what_a_worker_sends_does_not_depend_on_its_devices() -> None:

@@ -67,13 +67,6 @@ def test_bytes_with_and_without_are_told_and_marked_in_the_dump() -> None:
     assert str(program).count("of each of 3 workers: this changes numbers") == number
 
 
-def test_what_would_be_no_fewer_bytes_is_sent_whole() -> None:
-    program = program_of(World(2), compression=TopK(1.0))
-    (graph,) = program.graphs()
-    assert not targets(graph, ops.gather_largest) and len(targets(graph, ops.exchange)) == len(program.buckets)
-    assert "sent whole, or as factors: elements with their places would be no fewer bytes" in remarks(program)[0]
-
-
 def test_many_workers_gather_more_than_whole_sums_are() -> None:
     """Each gets what each of 40 sends: a tenth of the elements, and as many places, are four sums."""
     assert not targets(program_of(World(40)).graphs()[0], ops.gather_largest)
