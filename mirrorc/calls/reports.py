@@ -257,7 +257,7 @@ class StepReports(ABC):
             path: of the file. Missing folders are made.
             program: as for `explain`.
             compare: an earlier report, or a saved program, of which a step is predicted: figures stand side by side, and
-                differences of the programs are told in words.
+                the lines of the programs that differ.
 
         Raises:
             ValueError: the program is of another step, or ``compare`` is neither a report nor a program.

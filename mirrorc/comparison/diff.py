@@ -22,7 +22,7 @@ _SEVERAL_DEVICES = re.compile(r"    (?:each|\S+(?:, \S+| … \S+)+) +\| ")
 _FIRST_LINE = "# mirrorc · "
 _MEASURED = re.compile(r" · after .+?(?= · stage )| · \d+(?:\.\d+)? ms$")
 _OF_THE_PASS = re.compile(r"# (\d+ nodes( |$)|remark of this pass: )")
-_BEGINS_PART = re.compile(r"(?:# (bucket \d+)|(def \w+|region [\w.]+)\()")
+_BEGINS_PART = re.compile(r"(?:# (bucket \d+)|(def \w+|region [\w.]+)\(|([a-z_]+) = )")
 _MOST_LINES = 200  # the most lines that are shown
 _CONTEXT = 2  # lines that are shown around those that differ
 _COMPARED = 3000  # the most lines of a part that are compared: more than are shown
@@ -41,10 +41,16 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
         if not isinstance(program, Program):
             raise TypeError(f"MC7104: {name} is a {type(program).__name__}: give a Program, such as step.program")
     differences = diff_texts(*(program.to_text(regions=regions, **_CANONICAL) for program in (old, new)))
+    if differences or regions:
+        return differences or _of_complete_texts(old, new)
     whole = [program.to_text(regions=True, **_CANONICAL) for program in (old, new)]
-    if differences or regions or not diff_texts(*whole):
-        return differences
-    return "only the bodies of regions differ: pass regions=True to see how\n"
+    return "only the bodies of regions differ: pass regions=True to see how\n" if diff_texts(*whole) else ""
+
+
+def _of_complete_texts(old: Program, new: Program) -> str:
+    """What the short form leaves out, such as the aggregation of a buffer."""
+    bare = [program.evolve(remarks=(), optimizer_groups={}).to_text(complete=True) for program in (old, new)]
+    return diff_texts(*(re.sub(r"(?m)^    at\(.*\n", "", text) for text in bare))
 
 
 def diff_files(old: Path, new: Path) -> str:
@@ -63,7 +69,10 @@ def diff_files(old: Path, new: Path) -> str:
         content if isinstance(content, str) else printed(content, path, **form)
         for content, path in zip(loaded, (old, new), strict=True)
     ]
-    return diff_texts(*texts)
+    differences = diff_texts(*texts)
+    if differences or forms:
+        return differences
+    return _of_complete_texts(*(program for program in loaded if isinstance(program, Program)))
 
 
 def diff_texts(old: str, new: str) -> str:
@@ -127,10 +136,10 @@ def _parts(text: str) -> dict[str, _Part]:
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         begins = _BEGINS_PART.match(line)
         if begins is not None:
-            name = begins[1] or begins[2]
+            name = begins[1] or begins[2] or begins[3]
             while name in parts:
                 name += "'"
-            part = parts[name] = _Part() if begins[1] else above
+            part = parts[name] = above if begins[2] else _Part()
         elif line.startswith("# ") and not line.startswith("#  ") and not is_above:
             part = parts[""]  # a remark or an optimizer, below the last bucket
         is_above = not line or (is_above and line.startswith("# "))

@@ -261,6 +261,8 @@ class StepCompiler:
             program, regions = search.find(pipeline)
             self._most_activations = search.most
         times.append(time.perf_counter())
+        if self._edited is not None and purpose.trains:
+            self._edited.has_run = True
         return program, regions
 
     def _prepared(self, captured: CapturedProgram, purpose: Purpose) -> tuple[Program, Sequence[Pass]]:

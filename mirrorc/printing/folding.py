@@ -1,6 +1,6 @@
 """Folds stretches of lines that repeat from bucket to bucket.
 
-One line replaces the repeats of a stretch, and says how bucket and layer numbers increase. No information is lost::
+One line replaces the repeats of a stretch, and says how bucket and layer numbers increase::
 
     48 gradients = bwd_1(...)                     # h.30.mlp … h.30.ln_1
     b3: f32[50816] = pack(bucket=3, 48 gradients)

@@ -60,7 +60,10 @@ def _tuple_text(value: Any, leaf: Callable[[Any], str]) -> str:
 
 
 def _constant_text(value: Any, leaf: Callable[[Any], str]) -> str:
-    return str(value)
+    try:
+        return str(value)
+    except ValueError as error:  # Python writes no integer of thousands of digits
+        raise TextError(str(error)) from error
 
 
 _WRITERS: dict[type, Callable[[Any, Callable[[Any], str]], str]] = {
@@ -111,6 +114,8 @@ def _dict(node: ast.Dict, leaf: Callable[[ast.expr], Any]) -> dict[Any, Any]:
         name = argument_of(key, leaf) if isinstance(key, ast.Constant | ast.UnaryOp) else None
         if type(name) not in (str, int):
             raise TextError("a key is a string or an integer", key or node)
+        if name in items:
+            raise TextError(f"the key {name!r:.60} is given twice", key or node)
         items[name] = argument_of(value, leaf)
     return items
 

@@ -67,7 +67,7 @@ def _supports_seed(target: Any) -> bool:
 def _overload(name: str) -> Any:
     overload: Any = torch.ops
     for part in name.split("."):
-        if part.startswith("__"):
+        if part.startswith("__") or not part.isascii():
             return None
         overload = getattr(overload, part, None)
     return overload if is_operator(overload) else None

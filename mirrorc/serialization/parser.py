@@ -32,7 +32,7 @@ from mirrorc.serialization.literals import argument_of, identifier
 from mirrorc.serialization.operator_names import find_operator
 from mirrorc.serialization.printer import GRAPHS, MODEL
 from mirrorc.serialization.records import field_types, record_of
-from mirrorc.serialization.text_error import TextError, expression
+from mirrorc.serialization.text_error import TextError, assignment, expression, keywords_of
 from mirrorc.serialization.types import TypeReader, split_at_commas
 from mirrorc.torch_internals import SizeSymbol, add_node, lazy_graph_module
 
@@ -66,11 +66,11 @@ def parse_program(text: str) -> Program:
     """
     tables: dict[str, ast.expr] = {}
     functions: list[_Function] = []
-    lines = _Cursor(text.split("\n"))
+    lines = _Cursor(["" if line.lstrip().startswith("#") else line for line in text.split("\n")])
     while (line := lines.next()) is not None:
         if line.startswith("@"):
             functions.append(_function(lines, line))
-        elif line and not line.startswith("#"):
+        elif line:
             name, value = _table(lines, line)
             if name in tables:
                 raise TextError(f"there are two tables {name}", line=lines.number)
@@ -96,15 +96,10 @@ class _Cursor:
 
 def _table(lines: _Cursor, line: str) -> tuple[str, ast.expr]:
     number = lines.number
-    name, equals, rest = line.partition(" = ")
-    if not equals or not name.isidentifier():
-        raise TextError(
-            "here comes a table 'NAME = ...' or a function, with @shard, @mirrored, @device or @region", line=number
-        )
     try:
-        value = expression("\n".join([rest, *lines.while_inside()]))
+        name, value = assignment("\n".join([line, *lines.while_inside()]))
     except TextError as error:
-        raise error.at(number, len(name) + len(equals)) from None
+        raise error.at(number) from None
     ast.increment_lineno(value, number - 1)
     return name, value
 
@@ -115,7 +110,7 @@ def _function(lines: _Cursor, line: str) -> _Function:
         function = _decorated(number, expression(line[1:]))
     except TextError as error:
         raise error.at(number, 1) from None
-    opening = _OPENING.fullmatch(lines.next() or "")
+    opening = _OPENING.fullmatch(next((other for other in iter(lines.next, None) if other), ""))
     if opening is None or (opening[1] == "region") != (function.kind == "region"):
         expected = "region" if function.kind == "region" else "def"
         raise TextError(f"behind @{function.kind} comes '{expected} NAME(NAME: TYPE, ...):'", line=number + 1)
@@ -129,11 +124,13 @@ def _function(lines: _Cursor, line: str) -> _Function:
         for parameter in inside:
             if parameter == "):":
                 break
+            if not parameter:
+                continue
             function.parameters.append((lines.number, parameter.strip().removesuffix(",")))
     for statement in inside:
         if statement and not statement.startswith(_INDENT):
             raise TextError("a statement is four columns in", line=lines.number)
-        if statement and not statement.startswith(f"{_INDENT}#"):
+        if statement:
             function.body.append((lines.number, statement.removeprefix(_INDENT)))
     return function
 
@@ -144,7 +141,7 @@ def _decorated(number: int, node: ast.expr) -> _Function:
     if kind not in _KINDS or len(call.args) != _KINDS[kind]:
         raise TextError("here stands @shard, @mirrored, @device(NAME) or @region(PHASE)", node)
     label = str(record_of(call.args[0], str, "its name")) if call.args else ""
-    options = {str(keyword.arg): record_of(keyword.value, str, str(keyword.arg)) for keyword in call.keywords}
+    options = {name: record_of(value, str, name) for name, value in keywords_of(call).items()}
     if not options.keys() <= {"name", "class_name"}:
         raise TextError("there are only name= and class_name=", node)
     return _Function(number, kind, label, options)
@@ -231,14 +228,15 @@ class _GraphReader:
             raise TextError("a parameter is NAME: TYPE")
         name, kind, target = match.groups()
         target = record_of(expression(target), str, "its target") if target else name
-        self._add(number, name, kind, "placeholder", identifier(target, "its target"), (), {})
+        node = self._add(number, name, "placeholder", identifier(target, "its target"), (), {})
+        self._set_type(node, kind, 0)
 
     def _statement(self, text: str, number: int) -> None:
         if self._is_done:
             raise TextError("nothing comes behind the return")
         if text.startswith("return "):
             result = argument_of(self._inside(text, len("return ")), self._value)
-            self._add(number, "output", None, "output", "output", (result,), {})
+            self._add(number, "output", "output", "output", (result,), {})
             self._is_done = True
         elif text.startswith("at("):
             self._position = _position(expression(text))
@@ -248,14 +246,14 @@ class _GraphReader:
                 raise TextError("a statement is NAME: TYPE = OPERATION(ARGUMENT, ...)")
             call = self._call(self._inside(text, match.start(3)))
             self._column = len(_INDENT)
-            node = self._add(number, match[1], match[2], *call)
+            node = self._add(number, match[1], *call)
             node.meta.update(self._position)
+            self._set_type(node, match[2], match.start(2))
 
     def _add(
         self,
         number: int,
         name: str,
-        kind: str | None,
         op: str,
         target: Any,
         args: tuple[Any, ...],
@@ -265,10 +263,13 @@ class _GraphReader:
         if node.name != name:
             raise TextError(f"the name {name} is taken")
         node.meta[LINE_OF_TEXT] = number
-        if kind is not None:
-            node.meta["val"] = self._types.value(kind)
         self._nodes[name] = node
         return node
+
+    def _set_type(self, node: fx.Node, kind: str | None, start: int) -> None:
+        self._column = len(_INDENT) + start
+        if kind is not None:
+            node.meta["val"] = self._types.value(kind)
 
     def _inside(self, text: str, start: int) -> ast.expr:
         self._column = len(_INDENT) + start
@@ -288,7 +289,9 @@ class _GraphReader:
         if not isinstance(node, ast.Call):
             raise TextError("here comes a call, OPERATION(ARGUMENT, ...)", node)
         args = tuple([argument_of(argument, self._value) for argument in node.args])
-        kwargs = {identifier(part.arg, "a keyword"): argument_of(part.value, self._value) for part in node.keywords}
+        kwargs = {
+            identifier(key, "a keyword"): argument_of(part, self._value) for key, part in keywords_of(node).items()
+        }
         callee = _dotted(node.func)
         region = callee.removeprefix("region.")
         if region != callee:
@@ -321,7 +324,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _position(node: ast.expr) -> dict[str, Any]:
-    given = {str(keyword.arg): keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {"": node}
+    given = keywords_of(node) if isinstance(node, ast.Call) and not node.args else {"": node}
     is_module = ("module" in given or "path" in given) == ("type" in given)
     if not given.keys() <= {"line", "module", "path", "type", "checkpoint"} or not is_module:
         raise TextError("here stands at(line=..., module=..., type=..., checkpoint=...)", node)

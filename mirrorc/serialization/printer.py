@@ -31,6 +31,7 @@ MODEL = "L['self'].model"
 """The path of the user's model in that of a captured module."""
 
 _WIDTH = 120
+_FACTS = re.compile(r"\{([a-z_]+=[^{}]*)\}")  # what types have in braces
 
 
 def complete_text(program: Program) -> str:
@@ -54,9 +55,14 @@ def complete_text(program: Program) -> str:
 
 
 def body_text(graph: fx.Graph) -> str:
-    """The text of a graph that calls no regions, without the places in the user's code."""
+    """The text of a graph that calls no regions, without the places in the user's code and in memory."""
     lines = _GraphPrinter().text("", "", graph, "the graph").split("\n")
-    return "\n".join(line for line in lines if not line.startswith("    at("))
+    return _FACTS.sub(_without_offset, "\n".join(line for line in lines if not line.startswith("    at(")))
+
+
+def _without_offset(match: re.Match[str]) -> str:
+    facts = re.sub(r"(^|, )offset=\d+", "", match[1]).removeprefix(", ")
+    return f"{{{facts}}}" if facts else ""
 
 
 def _functions(program: Program, graphs: _GraphPrinter) -> Iterator[str]:

@@ -62,9 +62,12 @@ def parse(text: str, name: str = "the text") -> Program:
     """
     if not isinstance(text, str):
         raise problem(TypeError, f"MC7102: the text is a {type(text).__name__}, not a string", fix=_FIX)
+    text = text.replace("\r\n", "\n")
     torch_version = _checked_version(text, name)
     try:
         return parse_program(text)
+    except (RecursionError, MemoryError) as error:
+        raise problem(ValueError, f"MC7102: cannot read {name}: it is nested too deeply", fix=_FIX) from error
     except TextError as error:
         fix: tuple[str, ...] = ("mend this line, or save the program again",)
         if isinstance(error, UnknownOperatorError):

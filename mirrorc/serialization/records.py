@@ -18,7 +18,7 @@ import torch
 
 from mirrorc.printing.printed_values import dtype_name
 from mirrorc.serialization.literals import DTYPES, argument_of, argument_text
-from mirrorc.serialization.text_error import TextError
+from mirrorc.serialization.text_error import TextError, keywords_of
 
 _PLAIN = (str, int, bool, float)
 _WIDTH = 120
@@ -133,16 +133,14 @@ def _dataclass_of(node: ast.expr, kind: Any, title: str) -> Any:
     call = _expect_node(node, ast.Call, f"{title} is a {name}(...)", node)
     if not isinstance(call.func, ast.Name) or call.func.id != name or call.args:
         raise TextError(f"{title} is a {name}(FIELD=VALUE, ...)", node)
-    fields, given = field_types(kind), {keyword.arg: keyword for keyword in call.keywords}
-    unknown = next((keyword for keyword in call.keywords if keyword.arg not in fields), None)
-    if unknown is not None:
-        raise TextError(f"{name} has no {unknown.arg!r:.60}, only {', '.join(fields)}", unknown)
+    fields, given = field_types(kind), keywords_of(call)
+    for field, part in given.items():
+        if field not in fields:
+            raise TextError(f"{name} has no {field!r:.60}, only {', '.join(fields)}", part)
     missing = [field for field in fields if field not in given and field not in defaults(kind)]
     if missing:
         raise TextError(f"{title} lacks {', '.join(missing)}", node)
-    values = {
-        str(field): record_of(part.value, fields[str(field)], f"{title}.{field}") for field, part in given.items()
-    }
+    values = {field: record_of(part, fields[field], f"{title}.{field}") for field, part in given.items()}
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 
 class TextError(Exception):
     """A value without a text, or a text that is no program. The caller adds the file's name and a remedy.
 
     Attributes:
-        node: the part of the text that is wrong; its line counts from ``line``.
-        line: the number of the line with the error, once known.
+        node: the part of the text that is wrong; its place counts from that of the parsed part.
+        line, column: where the error is in the text, from 1 and 0; None if that is not known yet.
     """
 
     def __init__(self, reason: str, node: ast.AST | None = None, line: int | None = None, column: int = 0) -> None:
@@ -34,13 +35,34 @@ def expression(text: str) -> ast.expr:
     """Parses a Python expression. Nothing in it is run.
 
     Raises:
-        TextError: the text is none, or is nested too deeply.
+        TextError: the text is none.
     """
+    return _parsed(text, "eval").body  # type: ignore[no-any-return]
+
+
+def assignment(text: str) -> tuple[str, ast.expr]:
+    """Parses ``NAME = EXPRESSION``; raises `TextError` for another text."""
+    statement = _parsed(text, "exec").body[:1]
+    if not statement or not isinstance(statement[0], ast.Assign) or not isinstance(statement[0].targets[0], ast.Name):
+        raise TextError("here comes a table 'NAME = ...' or a function, with @shard, @mirrored, @device or @region")
+    return statement[0].targets[0].id, statement[0].value
+
+
+def _parsed(text: str, mode: str) -> Any:
     try:
-        return ast.parse(text, mode="eval").body
+        return ast.parse(text, mode=mode)
     except SyntaxError as error:
-        line, column = error.lineno or 1, max(0, (error.offset or 1) - 1)
-        where = ast.Name(id="", lineno=line, col_offset=column)
+        where = ast.Name(id="", lineno=error.lineno or 1, col_offset=max(0, (error.offset or 1) - 1))
         raise TextError(f"this is no expression: {error.msg}", where) from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise TextError(f"this cannot be read: {error or 'it is nested too deeply'}") from None
+    except ValueError as error:
+        raise TextError(f"this cannot be read: {error}") from None
+
+
+def keywords_of(call: ast.Call) -> dict[str, ast.expr]:
+    """The keyword arguments of a call. Raises `TextError` for one that is given twice, or as ``**``."""
+    given: dict[str, ast.expr] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in given:
+            raise TextError(f"{keyword.arg} is given twice" if keyword.arg else "'**' stands for no keyword", keyword)
+        given[keyword.arg] = keyword.value
+    return given

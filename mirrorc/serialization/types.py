@@ -17,7 +17,7 @@ import torch
 from mirrorc.ir.value_types import Pending, contiguous_strides
 from mirrorc.printing.printed_values import dtype_name
 from mirrorc.serialization.literals import DTYPES, argument_of, argument_text
-from mirrorc.serialization.text_error import TextError, expression
+from mirrorc.serialization.text_error import TextError, expression, keywords_of
 from mirrorc.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -30,7 +30,7 @@ from mirrorc.torch_internals import (
 )
 
 _CPU = torch.device("cpu")
-_DENSE = re.compile(r"(\w+)\[((?:\d+(?:, \d+)*)?)\]")
+_DENSE = re.compile(r"(\w+)\[((?:\d{1,18}(?:, \d{1,18})*)?)\]")
 _TENSOR = re.compile(r"(\w+)\[(.*?)\](?:\{(.*)\})?")
 _FACTS = ("strides", "offset", "device", "is_conjugated", "is_negated")
 
@@ -60,20 +60,20 @@ class TypePrinter:
         if isinstance(value, list | tuple):
             brackets = "()" if isinstance(value, tuple) else "[]"
             return f"{brackets[0]}{', '.join(map(self.text, value))}{brackets[1]}"
-        return f"value({argument_text(value, _refused)})"
+        text = f"value({argument_text(value, _refused)})"
+        if " = " in text:
+            raise TextError(f"its value is {text:.60}, which cannot be read back")
+        return text
 
     def _tensor(self, tensor: torch.Tensor) -> str:
         if tensor.layout is not torch.strided:
             raise TextError(f"its value has the layout {tensor.layout}, and only strided tensors can be saved")
         extents = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-        place = 0
-        if any(map(is_symbolic, extents)):
-            found = self._place(tensor.fake_mode.shape_env)  # type: ignore[attr-defined]
-            if found is None or any(type(size_now(extent)) is not int for extent in extents):
-                raise TextError(
-                    f"its value has the symbolic shape {tuple(tensor.shape)}, of sizes that follow from values"
-                )
-            place = found
+        found = self._place(tensor.fake_mode.shape_env)  # type: ignore[attr-defined]
+        is_countable = all(type(size_now(extent)) is int for extent in extents)
+        if any(map(is_symbolic, extents)) and (found is None or not is_countable):
+            raise TextError(f"its value has the symbolic shape {tuple(tensor.shape)}, of sizes that follow from values")
+        place = found or 0
         texts = [self._size(extent, place) for extent in extents]
         rank = tensor.dim()
         facts = []
@@ -113,7 +113,7 @@ class TypeReader:
 
     def __init__(self, symbols: tuple[tuple[SizeSymbol, ...], ...]) -> None:
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # as capture's: Inductor mixes constants in
-        self._made_before: dict[str, list[torch.Tensor]] = {}
+        self._made_before: dict[str, list[Any]] = {}
         self._num_used: dict[str, int] = {}  # by the present function, which has each tensor once
         try:
             self._sizes = [SavedSizes(of_environment) for of_environment in symbols]
@@ -125,14 +125,14 @@ class TypeReader:
 
     def value(self, text: str) -> Any:
         """Inverts `TypePrinter.text`; raises `TextError` for other texts."""
-        number, made = self._num_used.get(text, 0), self._made_before.get(text, [])
+        number, made = self._num_used.get(text, 0), self._made_before.setdefault(text, [])
         self._num_used[text] = number + 1
-        if number < len(made):
-            return made[number]
-        value = self._new_value(text)
-        if isinstance(value, torch.Tensor):
-            self._made_before[text] = [*made, value] if number else [value]
-        return value
+        if number >= len(made):
+            try:
+                made.append(self._new_value(text))
+            except TextError as error:
+                raise TextError(str(error)) from None  # its place is that of the whole type
+        return made[number]
 
     def _new_value(self, text: str) -> Any:
         if text.startswith("pending "):
@@ -142,17 +142,17 @@ class TypeReader:
             return tuple(values) if text[0] == "(" else values
         dense, match = _DENSE.fullmatch(text), _TENSOR.fullmatch(text)
         if dense is not None and dense[1] in DTYPES:
-            return self._tensor(text, DTYPES[dense[1]], [int(size) for size in dense[2].split(", ") if size], {})
+            return self._tensor(text, DTYPES[dense[1]], [int(size) for size in dense[2].split(", ") if size], {}, 0)
         if text.startswith("value(") and len(arguments := _call(text).args) == 1:
             return argument_of(arguments[0], _unknown)
         if match is None or (match[1] not in DTYPES and match[1] != "size"):
             raise TextError(f"{text!r:.60} is no type, such as f32[2, 3]")
-        given = {str(keyword.arg): keyword.value for keyword in _call(f"f({match[3] or ''})").keywords}
+        given = keywords_of(_call(f"f({match[3] or ''})"))
         place = argument_of(given.pop("symbols"), _unknown) if "symbols" in given else 0
         sizes = [self._size(size, place) for size in _call(f"f({match[2]})").args]
         facts = {key: self._fact(key, node, place) for key, node in given.items()}
         if match[1] != "size":
-            return self._tensor(text, DTYPES[match[1]], sizes, facts)
+            return self._tensor(text, DTYPES[match[1]], sizes, facts, place)
         if len(sizes) != 1 or not is_symbolic(sizes[0]) or facts:
             raise TextError(f"{text!r:.60} is no size of symbols")
         return sizes[0]
@@ -174,15 +174,11 @@ class TypeReader:
         except ValueError as error:
             raise TextError(str(error)) from error
 
-    def _tensor(self, text: str, dtype: torch.dtype, shape: list[Any], facts: dict[str, Any]) -> torch.Tensor:
-        symbolic = [size for size in shape if is_symbolic(size)]
-        modes = [
-            saved.fake_mode
-            for saved in self._sizes
-            if symbolic and saved.fake_mode.shape_env is symbolic[0].node.shape_env
-        ]
+    def _tensor(
+        self, text: str, dtype: torch.dtype, shape: list[Any], facts: dict[str, Any], place: Any
+    ) -> torch.Tensor:
         try:
-            return _tensor(modes[0] if modes else self._fake_mode, dtype, shape, **facts)
+            return _tensor(self._sizes[place].fake_mode if self._sizes else self._fake_mode, dtype, shape, **facts)
         except Exception as error:
             raise TextError(f"there is no tensor {text:.80}") from error
 

@@ -59,7 +59,7 @@ class ProgramSnapshot:
         return ProgramSnapshot(self._assertion, name, regions)
 
     def __eq__(self, program: object) -> bool:
-        """Raises AssertionError, with the differences in words, if the program is not as in the snapshot."""
+        """Raises AssertionError, with the lines that differ, if the program is not as in the snapshot."""
         __tracebackhide__ = True
         if self._is_matched_by(program):
             return True

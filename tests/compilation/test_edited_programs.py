@@ -28,13 +28,12 @@ def step_of(
     model = nn.Sequential(
         nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 3)
     )
-    compiler = mirrorc.Compiler(backend="eager", disable=("share-parameters",))
+    options = {"compiler": mirrorc.Compiler(backend="eager", disable=("share-parameters",)), **options}
     return mirrorc.compile(
         model,
         [f"cpu:{i}" for i in range(devices)],
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
         loss_fn=F.cross_entropy,
-        compiler=compiler,
         communication=mirrorc.Communication(buckets=ByBytes(buckets, buckets)),
         program=program,
         **options,
@@ -169,7 +168,7 @@ def test_what_computes_something_else_is_refused_with_its_line(dumped: Path, old
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another model": ("plan-buckets", {"width": 9}, r"variables: .*weight.* differ"),
-    "fewer devices": ("plan-buckets", {"devices": 3}, r"devices is \(.*, not "),
+    "fewer devices": ("plan-buckets", {"devices": 3}, "it has 2 devices, not 3"),
     "other passes": (
         "lower-devices",
         {"check_finite": True},
@@ -185,7 +184,7 @@ def test_a_program_of_another_step_is_refused(dumped: Path, case: str) -> None:
     step = step_of(mirrorc.parse(text_after(dumped, name)), **options)
     with (
         step,
-        pytest.raises(ValueError, match=rf"(?s)MC4102: program= is no program of this step\n  why:  .*{message}"),
+        pytest.raises(ValueError, match=rf"(?s)MC4102: the given program is not of this step\n  why:  .*{message}"),
     ):
         step(BATCH[0], target=BATCH[1])
 
@@ -207,7 +206,9 @@ def test_calls_of_other_sizes_and_evaluations_compile_as_usual(dumped: Path) -> 
             assert torch.equal(*losses)
         assert torch.equal(*(s.evaluate(BATCH[0], target=BATCH[1]) for s in (step, plain)))
         remarks = [str(remark) for program in step.programs for remark in program.remarks]
-        assert [remark for remark in remarks if "not the program of" in remark and "is f32[6, 6], not f32[" in remark]
+        assert [
+            remark for remark in remarks if " does not take part: " in remark and "is f32[6, 6], not f32[" in remark
+        ]
 
 
 def test_what_is_no_program_is_refused_at_once(tmp_path: Path) -> None:
@@ -220,3 +221,56 @@ def test_what_is_no_program_is_refused_at_once(tmp_path: Path) -> None:
         step_of(3)
     with pytest.raises(ValueError, match=r"MC1003: program=.* cannot be used with activations="):
         step_of("x.mirror", memory=mirrorc.Memory(activations="50%"))
+
+
+def test_a_first_call_with_another_batch_is_refused_by_its_sizes(dumped: Path) -> None:
+    step = step_of(mirrorc.parse(text_after(dumped, "lower-devices")))
+    with (
+        step,
+        pytest.raises(ValueError, match=r"why:  num_examples is \(6, 6\), not \(4, 4\).*\n  fix:  call the step first"),
+    ):
+        step(BATCH[0][:8], target=BATCH[1][:8])
+
+
+def test_accumulating_calls_compile_as_usual(dumped: Path) -> None:
+    (path,) = dumped.glob("*-lower-devices.mirror.gz")
+    with step_of(path) as step, step_of() as plain:
+        for each in (step, plain):
+            each(BATCH[0], target=BATCH[1])
+            each.accumulate(BATCH[0], target=BATCH[1])
+        assert torch.equal(step(BATCH[0], target=BATCH[1]), plain(BATCH[0], target=BATCH[1]))
+        assert "this call accumulates" in str(step.programs[1])
+
+
+def test_a_model_whose_state_lies_elsewhere_has_the_same_program(dumped: Path) -> None:
+    (path,) = dumped.glob("*-lower-devices.mirror.gz")
+    with step_of(path) as step, step_of() as plain:
+        for each in (step, plain):
+            each.evaluate(BATCH[0], target=BATCH[1])
+        assert torch.equal(step(BATCH[0], target=BATCH[1]), plain(BATCH[0], target=BATCH[1]))
+
+
+@pytest.mark.parametrize("edit", [("max_norm=1.0", "max_norm=0.001"), ("norm_type=2.0", "norm_type=1.0")])
+def test_what_a_step_computes_of_gradients_cannot_be_edited(edit: tuple[str, str]) -> None:
+    with step_of(clip_grad_norm=1.0) as step:
+        text = step.prepare(BATCH[0], target=BATCH[1]).to_text(complete=True)
+    assert edit[0] in text
+    step = step_of(mirrorc.parse(text.replace(*edit)), clip_grad_norm=1.0)
+    with step, pytest.raises(ValueError, match=r"MC4102: .*\n  why:  .*is new(?s:.*)is missing"):
+        step(BATCH[0], target=BATCH[1])
+    with step_of(mirrorc.parse(text), clip_grad_norm=1.0) as step, step_of(clip_grad_norm=1.0) as plain:
+        assert torch.equal(step(BATCH[0], target=BATCH[1]), plain(BATCH[0], target=BATCH[1]))
+
+
+@pytest.mark.slow
+def test_a_program_with_symbolic_sizes_is_completed(tmp_path: Path) -> None:
+    options = {"debug": mirrorc.Debug(dump=tmp_path), "compiler": mirrorc.Compiler(backend="eager", dynamic=True)}
+    with step_of(**options) as step:
+        step.prepare(BATCH[0], target=BATCH[1])
+    for name in ("capture", "outline-regions", "insert-update", "lower-devices"):
+        (path,) = (tmp_path / "program-0").glob(f"*-{name}.mirror.gz")
+        with step_of(path, compiler=options["compiler"]) as step, step_of(compiler=options["compiler"]) as plain:
+            for rows in (12, 8):
+                losses = [each(BATCH[0][:rows], target=BATCH[1][:rows]) for each in (step, plain)]
+                assert torch.equal(*losses), name
+            assert len(step.programs) == 1 and " takes the place of what " in str(step.program), name

@@ -234,11 +234,9 @@ DAMAGE: dict[str, tuple[str, str, str]] = {
     "bytes": (X, "aten.relu.default(b'')", "stands for no argument"),
     "constant": (X, "aten.relu.default(torch.float31)", "there is no torch.float31"),
     "starred": (X, "aten.relu.default(*x)", r"\*x stands for no argument"),
-    "double starred": (X, "aten.relu.default(**x)", "a keyword is None"),
+    "double starred": (X, "aten.relu.default(**x)", r"'\*\*' stands for no keyword"),
     "nesting": (X, f"aten.relu.default({'[' * 150}1{']' * 150})", ""),
     "deep nesting": (X, f"aten.relu.default({'[' * 5000}1{']' * 5000})", "too many nested|cannot be read"),
-    "signs": (X, f"aten.relu.default({'-' * 20000}1)", "cannot be read|only numbers are negative"),
-    "attributes": (X, f"aten.relu{'.a' * 20000}(x)", "cannot be read|is unknown here"),
     "digits": (X, f"aten.relu.default({'9' * 5000})", "this is no expression|cannot be read"),
     "taken": ("    return ", "    x = aten.relu.default(x)\n    return ", "the name x is taken"),
     "no return": ("    return relu_default", "", "all_devices does not end with its return"),
@@ -282,6 +280,69 @@ def test_damage_is_found_and_shown_with_its_line(case: str, tmp_path: Path) -> N
     line = text.split("\n")[int(re.findall(r", line (\d+), ", found)[0]) - 1]
     assert len(found) < 1200 and re.search(r"\n    .*\n +\^\n  fix:  ", found)
     assert line[:40].strip() in found or len(line) > 1000
+
+
+ENDLESS = ["-" * 20_000 + "1", "1" + "+1" * 5000, "x" + ".a" * 20_000, "x" + "[0]" * 5000]
+
+
+@pytest.mark.parametrize("argument", ENDLESS, ids=["signs", "sums", "attributes", "parts"])
+def test_what_is_nested_too_deeply_is_refused(argument: str, tmp_path: Path) -> None:
+    text = replaced(text_of(one_call(aten.relu.default)), X, f"aten.relu.default({argument})")
+    with pytest.raises(ValueError, match=r"MC7102: cannot read .*program\.mirror"):
+        load_text(text, tmp_path)
+
+
+TYPES = [
+    f"{'(' * 3000}f32[2]{')' * 3000}",
+    "[" * 5000,
+    f"{'pending ' * 5000}f32[2]",
+    f"f32[{'9' * 5000}]",
+    "f32[Pow(9, 9999999999)]",
+]
+    "(" * 3000 + "f32[2]" + ")" * 3000,
+    "[" * 5000,
+    "pending " * 5000 + "f32[2]",
+    f"f32[{'9' * 5000}]",
+    "f32[Pow(9, 9999999999)]",
+]
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=["tuples", "lists", "pending", "digits", "a power"])
+def test_no_type_is_endless(kind: str, tmp_path: Path) -> None:
+    text = replaced(text_of(one_call(aten.relu.default)), "relu_default = ", f"relu_default: {kind} = ")
+    symbols = 'symbols = [[SizeSymbol(name="s0", value=4, least=2)]]\n\n@mirrored'
+    with pytest.raises(ValueError, match=r"MC7102: cannot read .*program\.mirror"):
+        load_text(replaced(text, "\n@mirrored", symbols), tmp_path)
+
+
+TWICE = {
+    "a field": ('name="cpu:0"', 'name="cpu:0", name="cpu:7"', "name is given twice"),
+    "a keyword": (X, 'aten.relu.default(self="a", self="b")', "self is given twice"),
+    "a key": (X, "aten.relu.default({1: 2, 1: 3})", "the key 1 is given twice"),
+    "a position": ("    relu_default = ", "    at(3)\n    relu_default = ", "here stands at"),
+}
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_what_is_given_twice_is_refused(case: str, tmp_path: Path) -> None:
+    old, new, message = TWICE[case]
+    with pytest.raises(ValueError, match=message):
+        load_text(replaced(text_of(one_call(aten.relu.default)), old, new), tmp_path)
+
+
+def test_an_error_in_a_table_is_marked_where_it_is() -> None:
+    text = replaced(text_of(handmade()), "stage = CAPTURED", "loss_reduction = 3\nstage = CAPTURED")
+    with pytest.raises(ValueError, match=r"line 3, column 18\n.*\n\n    loss_reduction = 3\n {21}\^"):
+        mirrorc.parse(text)
+
+
+def test_lines_of_windows_and_comments_are_read() -> None:
+    text = text_of(handmade())
+    commented = text.replace("    return", "# at the margin\n        # deep\n    return").replace(
+        "\ndef ", "\n# between\ndef "
+    )
+    for other in (text.replace("\n", "\r\n"), commented.replace("devices = [", "devices = [\n    # first\n    ")):
+        assert text_of(mirrorc.parse(other)) == text
 
 
 @pytest.mark.slow

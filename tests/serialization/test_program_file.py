@@ -25,7 +25,7 @@ from saved_programs import (
 )
 from selections import slow_but
 from tiny_programs import SMALL_BUCKETS, captured_two_layers, every_stage
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mirrorc
@@ -253,3 +253,19 @@ def test_comments_and_empty_lines_are_read_over() -> None:
     commented = re.sub(r"(?m)(^    .*\)$)", r"\1  # one\n\n    # two", functions)
     assert commented.count("# two") > 20
     assert mirrorc.parse(f"{tables}# three\n\n{at}{commented}").to_text(complete=True) == text
+
+
+@pytest.mark.slow
+def test_symbolic_sizes_stay_those_of_one_environment(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_fn": nn.functional.mse_loss}
+    compiler, debug = mirrorc.Compiler(backend="eager", dynamic=True), mirrorc.Debug(dump=tmp_path)
+    with mirrorc.compile(model, ["cpu:0", "cpu:1"], compiler=compiler, debug=debug, **options) as step:
+        step.prepare(torch.zeros(8, 4), target=torch.zeros(8, 3))
+    paths = sorted((tmp_path / "program-0").glob("*.mirror.gz"))
+    for path in paths:
+        program = Program.load(path)
+        verify(program)
+        assert len({id(tensor.fake_mode) for tensor in tensors_of(program)}) == 1, path
+        assert mirrorc.parse(program.to_text(complete=True)).to_text(regions=True) == program.to_text(regions=True)
+    assert len(paths) > 8

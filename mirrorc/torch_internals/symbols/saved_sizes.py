@@ -102,10 +102,17 @@ class SavedSizes:
         if isinstance(node, ast.Name):
             return size_key(self._sizes[node.id])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-            return _function(node.func.id)(*map(self._expression, node.args))
+            arguments = [self._expression(argument) for argument in node.args]
+            if node.func.id in _POWERS and any(
+                part.is_number and abs(part) > most for part, most in zip(arguments, _LARGEST, strict=False)
+            ):
+                raise TypeError("sympy would compute all digits of such a power")
+            return _function(node.func.id)(*arguments)
         raise TypeError(type(node).__name__)
 
 
+_POWERS = ("Pow", "PowByNatural", "FloatPow", "LShift")
+_LARGEST = (2**63, 64)  # numbers in a power: of the base, and of the exponent
 _OF_SYMPY = ("Add", "Mul", "Pow", "Rational")
 _NUMBERS = ("Integer", "Float")
 _FUNCTIONS = (
