@@ -32,9 +32,13 @@ class EditedProgram:
     """
 
     def __init__(self, source: str | os.PathLike[str] | Program) -> None:
-        """Raises ValueError if the file holds no program, and OSError if it cannot be read."""
+        """Raises ValueError if the file cannot be read, or holds no program."""
         self._name = "the given program" if isinstance(source, Program) else f"the program of {os.fspath(source)}"
-        self._edited = source if isinstance(source, Program) else load_program(source)
+        try:
+            self._edited = source if isinstance(source, Program) else load_program(source)
+        except OSError as error:
+            fix = "give the file of an edited program, a Program, or None"
+            raise problem(ValueError, f"MC1002: program is {source!r}", f"{error.strerror}", fix) from error
         self.has_run = False
 
     def continued(self, captured: Program, pipeline: Sequence[Pass]) -> tuple[Program, Sequence[Pass]]:

@@ -90,6 +90,7 @@ TAKEN: dict[str, set[str]] = {
     "check_finite": {*BOOLS, "'skip'"},
     "distributed": {"False", "'auto'"},
     "mode": {"None"},
+    "program": {"None"},
     **{group: {"None"} for group in OPTIONS.groups},
     "buckets": {*NUMBERS, "'auto'", "function", "model"},
     "order": {"function", "model"},

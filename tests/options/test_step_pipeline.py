@@ -36,6 +36,7 @@ GIVEN: dict[str, Any] = {
     "check_finite": True,
     "distributed": False,
     "mode": "reproducible",
+    "program": "edited.mirror",
     "buckets": EqualPacks(3),
     "order": "reversed",
     "algorithm": "ring",

@@ -53,7 +53,8 @@ def body_of(text: str, function: str) -> list[str]:
     lines = [line for _, line in unfolded(text.splitlines())]
     start = next(i for i, line in enumerate(lines) if line.startswith(f"def {function}("))
     end = next(i for i in range(start, len(lines)) if lines[i].startswith("    return"))
-    return [line.partition("  # ")[0].rstrip() for line in lines[start + 1 : end] if not line.startswith("    # ")]
+    body = (line.partition("  # ")[0] for line in lines[start + 1 : end] if not line.startswith("    # "))
+    return [" ".join(line.split()) for line in body]  # bucket numbers of two digits shift the columns
 
 
 def table_of(text: str) -> list[str]:

@@ -94,7 +94,7 @@ def test_updating_writes_the_canonical_text_and_an_equal_program_passes(folder: 
 
 
 @pytest.mark.slow
-def test_a_changed_program_fails_in_words_and_in_lines_and_can_be_renewed(
+def test_a_changed_program_fails_by_its_lines_and_can_be_renewed(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.run("--snapshot-update")
@@ -104,19 +104,13 @@ def test_a_changed_program_fails_in_words_and_in_lines_and_can_be_renewed(
     status, output = folder.run()
     assert status == 1
     lines = [line.removeprefix("E").strip() for line in output.splitlines() if line.startswith("E ")]
-    assert lines[:10] == [
+    assert lines[:3] == [
         f"AssertionError: the program is not as in the snapshot {SNAPSHOT}; if it should be, renew that with pytest "
         "--snapshot-update.",
         "",
-        "1 gradient has another shape or dtype: fc1.weight is f32[8, 20] instead of f32[4, 20]",
-        "bucket 1 grew from 0.3 KiB to 0.6 KiB",
-        "link copy instead of shared-memory for reduce_scatter of buckets 0 and 1, on every device",
-        "remark new: no gradient stays factors: over the link copy, no device reads the others' factors in their memory",
-        "remark new: link copy: asked for; nothing moves before the wait, which does all the work",
-        "remark gone: link shared-memory: the best for these devices; nothing moves before the wait, which does all the work",
-        "",
         "--- old",
     ]
+    assert any(line.endswith(" @@ bucket 1") for line in lines) and any("link=copy" in line for line in lines)
     assert "-#     fc1.weight[4, 20]" in lines and "+#     fc1.weight[8, 20]" in lines
     assert "use '-vv' to show" not in output and "snapshots.py" not in output and "torch.__trace" not in output
     assert folder.text() == made().to_text(slots=True, sources=False)
@@ -236,7 +230,7 @@ def test_a_snapshot_that_somebody_has_edited_is_compared_line_by_line(folder: Fo
     path.write_text("<<<<<<< HEAD\n" + folder.text(), encoding="utf-8")
     status, output = folder.run()
     assert status == 1 and "E       -<<<<<<< HEAD" in output
-    assert "the old text cannot be compared: this is no printed program: line 1 is '<<<<<<< HEAD'" in output
+    assert "the old text cannot be compared: line 1 is '<<<<<<< HEAD'" in output
 
 
 def test_without_syrupy_the_fixture_says_what_to_install(folder: Folder) -> None:
