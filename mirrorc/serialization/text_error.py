@@ -37,7 +37,8 @@ def expression(text: str) -> ast.expr:
     Raises:
         TextError: the text is none.
     """
-    return _parsed(text, "eval").body  # type: ignore[no-any-return]
+    body: ast.expr = _parsed(text, "eval").body
+    return body
 
 
 def assignment(text: str) -> tuple[str, ast.expr]:
