@@ -77,7 +77,7 @@ class EditedProgram:
         return problem(ValueError, f"MC4102: {self._name} is not of this step", why, fix)
 
 
-_SAME_OPTIONS = "compile the model and with the options that the program was made with"
+_SAME_OPTIONS = "compile the same model, with the options that the program was made with"
 _SAME_BATCH = "call the step first with a batch of the sizes that the program was made for"
 
 
