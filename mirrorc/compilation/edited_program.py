@@ -25,11 +25,7 @@ _OF_PLACES = ("bucket", "buckets", "replica")  # keywords that say where, not wh
 
 
 class EditedProgram:
-    """The program of `mirrorc.compile`'s option ``program``: a file, or a program.
-
-    Attributes:
-        has_run: it has been compiled once, so that a call that it is not for compiles without it.
-    """
+    """The program of `mirrorc.compile`'s option ``program``: a file, or a program."""
 
     def __init__(self, source: str | os.PathLike[str] | Program) -> None:
         """Raises ValueError if the file cannot be read, or holds no program."""
@@ -39,7 +35,11 @@ class EditedProgram:
         except OSError as error:
             fix = "give the file of an edited program, a Program, or None"
             raise problem(ValueError, f"MC1002: program is {source!r}", f"{error.strerror}", fix) from error
-        self.has_run = False
+        self._takes_part = False  # in what is compiled at present
+        self._is_compiled = False  # once it is, calls of other sizes compile without it
+
+    def note_compiled(self) -> None:
+        self._is_compiled |= self._takes_part
 
     def continued(self, captured: Program, pipeline: Sequence[Pass]) -> tuple[Program, Sequence[Pass]]:
         """The edited program and the passes that are left; for a later call of another kind, the arguments with a remark.
@@ -48,6 +48,7 @@ class EditedProgram:
             ValueError: the program is not one of this model, call and pipeline, and says in what it differs.
             VerifyError: the program breaks a rule, or computes something else.
         """
+        self._takes_part = False
         if self._edited.accumulation is not captured.accumulation:
             return self._without(captured, "this call accumulates"), pipeline
         done, names = self._edited.passes, tuple(entry.name for entry in pipeline)
@@ -58,7 +59,7 @@ class EditedProgram:
         expected = run_passes(captured, pipeline[: len(done)])
         other_step = list(_differences_of_steps(self._edited, expected))
         other_call = [] if other_step else list(_differences_of_calls(self._edited, expected))
-        if other_call and self.has_run:
+        if other_call and self._is_compiled:
             return self._without(captured, listed(other_call)), pipeline
         if other_step or other_call:
             raise self._refusal(listed(other_step or other_call), _SAME_OPTIONS if other_step else _SAME_BATCH)
@@ -68,6 +69,7 @@ class EditedProgram:
         verify(self._edited, before=expected)
         remark = f"{self._name} takes the place of what {len(done)} passes make"
         edited = self._edited.evolve(optimizer_groups=expected.optimizer_groups).with_remarks(remark)
+        self._takes_part = True
         return edited, pipeline[len(done) :]
 
     def _without(self, captured: Program, why: str) -> Program:

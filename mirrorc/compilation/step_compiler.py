@@ -262,7 +262,7 @@ class StepCompiler:
             self._most_activations = search.most
         times.append(time.perf_counter())
         if self._edited is not None and purpose.trains:
-            self._edited.has_run = True
+            self._edited.note_compiled()
         return program, regions
 
     def _prepared(self, captured: CapturedProgram, purpose: Purpose) -> tuple[Program, Sequence[Pass]]:

@@ -232,6 +232,17 @@ def test_a_first_call_with_another_batch_is_refused_by_its_sizes(dumped: Path) -
         step(BATCH[0][:8], target=BATCH[1][:8])
 
 
+def test_a_batch_of_other_sizes_is_refused_until_the_program_has_run(dumped: Path) -> None:
+    (path,) = dumped.glob("*-lower-devices.mirror.gz")
+    with step_of(path) as step:
+        step.accumulate(BATCH[0], target=BATCH[1])
+        step.zero_grad()
+        with pytest.raises(ValueError, match="MC4102"):
+            step(BATCH[0][:8], target=BATCH[1][:8])
+        step(BATCH[0], target=BATCH[1])
+        step(BATCH[0][:8], target=BATCH[1][:8])
+
+
 def test_accumulating_calls_compile_as_usual(dumped: Path) -> None:
     (path,) = dumped.glob("*-lower-devices.mirror.gz")
     with step_of(path) as step, step_of() as plain:
