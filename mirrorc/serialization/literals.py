@@ -95,6 +95,11 @@ def argument_of(node: ast.expr, leaf: Callable[[ast.expr], Any]) -> Any:
     return read(node, leaf) if read is not None else leaf(node)
 
 
+def no_value(node: ast.expr) -> Any:
+    """The ``leaf`` of expressions that hold literals alone."""
+    raise TextError(f"{ast.unparse(node):.60} stands for no value", node)
+
+
 def _constant(node: ast.Constant, leaf: Callable[[ast.expr], Any]) -> Any:
     if type(node.value) not in (type(None), bool, int, float, str):
         raise TextError(f"{node.value!r:.60} stands for no argument", node)

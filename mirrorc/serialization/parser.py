@@ -10,7 +10,7 @@
               | "at(" [ "line=" ... ] [ "module=" ... "type=" ... ] [ "checkpoint=" ... ] ")"    holds for the statements after it
     callee    = OPERATION | OPERATOR | "seeded." OPERATOR | "region." NAME | "operator(" STRING ")"
 
-Records, arguments and callees are expressions of Python; see the modules `records`, `literals` and `types` beside this one. Lines
+Records, arguments and callees are expressions of Python; see the modules `records`, `literals` and `type_text` beside this one. Lines
 that begin with ``#`` are comments.
 """
 
@@ -33,7 +33,7 @@ from mirrorc.serialization.operator_names import find_operator
 from mirrorc.serialization.printer import GRAPHS, MODEL
 from mirrorc.serialization.records import field_types, record_of
 from mirrorc.serialization.text_error import TextError, assignment, expression, keywords_of
-from mirrorc.serialization.types import TypeReader, split_at_commas
+from mirrorc.serialization.type_text import TypeReader, split_at_commas
 from mirrorc.torch_internals import SizeSymbol, add_node, lazy_graph_module
 
 _INDENT = "    "

@@ -18,7 +18,7 @@ from mirrorc.serialization.literals import argument_text, identifier, quoted
 from mirrorc.serialization.operator_names import operator_name
 from mirrorc.serialization.records import defaults, field_types, record_text
 from mirrorc.serialization.text_error import TextError
-from mirrorc.serialization.types import TypePrinter
+from mirrorc.serialization.type_text import TypePrinter
 from mirrorc.torch_internals import SizeSymbol
 
 VERSION = 16

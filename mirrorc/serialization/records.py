@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mirrorc.printing.printed_values import dtype_name
-from mirrorc.serialization.literals import DTYPES, argument_of, argument_text
+from mirrorc.serialization.literals import DTYPES, argument_of, argument_text, no_value
 from mirrorc.serialization.text_error import TextError, keywords_of
 
 _PLAIN = (str, int, bool, float)
@@ -102,7 +102,7 @@ def record_of(node: ast.expr, kind: Any, title: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _dataclass_of(node, kind, title)
     if kind in _PLAIN:
-        value = argument_of(node, _unknown)
+        value = argument_of(node, no_value)
         if type(value) is not kind:
             raise TextError(f"{title} is {value!r:.60}, not of type {kind.__name__}", node)
         return value
@@ -164,10 +164,6 @@ def _expect(value: Any, kind: type, title: str) -> Any:
 
 def _refused(value: Any) -> str:
     raise TextError(f"{value!r:.60} has no text")
-
-
-def _unknown(node: ast.expr) -> Any:
-    raise TextError(f"{ast.unparse(node):.60} stands for no value", node)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 
 from mirrorc.ir.value_types import Pending, contiguous_strides
 from mirrorc.printing.printed_values import dtype_name
-from mirrorc.serialization.literals import DTYPES, argument_of, argument_text
+from mirrorc.serialization.literals import DTYPES, argument_of, argument_text, no_value
 from mirrorc.serialization.text_error import TextError, expression, keywords_of
 from mirrorc.torch_internals import (
     FakeTensor,
@@ -144,11 +144,11 @@ class TypeReader:
         if dense is not None and dense[1] in DTYPES:
             return self._tensor(text, DTYPES[dense[1]], [int(size) for size in dense[2].split(", ") if size], {}, 0)
         if text.startswith("value(") and len(arguments := _call(text).args) == 1:
-            return argument_of(arguments[0], _unknown)
+            return argument_of(arguments[0], no_value)
         if match is None or (match[1] not in DTYPES and match[1] != "size"):
             raise TextError(f"{text!r:.60} is no type, such as f32[2, 3]")
         given = keywords_of(_call(f"f({match[3] or ''})"))
-        place = argument_of(given.pop("symbols"), _unknown) if "symbols" in given else 0
+        place = argument_of(given.pop("symbols"), no_value) if "symbols" in given else 0
         sizes = [self._size(size, place) for size in _call(f"f({match[2]})").args]
         facts = {key: self._fact(key, node, place) for key, node in given.items()}
         if match[1] != "size":
@@ -162,7 +162,7 @@ class TypeReader:
             raise TextError(f"{key} is nothing that a type has in braces: {', '.join(_FACTS)}")
         if key == "strides" and isinstance(node, ast.Tuple):
             return [self._size(part, place) for part in node.elts]
-        return self._size(node, place) if key == "offset" else argument_of(node, _unknown)
+        return self._size(node, place) if key == "offset" else argument_of(node, no_value)
 
     def _size(self, node: ast.expr, place: Any) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -238,7 +238,3 @@ def _call(text: str) -> ast.Call:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise TextError(f"{text!r:.60} is no type")
     return call
-
-
-def _unknown(node: ast.expr) -> Any:
-    raise TextError(f"{ast.unparse(node):.60} stands for no value", node)
