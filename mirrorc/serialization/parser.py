@@ -10,8 +10,8 @@
               | "at(" [ "line=" ... ] [ "module=" ... "type=" ... ] [ "checkpoint=" ... ] ")"    holds for the statements after it
     callee    = OPERATION | OPERATOR | "seeded." OPERATOR | "region." NAME | "operator(" STRING ")"
 
-Records, arguments and callees are expressions of Python; see the modules `records`, `literals` and `type_text` beside this one. Lines
-that begin with ``#`` are comments.
+Records, arguments and callees are expressions of Python; see the modules `records`, `literals` and `type_text` beside this one.
+Lines that begin with ``#`` are comments.
 """
 
 from __future__ import annotations
