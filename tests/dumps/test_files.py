@@ -312,7 +312,7 @@ def test_a_captured_program_that_cannot_be_saved_is_dumped_all_the_same(tmp_path
         graph.call_function(lambda: None)
     run_passes(program, [DoesNothing()], [DumpFiles(dump_sinks(tmp_path))])
     capture, nothing = (tmp_path / "program-0" / "index.md").read_text(encoding="utf-8").splitlines()[2:]
-    assert "the captured program cannot be saved: " in capture and "[program]" not in capture
+    assert "the program cannot be saved: " in capture and "[program]" not in capture
     assert nothing.startswith("| 01-does-nothing |")
     assert not (tmp_path / "program-0" / "00-capture.mirror.gz").exists()
 
