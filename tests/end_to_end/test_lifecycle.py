@@ -105,7 +105,9 @@ def run(*parts: str) -> tuple[int, str, str]:
 
 
 def device_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("mirrorc"))
+    """Threads of steps. Those of workers (heartbeats) may be left from other tests of this process."""
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("mirrorc")]
+    return sorted(name for name in names if "heartbeats" not in name)
 
 
 compile_mlp = partial(compiled_step, loss_fn=F.cross_entropy, optimizer=partial(torch.optim.AdamW, lr=0.01))
