@@ -58,9 +58,9 @@ class EditedProgram:
             raise self._refusal(f"its pass {wrong + 1} is {done[wrong]}, and that of this step {other}", _SAME_OPTIONS)
         expected = run_passes(captured, pipeline[: len(done)])
         other_step = list(_differences_of_steps(self._edited, expected))
-        other_call = [] if other_step else list(_differences_of_calls(self._edited, expected))
-        if other_call and self._is_compiled:
-            return self._without(captured, listed(other_call)), pipeline
+        other_call = list(_differences_of_calls(self._edited, expected))
+        if (other_step or other_call) and self._is_compiled:  # such as a layer that is frozen now
+            return self._without(captured, listed([*other_call, *other_step])), pipeline
         if other_step or other_call:
             raise self._refusal(listed(other_step or other_call), _SAME_OPTIONS if other_step else _SAME_BATCH)
         other_work = list(_differences_of_work(self._edited, expected))

@@ -21,11 +21,14 @@ from mirrorc.packing import ByBytes
 BATCH = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 
 
+MODELS = [nn.Sequential()]  # of the last step
+
+
 def step_of(
     program: Any = None, *, width: int = 8, devices: int = 2, buckets: float = 0.0003, **options: Any
 ) -> mirrorc.Step:
     torch.manual_seed(0)
-    model = nn.Sequential(
+    model = MODELS[0] = nn.Sequential(
         nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 3)
     )
     options = {"compiler": mirrorc.Compiler(backend="eager", disable=("share-parameters",)), **options}
@@ -241,6 +244,15 @@ def test_a_batch_of_other_sizes_is_refused_until_the_program_has_run(dumped: Pat
             step(BATCH[0][:8], target=BATCH[1][:8])
         step(BATCH[0], target=BATCH[1])
         step(BATCH[0][:8], target=BATCH[1][:8])
+
+
+def test_a_layer_that_is_frozen_later_is_compiled_as_usual(dumped: Path) -> None:
+    (path,) = dumped.glob("*-lower-devices.mirror.gz")
+    with step_of(path) as step:
+        step(BATCH[0], target=BATCH[1])
+        next(MODELS[0].parameters()).requires_grad_(False)
+        step(BATCH[0], target=BATCH[1])
+        assert "does not take part: variables: 0.weight differ" in str(step.programs[-1])
 
 
 def test_accumulating_calls_compile_as_usual(dumped: Path) -> None:
