@@ -221,14 +221,19 @@ class FailureDetector:
         self._ending.set()
 
     def leave(self, message: str) -> None:
-        """Stops the heartbeats; publishes the reason if the store still answers. Raises nothing."""
+        """Stops the heartbeats; publishes the reason if the store still answers. Raises nothing.
+
+        Waits a bounded time for the thread: if it returned from torch while Python ends, it would abort the process.
+        """
         is_closed = self._ending.is_set()
         self.close()
-        if is_closed or self._does_not_answer or self._connection.is_lost:
-            return
         asked_at = self._asked_at
         waited = time.monotonic() - asked_at if asked_at is not None else 0.0
-        self._publish(message, max(_SHORTEST_ANSWER_SECONDS, _LONGEST_ANSWER_SECONDS - waited), is_awaited=False)
+        seconds = max(_SHORTEST_ANSWER_SECONDS, _LONGEST_ANSWER_SECONDS - waited)
+        if not (is_closed or self._does_not_answer or self._connection.is_lost):
+            self._publish(message, seconds, is_awaited=False)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
 
 
 def _beat(rank: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -139,6 +141,42 @@ def test_the_end_waits_once_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPat
     assert bounds and bounds[0] > longest / 2
     answered.leave("it has ended")
     assert len(bounds) == 1, "once"
+
+
+SCRIPT = """
+import time
+from contextlib import suppress
+from datetime import timedelta
+from types import SimpleNamespace
+from torch import distributed
+from mirrorc.cluster.failure_detector import FailureDetector, Pace
+
+store = distributed.HashStore()
+
+def wait(key, value):  # as torch waits for a busy host: without the interpreter's lock
+    asked.append(key)
+    if key.startswith("beat"):
+        with suppress(RuntimeError):
+            store.wait(["never"], timedelta(seconds=0.5))
+
+class Late:
+    def __del__(self, sleep=time.sleep):  # while Python ends
+        sleep(1)
+
+asked, late = [], Late()
+slow = SimpleNamespace(clone=lambda: slow, add=lambda key, value: 0, set=wait)
+detector = FailureDetector(slow, 2, 1, Pace(0.001, 1.0, 0.1))
+detector.start()
+while not asked:
+    time.sleep(0.01)
+detector.leave("it has ended")
+"""
+
+
+def test_a_process_does_not_end_while_its_heartbeat_waits_for_the_store() -> None:
+    """A thread that comes back from torch while Python ends would abort the process (signal 6)."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_store_for_which_the_thread_has_waited_long_is_not_waited_for_as_long_again() -> None:
