@@ -32,6 +32,7 @@ from mirrorc.compilation.choices.worker_choices import WorkerChoices
 from mirrorc.compilation.edited_program import EditedProgram
 from mirrorc.compilation.instruments import instruments_for
 from mirrorc.compilation.program_cache import Specialization
+from mirrorc.compilation.program_facts import remarks_on_facts
 from mirrorc.compilation.progress import Progress
 from mirrorc.errors import CaptureError
 from mirrorc.ir.nodes import names_of_called_regions
@@ -39,7 +40,7 @@ from mirrorc.ir.program import CAPTURE, Accumulation, Program, Remark
 from mirrorc.ir.variables import Synchronization
 from mirrorc.ir.workers import ALONE
 from mirrorc.messages.problem import problem
-from mirrorc.messages.wording import counted, listed
+from mirrorc.messages.wording import counted
 from mirrorc.options.gradient_clipping import check_bounds_of_groups
 from mirrorc.options.placement import check_owned_names
 from mirrorc.options.step_options import StepOptions
@@ -276,7 +277,7 @@ class StepCompiler:
         check_owned_names(options.pipeline, {*self._model.parameters, *captured.program.variables})
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
         refuse_over_workers(program)
-        remarks = [*options.remarks, *_fewer_parts(program, options.microbatches)]
+        remarks = [*options.remarks, *remarks_on_facts(program, self._model, options.microbatches)]
         program = with_gathered(self._choices.put_into(program.with_remarks(*remarks)), options)
         if captured.sizes is not None and program.workers.sent_as_factors:
             raise SizesGivenUp("workers send each other factors, of which they know how many there are")
@@ -356,13 +357,3 @@ def _log_times(subject: str, program: Program, times: Sequence[float]) -> None:
     counts = f"{counted(len(program.regions), 'region')}, {counted(len(program.buckets), 'bucket')}"
     named = "%.2f s for the capture, %.2f s for the passes, %.2f s for the regions"
     logger.info(f"compiled %s in %.2f s: {named}; %s", subject, sum(seconds), *seconds, counts)
-
-
-def _fewer_parts(program: Program, microbatches: int) -> list[str]:
-    """A remark if a shard has fewer examples than ``microbatches``. If no shard has several parts, a pass says so instead."""
-    few = [
-        f"{device.name} runs {counted(len(sizes), 'part')}"
-        for device, sizes in zip(program.devices, program.microbatches, strict=False)
-        if 0 < len(sizes) < microbatches
-    ]
-    return [f"microbatches={microbatches}, but a part has at least one example: {listed(few)}"] if few else []

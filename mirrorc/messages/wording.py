@@ -21,7 +21,10 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
-    """``bucket 0``, ``buckets 0, 1 and 2``."""
+    """``bucket 0``, ``buckets 0 and 1``, ``buckets 0 … 4`` for consecutive numbers, or ``buckets 0, 2, 3 and 4 more``."""
+    first = numbers[0]
+    if isinstance(first, int) and len(numbers) > 2 and list(numbers) == list(range(first, first + len(numbers))):
+        return f"{noun}s {numbers[0]} … {numbers[-1]}"
     return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {listed(numbers, most)}"
 
 

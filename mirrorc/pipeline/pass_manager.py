@@ -100,7 +100,7 @@ def _with_remark_on_bits(compiler_pass: Pass, before: Program, after: Program) -
     how = traits_of(compiler_pass).changes_bits
     if not how or (before.graphs() == after.graphs() and before.regions == after.regions):
         return after
-    return after.with_remarks(f"this changes bits, as {how}; exact_order=True leaves the pass out")
+    return after.with_remarks(f"this changes bits, as {how}; Compiler(exact_order=True) leaves the pass out")
 
 
 def _signed(program: Program, known: Sequence[Remark], name: str) -> Program:

@@ -23,7 +23,7 @@ def in_exact_order(passes: Sequence[Pass]) -> tuple[list[Pass], str]:
     """The passes that do not change bits, and a remark that names the other passes, if any."""
     left_out = [compiler_pass.name for compiler_pass in passes if traits_of(compiler_pass).changes_bits]
     exact = [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).changes_bits]
-    return exact, f"exact_order=True leaves out {', '.join(left_out)}" if left_out else ""
+    return exact, f"Compiler(exact_order=True) leaves out {', '.join(left_out)}" if left_out else ""
 
 
 def for_evaluation(passes: Sequence[Pass]) -> list[Pass]:

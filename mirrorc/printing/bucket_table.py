@@ -44,7 +44,7 @@ def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
     held = ((label, program.optimizer_groups[label]) for label in labels if label in program.optimizer_groups)
     return [
         *lines,
-        *(f"# optimizer {label}: {values} (at compilation; read anew in each step)" for label, values in held),
+        *(f"# optimizer {label}: {values} (at compilation; a step reads param_groups anew)" for label, values in held),
     ]
 
 

@@ -31,6 +31,7 @@ _KINDS = (("before", "bucket"), ("of_part", "part"), ("path", "layer"), ("parts"
 _MARK = re.compile(
     r"(?:    |# )… .*: as (?:b|bucket |microbatch )\d+ \(the (?:\d+ lines|line) above\)(?:, for \S+ … \S+)?"
 )
+_OF_MESSAGES = re.compile(r"    .*… messages of \S+, rounds? .* \(\d+ lines\)")
 _PARTS = "    … microbatch "
 _LONGEST = 24  # the most lines of a stretch
 _LEAST_REPEATS = 3  # a stretch with fewer repeats is printed each time
@@ -70,7 +71,8 @@ def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool])
 
 
 def is_mark(line: str) -> bool:
-    return _MARK.fullmatch(line) is not None
+    """Whether a line stands for others, here or in `mirrorc.printing.message_folds`."""
+    return (_MARK.fullmatch(line) or _OF_MESSAGES.fullmatch(line)) is not None
 
 
 def _shape(line: str) -> _Shape:

@@ -12,15 +12,13 @@ from torch import fx
 
 from mirrorc.ir.nodes import is_region_call, region_of, region_title
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.bucket_names import BucketNames
 from mirrorc.printing.folding import folded
 from mirrorc.printing.graph_text import Line, graph_lines, rendered
 from mirrorc.printing.line_comments import share_comment
+from mirrorc.printing.message_folds import messages_folded
 from mirrorc.printing.printed_values import type_of
-from mirrorc.printing.spans import spans
-from mirrorc.printing.variants import device_names, groups, heading, num_examples, variants_of_mirrored
-
-EACH = "each"
-"""The text in the device column of a line that every device runs."""
+from mirrorc.printing.variants import device_column, device_names, groups, heading, num_examples, variants_of_mirrored
 
 _VARIANT = re.compile(r"\.shard\d+$")
 _CALLED = re.compile(r"(?:.*? = )?(?P<operation>[A-Za-z_][\w.]*)\(")
@@ -36,9 +34,17 @@ def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) 
 
 
 def function_lines(
-    program: Program, lines_of: Callable[[fx.Graph], list[Line]], *, sources: bool, fold: bool
+    program: Program,
+    lines_of: Callable[[fx.Graph], list[Line]],
+    bucket_names: BucketNames,
+    *,
+    sources: bool,
+    fold: bool,
 ) -> list[str]:
     """Each function comes after an empty line. ``lines_of`` calls `graph_lines`."""
+    if fold:
+        whole = lines_of
+        lines_of = lambda graph: messages_folded(program, bucket_names, whole(graph))  # noqa: E731
     lines: list[str] = []
     absent = [replica for replica, index in enumerate(program.shard_of_replica) if index is None]
     for shard, graph in enumerate(program.shard_graphs):
@@ -87,7 +93,7 @@ def _devices_folded(program: Program, lines: Sequence[Line]) -> list[Line]:
                 break
             alike.append(other)
         runs = runs[len(alike) :]
-        column = device if len(alike) == 1 else EACH if len(alike) == program.num_replicas else spans(alike)
+        column = device_column(program, alike)
         merged += [replace(_with_share(program, line, len(alike) > 1), device=column) for line in run]
     return merged
 

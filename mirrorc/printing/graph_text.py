@@ -26,10 +26,11 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.operation import Printed, Selection, operation_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.source_lines import source_line
+from mirrorc.printing.bucket_names import BucketNames
 from mirrorc.printing.line_comments import LineComments, explanations, owner_of
 from mirrorc.printing.printed_values import PrintedValues, dtype_name, type_of
 
-_RESULT_WIDTH = 32
+RESULT_WIDTH = 32
 
 
 _COMMENT_COLUMN = 92
@@ -47,10 +48,13 @@ class Line:
     above: tuple[str, ...] = ()
 
 
-def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
-    """Lines of calls for a program's own graphs from OUTLINED on; lines of operators for other graphs."""
+def graph_lines(program: Program, graph: fx.Graph, bucket_names: BucketNames | None = None) -> list[Line]:
+    """Lines of calls for a program's own graphs from OUTLINED on; lines of operators for other graphs.
+
+    ``bucket_names``: those of the program, if they are known already.
+    """
     is_call_graph = program.stage >= Stage.OUTLINED and any(graph is other for other in program.graphs())
-    return _calls(program, graph) if is_call_graph else statements(graph)
+    return _calls(program, graph, bucket_names) if is_call_graph else statements(graph)
 
 
 def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
@@ -72,8 +76,8 @@ def rendered_line(line: Line, width: int = 0) -> str:
     return f"{text:<{_COMMENT_COLUMN - 4}}  # {line.comment}" if line.comment else text
 
 
-def _calls(program: Program, graph: fx.Graph) -> list[Line]:
-    values = PrintedValues(program, graph)
+def _calls(program: Program, graph: fx.Graph, bucket_names: BucketNames | None) -> list[Line]:
+    values = PrintedValues(program, graph, bucket_names)
     together = _joined_texts(values, graph)
     above = explanations(program, graph)
     comments = LineComments(program)
@@ -112,14 +116,14 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     if is_region_call(node):
         parts = sorted(node.users, key=lambda user: user.args[1])  # type: ignore[arg-type, return-value]
         results = values.listing(parts, typed=True)
-        return f"{results or '_':<{_RESULT_WIDTH}} = {region_title(region_of(node))}({values.listing(node.all_input_nodes)})"
+        return f"{results or '_':<{RESULT_WIDTH}} = {region_title(region_of(node))}({values.listing(node.all_input_nodes)})"
     if is_compute(node):
-        return f"{values.typed(node):<{_RESULT_WIDTH}} = {node.target}({_shown_arguments(node, values.name)})"
+        return f"{values.typed(node):<{RESULT_WIDTH}} = {node.target}({_shown_arguments(node, values.name)})"
     operation = operation_of(node.target)
     if node.op != "call_function":
         return None
     if operation is None:  # not in a valid program; printed to show what is wrong
-        return f"{node.name:<{_RESULT_WIDTH}} = {name_of(node)}({_shown_arguments(node, values.name)})"
+        return f"{node.name:<{RESULT_WIDTH}} = {name_of(node)}({_shown_arguments(node, values.name)})"
     arguments = values.listing(node.all_input_nodes)
     if node.target in ops.FACTORED:
         arguments = values.factors(node)
@@ -131,7 +135,7 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     text = f"{name_of(node)}({', '.join(details)})"
     parts = [user for user in node.users if part_keywords(user.target, user.args) is not None]
     results = ", ".join(values.typed(part) for part in parts) or values.typed(node)
-    return f"{results:<{_RESULT_WIDTH}} = {text}" if node.users else text
+    return f"{results:<{RESULT_WIDTH}} = {text}" if node.users else text
 
 
 def _distinct(values: PrintedValues, node: fx.Node) -> str:

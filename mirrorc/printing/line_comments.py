@@ -157,14 +157,18 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
         return {}
     piece, written = ("backward", "parameters") if program.trains else ("forward", "buffers")
     written = "accumulated gradients" if program.accumulates else written
-    who = f"{piece} is done" if program.num_replicas == 1 else f"all devices are done with {piece}"
+    who = f"{piece} is done" if program.num_replicas == 1 else f"commit waits until all devices are done with {piece}"
     here = " on this worker" if program.workers.are_several else ""
     rest = f"nothing stops the step{here} any more"
     if is_early(commit):
-        who = f"{who}, as on all other workers"
+        who = f"{who}, on all other workers, too"
     if is_early(commit) or any(calls_to(graph, ops.gather_parameters)):
         rest = "only a lost connection stops the step any more"
-    lines = {commit: [f"{written} may be written from here on: {who}, and {rest}"]}
+    lines = {
+        commit: [
+            f"{written} may be written from here on: {who}; a failure before it changes nothing, and after it {rest}"
+        ]
+    }
     if is_checked(commit):
         where = "" if program.num_replicas == 1 else " on every device"
         where = " on every device of all workers" if program.workers.are_several else where

@@ -27,6 +27,7 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import LOSS_OUTPUT, Program
 from mirrorc.ir.type_rules import awaited_elements
+from mirrorc.printing.bucket_names import BucketNames
 from mirrorc.torch_internals import is_symbolic, text_of_size
 
 aten = torch.ops.aten
@@ -76,14 +77,23 @@ def type_of(value: Any) -> str:
 
 
 class PrintedValues:
-    """The kind and printed name of each value in a graph of calls."""
+    """The kind and printed name of each value in a graph of calls.
 
-    def __init__(self, program: Program, graph: fx.Graph) -> None:
+    Args:
+        bucket_names: those of the program, if they are known already.
+    """
+
+    def __init__(self, program: Program, graph: fx.Graph, bucket_names: BucketNames | None = None) -> None:
         self._program = program
         self.kinds: dict[fx.Node, tuple[str, str]] = {}  # node -> (kind, name)
         results = {node: (kind, name) for kind, name, node in _results(program, graph)}
         for node in graph.nodes:
             self.kinds[node] = results.get(node) or self._classify(node)
+        if program.buckets:
+            bucket_names = bucket_names or BucketNames(program)
+            for node in graph.nodes:
+                if name := bucket_names.of(node):
+                    self.kinds[node] = (self.kinds[node][0], name)
         self._name_computed(graph)
 
     def _classify(self, node: fx.Node) -> tuple[str, str]:
@@ -117,14 +127,20 @@ class PrintedValues:
         return "activation gradient" if is_backward and node.name.startswith("d_") else "activation"
 
     def _name_computed(self, graph: fx.Graph) -> None:
+        """Names values by the first operand and the operator; numbers by the operation; equal names get a number."""
         counts: Counter[tuple[int | None, str]] = Counter()
         for node in graph.nodes:
-            if self.kinds[node] == ("computed", ""):
-                operands = (self.name(operand) for operand in node.all_input_nodes[:1])
-                base = "_".join([*operands, operation_name(node.target)])
-                key = (replica_of(node), base)
-                counts[key] += 1
-                self.kinds[node] = ("computed", base if counts[key] == 1 else f"{base}_{counts[key]}")
+            kind, name = self.kinds[node]
+            if kind not in ("computed", "reduced"):
+                continue
+            if not name:
+                inputs = node.all_input_nodes
+                is_number = node.target is ops.clip_factor or (node.target is ops.norm and len(inputs) > 1)
+                operands = [] if is_number else map(self.name, inputs[:1])
+                name = "_".join([*operands, operation_name(node.target)])
+            counts[replica_of(node), name] += 1
+            count = counts[replica_of(node), name]
+            self.kinds[node] = (kind, name if count == 1 else f"{name}_{count}")
 
     def name(self, node: fx.Node) -> str:
         kind, name = self.kinds[node]

@@ -2,7 +2,7 @@
 
 The printed form::
 
-    text      = heading [ change ] [ workers ] bucket* optimizer* remark* function+ region*
+    text      = heading [ change ] [ workers ] bucket* optimizer* messages* remark* function+ region*
     heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices ·" ( "N buckets" [ "·" CALLS ] | "evaluation" )
                 [ "· worker N of N, replicas N … N of N" ] [ "· MS ms" ]
     workers   = "# workers: " TEXT
@@ -14,7 +14,8 @@ The printed form::
               | "#   " [ LAYER [ "… LAYER" ] ":" ] VARIABLE[SHAPE] ...
     packs     = "#   packs, of elements 0 … N:" "p" NUMBER FIRST "…" LAST [ "after" REGION ], ...
     share     = "#   shares, of elements 0 … N:" DEVICE FIRST "…" LAST, ...
-    optimizer = "# optimizer RULE: NAME=VALUE, ... (at compilation; read anew in each step)"
+    optimizer = "# optimizer RULE: NAME=VALUE, ... (at compilation; a step reads param_groups anew)"
+    messages  = "# messages of" UNIT, ... ", by replicas" ( "#   round N, KIND: " [ "c" CHUNK ] FROM "→" TO, ... )+
     remark    = "# remark: " [ PASS ": " ] TEXT
     function  = who* "def NAME(NAME: TYPE, ...):" [ "# as NAME, but for these lines" [ "; " TEXT ] ] ( line | why )+
                 "return NAME, ..."
@@ -25,6 +26,7 @@ The printed form::
     region    = "region NAME(NAME: TYPE, ...):" statement+ "return [NAME, ...]"
     statement = "# " source | [ NAME ":" TYPE "=" ] OPERATOR "(" ARGUMENT, ... ")"
     source    = FILE ":" LINE "  " CODE | MODULE "(" CLASS ")"
+    UNIT      = "b" INDEX [ "_pack" NUMBER ]
     VALUE     = NAME ":" TYPE | NAME | N KIND
     TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE | "(" TYPE, ... ")"
     CALLS     = "accumulating" | "after accumulation"
@@ -41,6 +43,8 @@ Unless ``fold=False`` or ``slots=True``, repeated parts are printed once, withou
 
 - Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29 … h.3``
   stands for 27 stretches; ``… b4 … b30, every 2nd`` for 14 stretches of two buckets each (`mirrorc.printing.folding`).
+- Messages that sum up a bucket: ``b0_sum: f32[64] = … messages of b0, rounds 1 … 3 (13 lines)``; the table ``messages`` has the
+  rounds of all devices (`mirrorc.printing.message_folds`).
 - Microbatches with equal regions: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines above)``.
 - Equal lines of adjacent devices in ``all_devices``: the column says ``each``, or lists the devices.
 - Functions that differ only in shapes: ``as cpu_0, but for these lines``. Each line replaces one of the same operation, in
@@ -50,10 +54,12 @@ Comments tell a region's first and last module; how many gradients of a ``pack``
 of a factored gradient, and where it is computed; and this device's elements in a ``wait``.
 
 Names of values are the same in every run: ``loss``; ``d(fc1.weight)``, a gradient; ``b0``, a packed bucket; ``b0_pending``, the
-bucket in flight; ``b0_sum``, reduced (``b0_share``, this device's share); ``b0_incoming`` and ``b0_parameters``, parameters in
-flight and received; ``updated(b0)``, updated by this device; ``new(bn.running_mean)``; variables by name. Inside regions, values
-are named by module and operator (`rewrites.value_names`), with ``d_`` in front in backward. Many values of a kind are counted:
-``93 activations``, ``2 factors``, ``75 variables``, ``4 slots``.
+bucket in flight; ``b0_sum``, reduced (``b0_share``, this device's share), and ``b0_clipped``; of chunk 1 of a bucket that
+messages sum up, ``b0_c1_own``, this replica's gradients, ``b0_c1_received``, those of others, ``b0_c1_partial``, a sum of some,
+and ``b0_c1_sum``; ``b0_incoming`` and ``b0_parameters``, parameters in flight and received; ``updated(b0)``, updated by this
+device; ``new(bn.running_mean)``; variables by name. Inside regions, values are named by module and operator
+(`rewrites.value_names`), with ``d_`` in front in backward. Many values of a kind are counted: ``93 activations``,
+``2 factors``, ``75 variables``, ``4 slots``.
 """
 
 from __future__ import annotations
@@ -68,9 +74,11 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of, region_title
 from mirrorc.ir.program import Accumulation, Program, Region, Stage
 from mirrorc.messages.wording import as_single_line, counted, printable
+from mirrorc.printing.bucket_names import BucketNames
 from mirrorc.printing.bucket_table import table_lines
 from mirrorc.printing.function_text import function_lines, signature
 from mirrorc.printing.graph_text import Line, graph_lines, rendered, statements
+from mirrorc.printing.message_folds import message_table
 from mirrorc.printing.spans import range_text, spans
 
 _LISTED = 4  # the most numbers of devices whose workers are listed
@@ -116,6 +124,7 @@ class ProgramPrinter:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._lines: dict[fx.Graph, list[Line]] = {}
+        self._bucket_names = BucketNames(program)
 
     def text(
         self,
@@ -140,17 +149,18 @@ class ProgramPrinter:
             program_heading(program, after, milliseconds),
             *worker_lines(program),
             *table_lines(program, slots=slots, fold=is_folded),
+            *(message_table(self._bucket_names) if is_folded else []),
         ]
         shown = (remark for remark in program.remarks if remark.is_kept and remarks)
         lines += [f"# remark: {as_single_line(str(remark))}" for remark in shown]
-        lines += function_lines(program, self._lines_of, sources=sources, fold=is_folded)
+        lines += function_lines(program, self._lines_of, self._bucket_names, sources=sources, fold=is_folded)
         for region in program.regions.values() if regions else ():
             lines += ["", *_region_lines(region, sources, _argument_names(program, region))]
         return printable("\n".join(lines) + "\n")
 
     def _lines_of(self, graph: fx.Graph) -> list[Line]:
         if graph not in self._lines:
-            self._lines[graph] = graph_lines(self._program, graph)
+            self._lines[graph] = graph_lines(self._program, graph, self._bucket_names)
         return self._lines[graph]
 
 

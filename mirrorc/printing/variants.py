@@ -6,11 +6,22 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to, replica_of
+from mirrorc.ir.nodes import calls_to, replica_of, target_name
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Property
-from mirrorc.messages.wording import counted
+from mirrorc.messages.source_lines import module_of, source_line
+from mirrorc.messages.wording import counted, listed
 from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.spans import range_text, spans
+
+EACH = "each"
+"""The text in the device column of a line that every device runs."""
+
+
+def device_column(program: Program, devices: Sequence[str]) -> str:
+    """The column of a line that stands for several devices."""
+    if len(devices) == 1:
+        return devices[0]
+    return EACH if len(devices) == program.num_replicas else spans(devices)
 
 
 def device_names(program: Program, replicas: Iterable[int]) -> list[str]:
@@ -92,7 +103,8 @@ def _weight_line(program: Program, examples: int, total: int, is_first: bool) ->
         why = ", its part of all examples: backward begins with it, so the gradient of their mean loss is the sum over replicas"
         everyone = f"(examples of all {program.workers.num_workers} workers in this step)"
         return f"#   {name} = {examples}/{everyone}{scaled}{why if is_first else ''}"
-    why = ", its part of the batch: backward begins with it, so the gradient of the batch's mean loss is the sum over replicas"
+    why = ", its part of the batch: backward begins with it, so the gradient of the batch's mean loss is the sum over replicas; "
+    why += "the returned loss is weighted alike"
     return f"#   {name} = {examples}/{total}{scaled}{why if is_first else ''}"
 
 
@@ -100,11 +112,23 @@ def _seed_lines(program: Program, is_first: bool) -> list[str]:
     name = next((a.name for a in program.arguments if a.kind is ArgumentKind.SEED), None)
     if name is None:
         return []
-    why = ": each replica draws random numbers of its own; the step's seed is one draw of torch's default generator"
+    where = listed(_random_modules(program))
+    why = f": each replica draws random numbers of its own{where and f', in {where}'}; the step's seed is one draw of torch's "
+    why += "default generator"
     why += ", on worker 0" if program.workers.are_several else ""
     return [f"#   {name} = mix(seed of the step, number of the replica){why if is_first else ''}"]
 
 
+def _random_modules(program: Program) -> list[str]:
+    """The modules, or lines, that draw random numbers."""
+    bodies = [region.graph_module.graph for region in program.regions.values() if region.phase == "forward"]
+    nodes = (node for graph in bodies or program.shard_graphs for node in graph.nodes)
+    return list(
+        dict.fromkeys(module_of(n) or source_line(n) for n in nodes if target_name(n.target).startswith(_SEEDED))
+    )
+
+
+_SEEDED = "mirrorc.seeded_"  # the beginning of the names of all random operators
 _WIDTH = 158
 
 

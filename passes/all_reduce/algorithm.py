@@ -72,10 +72,22 @@ class AllReduceAlgorithm:
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
         """Returns each replica's whole sum, in order. By default, holders send to all."""
-        return [
-            traffic.collected(replica, self.seen_by(replica, traffic, sums), 0, traffic.num_elements)
-            for replica in range(traffic.num_replicas)
-        ]
+        return self._collected(traffic, sums)
+
+    def _collected(self, traffic: Traffic, sums: Sequence[Held]) -> list[Held]:
+        """All sends come before the first wait."""
+        replicas = range(traffic.num_replicas)
+        pieces = [traffic.collected(replica, self.seen_by(replica, traffic, sums)) for replica in replicas]
+        return [traffic.joined(pieces_of_one) for pieces_of_one in pieces]
+
+    def write_down(self, program: Program, launch: fx.Node, first_round: int) -> None:
+        """Replaces ``launch`` and its waits."""
+        traffic = Traffic(program, launch, first_round)
+        sums = list(self.add_up(traffic))
+        if launch.kwargs["op"] == "mean":
+            sums = [traffic.divided(held, traffic.num_replicas) for held in sums]
+        traffic.next_round()
+        traffic.finish(self._collected(traffic, sums) if traffic.by_shares else self.spread(traffic, sums))
 
     def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
         """The sums that a replica may receive, the preferred one first."""
@@ -98,7 +110,7 @@ class AllReduceAlgorithm:
             packs_of.setdefault((chosen.name, why), []).append(pack_of(launch))
             if chosen.sends and launch.all_input_nodes[0].meta["val"].numel():
                 sent.append(index)
-                _write_down(program, launch, chosen, begun.get((index, launch.kwargs.get("pack")), 0))
+                chosen.write_down(program, launch, begun.get((index, launch.kwargs.get("pack")), 0))
         program = program if sent else before
         noun = "pack" if any(bucket.packs for bucket in program.buckets) else "bucket"
         remarks = [
@@ -128,19 +140,3 @@ def _rounds_begun(program: Program) -> dict[tuple[int, object], int]:
         summed = (route.bucket, route.pack)
         rounds[summed] = max(rounds.get(summed, 0), route.round + 1)
     return rounds
-
-
-def _write_down(program: Program, launch: fx.Node, algorithm: AllReduceAlgorithm, first_round: int) -> None:
-    traffic = Traffic(program, launch, first_round)
-    replicas = range(traffic.num_replicas)
-    sums = list(algorithm.add_up(traffic))
-    if launch.kwargs["op"] == "mean":
-        sums = [traffic.divided(held, traffic.num_replicas) for held in sums]
-    traffic.next_round()
-    if traffic.by_shares:
-        results: Sequence[Held] = [
-            traffic.collected(r, algorithm.seen_by(r, traffic, sums), *traffic.share(r)) for r in replicas
-        ]
-    else:
-        results = algorithm.spread(traffic, sums)
-    traffic.finish(results)

@@ -24,7 +24,7 @@ class Held:
     """Consecutive elements of a bucket or pack on a replica: its gradients, or a sum.
 
     Attributes:
-        node: None if there are no elements.
+        node: None if there are no elements; a receipt until the value is used.
         start, stop: offsets in the bucket or pack.
         is_packed: True if it depends on no message, so that it is ready when the bucket is packed.
     """
@@ -39,8 +39,8 @@ class Held:
 class Traffic:
     """Inserts messages and computations.
 
-    Those on packed buckets come at the launch; all others come at the replica's wait, after more of backward. Empty
-    values are not sent.
+    Those on packed buckets come at the launch; all others come at the replica's wait, after more of backward. A received
+    value is awaited where it is first used, so that a device sends what it has before it waits. Empty values are not sent.
 
     Attributes:
         number: the pack's number if the bucket is cut, else the bucket's.
@@ -57,6 +57,7 @@ class Traffic:
         self._program, self._launch = program, launch
         self._packed = launch.all_input_nodes
         self._waits: dict[Any, fx.Node] = {replica_of(wait): wait for wait in launch.users}
+        self._received: dict[fx.Node, fx.Node] = {}  # the wait for each receipt that is in use
         self._link = carrier_of(str(launch.kwargs["link"]), ops.send)
         self._round = first_round
 
@@ -84,7 +85,7 @@ class Traffic:
             return held
         if start == stop or held.node is None:
             return replace(held, node=None, start=start, stop=stop)
-        place = (held.node, 0, start - held.start, stop - held.start)
+        place = (self._value(held), 0, start - held.start, stop - held.start)
         return replace(held, node=self._compute(held, aten.slice.Tensor, place), start=start, stop=stop)
 
     def send(self, held: Held, destination: int, chunk: int = 0) -> Held:
@@ -93,20 +94,29 @@ class Traffic:
             return replace(held, replica=destination)
         tag = {**self._words, "chunk": chunk, "round": self._round, "link": self._link}
         begins, ends = self._place(held), self._launch if held.is_packed else self._waits[destination]
-        insert(
-            self._program, begins, ops.send, (held.node,), {**tag, "destination": destination, "replica": held.replica}
-        )
+        value, ends_of_send = self._value(held), {"destination": destination, "replica": held.replica}
+        insert(self._program, begins, ops.send, (value,), {**tag, **ends_of_send})
         receipt = insert(self._program, ends, ops.recv, (), {**tag, "source": held.replica, "replica": destination})
-        waits = {**self._words, "replica": destination}
-        got = insert(self._program, self._waits[destination], ops.wait, (receipt,), waits)
-        return Held(got, destination, held.start, held.stop)
+        return Held(receipt, destination, held.start, held.stop)
+
+    def _value(self, held: Held) -> fx.Node:
+        """The elements themselves: awaits a receipt at its first use."""
+        node = held.node
+        assert node is not None, "it has elements"
+        if node.target is not ops.recv:
+            return node
+        if node not in self._received:
+            words = {**self._words, "replica": held.replica}
+            self._received[node] = insert(self._program, self._waits[held.replica], ops.wait, (node,), words)
+        return self._received[node]
 
     def add(self, value: Held, other: Held) -> Held:
         if value.node is None:
             return value
+        operands = (self._value(value), self._value(other))
         is_packed = value.is_packed and other.is_packed
         both = replace(value, is_packed=is_packed)
-        return replace(both, node=self._compute(both, aten.add.Tensor, (value.node, other.node)))
+        return replace(both, node=self._compute(both, aten.add.Tensor, operands))
 
     def add_all(self, values: Sequence[Held]) -> Held:
         total = values[0]
@@ -115,17 +125,17 @@ class Traffic:
         return total
 
     def cast(self, held: Held, dtype: torch.dtype) -> Held:
-        if held.node is None or held.node.meta["val"].dtype == dtype:
+        if held.node is None or self.dtype_of(held) == dtype:
             return held
-        return replace(held, node=self._compute(held, aten._to_copy.default, (held.node,), dtype=dtype))
+        return replace(held, node=self._compute(held, aten._to_copy.default, (self._value(held),), dtype=dtype))
 
     def dtype_of(self, held: Held) -> torch.dtype:
-        return self._bucket.dtype if held.node is None else held.node.meta["val"].dtype
+        return self._bucket.dtype if held.node is None else self._value(held).meta["val"].dtype
 
     def divided(self, held: Held, divisor: int) -> Held:
         if held.node is None:
             return held
-        return replace(held, node=self._compute(held, aten.div.Tensor, (held.node, divisor)))
+        return replace(held, node=self._compute(held, aten.div.Tensor, (self._value(held), divisor)))
 
     def joined(self, values: Iterable[Held]) -> Held:
         parts = sorted(values, key=lambda held: (held.start, held.stop))
@@ -133,13 +143,14 @@ class Traffic:
         if len(some) < 2:
             return some[0] if some else parts[0]
         whole = replace(some[0], stop=some[-1].stop, is_packed=all(held.is_packed for held in some))
-        return replace(whole, node=self._compute(whole, aten.cat.default, ([held.node for held in some],)))
+        return replace(whole, node=self._compute(whole, aten.cat.default, ([*map(self._value, some)],)))
 
-    def collected(self, replica: int, sums: Sequence[Held], start: int, stop: int) -> Held:
-        """The elements ``start`` to ``stop`` of the sum, sent to a replica where it lacks them.
+    def collected(self, replica: int, sums: Sequence[Held]) -> list[Held]:
+        """The elements of the sum that a replica needs, in pieces, sent to it where it lacks them.
 
         ``sums`` have each element at least once; the first holder sends it.
         """
+        start, stop = self.share(replica)
         pieces, place = [Held(None, replica, start, start)], start
         while place < stop:
             holders = [held for held in sums if held.start <= place < held.stop]
@@ -147,12 +158,13 @@ class Traffic:
             piece = self.cut(source, place, min(source.stop, stop))
             place = piece.stop
             pieces.append(piece if piece.replica == replica else self.send(piece, replica, chunk=len(pieces) - 1))
-        return self.joined(pieces)
+        return pieces
 
     def finish(self, results: Sequence[Held]) -> None:
         for replica, wait in self._waits.items():
             if wait.users:
-                wait.replace_all_uses_with(results[replica].node or self._nothing(replica))
+                result = results[replica]
+                wait.replace_all_uses_with(self._value(result) if result.node else self._nothing(replica))
             wait.graph.erase_node(wait)
         self._launch.graph.erase_node(self._launch)
 
@@ -160,7 +172,7 @@ class Traffic:
         """An empty value: the norm of an empty share needs an operand."""
         gradient = self.own(replica)
         start, _ = self.share(replica)
-        return self._compute(gradient, aten.slice.Tensor, (gradient.node, 0, start, start))
+        return self._compute(gradient, aten.slice.Tensor, (self._value(gradient), 0, start, start))
 
     def _place(self, held: Held) -> fx.Node:
         return self._launch if held.is_packed else self._waits[held.replica]

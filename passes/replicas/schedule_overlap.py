@@ -97,5 +97,5 @@ def _remarks(graph: fx.Graph) -> list[str]:
         else:
             exposed.append(f"the reduction of {sum_name} stays exposed: backward ends where it begins")
     kind = "pack" if any(node.kwargs.get("pack") is not None for node in calls_to(graph, ops.all_reduce)) else "bucket"
-    overlaps = f"regions that each device runs while a {kind} is in flight: {listed(in_flight)}"
+    overlaps = f"regions that each device runs between the launch of a {kind} and its wait: {listed(in_flight)}"
     return [*([overlaps] if in_flight else []), *exposed]

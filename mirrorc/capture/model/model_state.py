@@ -26,6 +26,7 @@ class ModelState:
     Attributes:
         tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
         names: the key in ``tensors`` for each name in `TrainingCall`; tied weights have several names.
+        named_modules: those of the model and of a loss module, with their paths.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -42,7 +43,7 @@ class ModelState:
         self._scan_modules()
         self._members = [
             (f"{kind} {'.'.join(filter(None, (path, key)))!r}", members, key, member)
-            for path, module in self._named
+            for path, module in self.named_modules
             for kind, members in _members_of(module)
             for key, member in members.items()
         ]
@@ -55,8 +56,8 @@ class ModelState:
         self._added_now: tuple[_Same, ...] = ()
 
     def _scan_modules(self) -> None:
-        self._named = [named for root in self._roots.values() for named in root.named_modules()]
-        self._modules = [module for _, module in self._named]
+        self.named_modules = [named for root in self._roots.values() for named in root.named_modules()]
+        self._modules = [module for _, module in self.named_modules]
         self._refuse_hidden()
         self._dicts = [attributes for module in self._modules for attributes in _dicts_of(module)]
         self._sizes = list(map(len, self._dicts))
@@ -65,7 +66,7 @@ class ModelState:
         self._num_carried = CARRIED.num
 
     def _refuse_hidden(self) -> None:
-        for path, module in self._named:
+        for path, module in self.named_modules:
             for kind, members in _members_of(module):
                 for key in vars(module).keys() & members.keys():
                     if members[key] is not None and vars(module)[key] is not members[key]:
@@ -108,13 +109,13 @@ class ModelState:
         refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
 
     def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
-        paths = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
+        paths = (f"{path}.{key}" for path, m in self.named_modules for key, value in vars(m).items() if value is tensor)
         return next(paths, otherwise).removeprefix(".")
 
     def plain_attributes(self) -> dict[str, tuple[type, Any]]:
         return {
             f"{path}.{key}".removeprefix("."): (type(value), _comparable(value))
-            for path, module in self._named
+            for path, module in self.named_modules
             for attributes, key in _plain_attributes(module)
             if key not in _TORCHS_OWN and (value := attributes.get(key, _ABSENT)) is not _ABSENT
         }

@@ -67,6 +67,18 @@ def test_every_algorithm_is_proved_and_sums_each_element_once(num_devices: int) 
                     torch.testing.assert_close(one, expected)
 
 
+@pytest.mark.parametrize("num_devices", [2, 3, 4, 7])
+def test_a_device_sends_what_it_has_before_it_waits(num_devices: int) -> None:
+    """Else the rounds of a ring run one after the other around it: the next device waits for what nobody needs."""
+    for algorithm in filter(lambda one: fits(one, num_devices), SENDING):
+        for make in (linked, linked_by_shares):
+            after = algorithm.run(make(num_devices, 1, 64 * num_devices + 70))
+            for send in targets(after.mirrored_graph, ops.send):
+                (value,), replica = send.all_input_nodes, send.kwargs["replica"]
+                waits = [n for n in targets(after.mirrored_graph, ops.wait) if n.kwargs["replica"] == replica]
+                assert not [wait for wait in waits if value < wait < send], (algorithm, make, send)
+
+
 def test_an_empty_share_is_measured_too() -> None:
     """The bucket has one share, which one of three devices takes; all tell their norms, and whether all is finite."""
     pipeline = default_pipeline(algorithm=Ring(), max_grad_norm=1.0, check_finite=True)
