@@ -62,8 +62,8 @@ def test_values_are_named_by_chunks_and_by_what_they_sum_up() -> None:
     folded = function_of(program.to_text(), "cpu_0")
     assert [" ".join(line.split()) for line in folded if "b0" in line and "pack(" not in line] == [
         "… messages of b0, round 0 (5 lines)",
-        "b0_sum: f32[300] = … messages of b0, rounds 1 … 3 (13 lines)",
-        "update(bucket=0, b0_sum) # SGD group 0",
+        "b0_sum: f32[304] = … messages of b0, rounds 1 … 3 (13 lines)",
+        "update(bucket=0, b0_sum) # AdamW group 0",
     ]
 
 
