@@ -28,8 +28,9 @@ class DumpFiles(Instrument):
 
     def start(self, program: Program) -> None:
         self._rows, self._last = [], None
-        saved, why_not = self._save("00-capture.mirror.gz", program)
-        self._write(PassReport("capture", program), saved, why_not)
+        name = _first_name(program)
+        saved, why_not = self._save(f"00-{name}.mirror.gz", program)
+        self._write(PassReport(name, program), saved, why_not)
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         self._last = (compiler_pass, before)
@@ -38,7 +39,7 @@ class DumpFiles(Instrument):
         self._write(report, saved)
 
     def refused(self, program: Program, error: Exception) -> None:
-        self._note("capture", error, is_written=bool(self._rows))
+        self._note(_first_name(program), error, is_written=bool(self._rows))
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
         is_written = self._last is not None and self._last[0] is compiler_pass and self._last[1] is before
@@ -89,6 +90,11 @@ class DumpFiles(Instrument):
             except OSError as error:
                 self.sinks = [other for other in self.sinks if other is not sink]
                 warn_of_lost_dump(error)
+
+
+def _first_name(program: Program) -> str:
+    """Passes may begin with a program that was edited, or saved."""
+    return "given" if program.passes else "capture"
 
 
 def _cell(text: str) -> str:

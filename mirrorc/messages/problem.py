@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TypeVar
 
 E = TypeVar("E", bound=Exception)
+_CODE = re.compile(r"MC\d{4}: ")
 
 
 def problem(
@@ -26,6 +28,11 @@ def message(what: str, why: str = "", fix: str | Sequence[str] = "", *, at: str 
     fixes = [fix] if isinstance(fix, str) else [*fix]
     lines = [("at", at), ("why", why), ("now", now), *zip(("fix", *("or",) * len(fixes)), fixes, strict=False)]
     return what + "".join(_line(label, text) for label, text in lines if text)
+
+
+def has_code(error: Exception) -> bool:
+    """Whether its text is a `message`: it names what went wrong already."""
+    return _CODE.match(str(error)) is not None
 
 
 def with_line(text: str, label: str, line: str) -> str:

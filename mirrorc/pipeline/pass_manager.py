@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mirrorc.errors import MirrorcError, PassError
 from mirrorc.ir.program import Program, Property, Remark
-from mirrorc.messages.problem import problem
+from mirrorc.messages.problem import has_code, problem
 from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.pipeline.pass_order import check_input
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
@@ -63,9 +63,9 @@ def _notify(listeners: Sequence[Callable[..., None]], *news: object) -> None:
 def _run(compiler_pass: Pass, program: Program) -> Program:
     try:
         after = compiler_pass.run(program)
-    except MirrorcError:
-        raise
     except Exception as error:
+        if isinstance(error, MirrorcError) or has_code(error):
+            raise
         raise problem(
             PassError,
             f"MC4001: pass {compiler_pass.name!r} failed on a {program.stage.name} program: {type(error).__name__}: {error}",

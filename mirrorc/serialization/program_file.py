@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
+import itertools
 import os
 import re
 import sys
@@ -120,7 +122,12 @@ def _shown(error: TextError, text: str) -> str:
 
 
 def _text_in(path: str | os.PathLike[str], name: str) -> str:
-    encoded = sys.stdin.buffer.read() if os.fspath(path) == "-" else Path(path).read_bytes()
+    with contextlib.nullcontext(sys.stdin.buffer) if os.fspath(path) == "-" else Path(path).open("rb") as file:
+        pieces = itertools.islice(iter(lambda: file.read(_PIECE), b""), _MOST_BYTES // _PIECE + 1)
+        encoded = b"".join(pieces)
+    if len(encoded) > _MOST_BYTES:
+        why = f"it is larger than {_MOST_BYTES >> 20} MiB; a program of 50,000 nodes has some 20 MiB"
+        raise problem(ValueError, f"MC7102: cannot read {name}: it is too large for a program", why, _FIX)
     if _is_torch_checkpoint(encoded):
         raise problem(ValueError, f"MC7102: cannot read {name}: this is a torch checkpoint, not a program", fix=_FIX)
     try:
@@ -138,13 +145,15 @@ def _is_torch_checkpoint(encoded: bytes) -> bool:
         return any(name.endswith("/data.pkl") for name in archive.namelist())
 
 
+_MOST_BYTES = 2**29  # of a file
+_PIECE = 2**20  # that is read at once
 _ALWAYS_READ = 2**24
 _MOST_EXPANSION = 100  # programs are compressed to a tenth or so; gzip can make a thousandth of zeros
 
 
 def _decompressed(encoded: bytes) -> bytes:
     """Bounded, against decompression bombs."""
-    most = _ALWAYS_READ + _MOST_EXPANSION * len(encoded)
+    most = min(_ALWAYS_READ + _MOST_EXPANSION * len(encoded), _MOST_BYTES)
     with gzip.GzipFile(fileobj=io.BytesIO(encoded)) as file:
         content = file.read(most + 1)
     if len(content) > most:

@@ -86,7 +86,7 @@ def _refuse_first(program: Program, violations: Iterator[Violation], rule: Rule,
     text = message(
         f"MC4101: {by} the rule {rule.name} {rule.when(program)}",
         f"{violation}. The rule: {rule.statement}",
-        f"mend {'the pass' if after else 'the program'}; mirrorc.Debug(dump=...) shows it after every pass",
+        f"mend the {'pass, or the program that it was given' if after else 'program'}; Debug(dump=...) shows it after every pass",
         at=line,
         now="the program will not run",
     )

@@ -81,6 +81,7 @@ def _remark(program: Program) -> str:
     for replica, shard in enumerate(program.shard_of_replica):
         if shard is not None:
             shards.setdefault(shard, []).append(replica)
+    absent = [replica for replica in range(program.num_replicas) if replica not in program.present]
     batch = [argument.name for argument in program.arguments if argument.kind is ArgumentKind.BATCH]
     types = {
         shard: {
@@ -90,12 +91,13 @@ def _remark(program: Program) -> str:
         for shard in shards
     }
     differing = [name for name in batch if len({shard_types[name] for shard_types in types.values()}) > 1]
+    if not batch and not absent:
+        return f"{numbered('replica', program.present)} run the same graph: no argument has examples"
     parts = [
         f"{numbered('replica', replicas)} {'runs' if len(replicas) == 1 else 'run'} the graph for "
         + listed([f"{name}: {types[shard][name]}" for name in differing or batch])
         for shard, replicas in shards.items()
     ]
-    absent = [replica for replica in range(program.num_replicas) if replica not in program.present]
     if absent:
         has = "has" if len(absent) == 1 else "have"
         parts.append(f"{numbered('replica', absent)} {has} no examples, and no nodes of forward and backward")

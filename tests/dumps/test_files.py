@@ -301,6 +301,13 @@ def test_the_captured_program_is_saved_for_the_command_line(tmp_path: Path) -> N
     assert without_sources(done.stdout) == without_sources(text)
 
 
+def test_the_dump_of_a_program_that_was_given_says_so(tmp_path: Path) -> None:
+    program = run_passes(captured_two_layers(), default_pipeline()[:3])
+    run_passes(program, [DoesNothing()], [DumpFiles(dump_sinks(tmp_path))])
+    given = (tmp_path / "program-0" / "index.md").read_text(encoding="utf-8").splitlines()[2]
+    assert given.startswith("| 00-given |") and (tmp_path / "program-0" / "00-given.mirror.gz").exists()
+
+
 def without_sources(text: str) -> list[str]:
     return [line.partition("  # ")[0].rstrip() for line in text.splitlines()]
 

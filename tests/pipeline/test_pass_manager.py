@@ -1,11 +1,11 @@
 import dataclasses
 
 import pytest
-from tiny_programs import PASS_NAMES, FunctionPass, core_pipeline, handmade
+from tiny_programs import PASS_NAMES, FunctionPass, captured_two_layers, core_pipeline, handmade, run_up_to
 
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.passes import OutlineRegions, PlanBuckets, Replicate, default_pipeline
+from mirrorc.passes import LowerCollectives, OutlineRegions, PlanBuckets, Replicate, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pipeline_edits import select_passes
 from mirrorc.pipeline.protocol import Instrument, Pass, Traits, traits_of
@@ -242,6 +242,12 @@ def test_a_pass_that_fails_is_named() -> None:
     with pytest.raises(PassError, match=r"pass 'custom' failed on a CAPTURED program: KeyError: 'gone'") as caught:
         run_passes(handmade(), [FunctionPass(fail)])
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_setting_that_does_not_suit_the_devices_is_no_fault_of_the_pass() -> None:
+    program = run_up_to("schedule-overlap", captured_two_layers(2))
+    with pytest.raises(ValueError, match=r"(?s)^MC1104: link='nccl' cannot join cpu:0, cpu:1.*use 'shared-memory'"):
+        run_passes(program, [LowerCollectives(link="nccl")])
 
 
 def test_a_pass_may_raise_an_error_of_mirrorc_itself() -> None:

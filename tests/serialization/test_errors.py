@@ -444,6 +444,14 @@ def test_the_command_line_shows_no_control_characters(tmp_path: Path) -> None:
     assert "\x1b" not in done.output and done.output
 
 
+def test_a_file_that_is_larger_than_any_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_file, "_MOST_BYTES", 2**20)
+    for name, content in (("large.mirror", b" " * (2**20 + 1)), ("large.mirror.gz", gzip.compress(b" " * (2**20 + 1)))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=r"(?s)large\.mirror.*(larger|more) than 1 MiB"):
+            Program.load(tmp_path / name)
+
+
 def test_a_file_that_decompresses_to_much_more_than_any_program_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
