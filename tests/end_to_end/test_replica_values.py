@@ -306,13 +306,28 @@ class Annealed(nn.Module):
         return self.layer(x) * self.scale / self.calls
 
 
-def test_a_replica_without_examples_counts_as_the_others_do() -> None:
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_replica_without_examples_counts_as_the_others_do(capture: str, num_devices: int) -> None:
     torch.manual_seed(0)
-    with Twins(Annealed(), loss_fn=F.mse_loss, devices=3, capture="dynamo", tolerance=1e-12) as pair:
+    with Twins(Annealed(), loss_fn=F.mse_loss, devices=num_devices, capture=capture, tolerance=1e-12) as pair:
         for size in (6, 2, 7, 1, 6):
             pair.train(torch.randn(size, 5, dtype=torch.float64), target=torch.randn(size, 3, dtype=torch.float64))
             pair.model.momentum *= 0.9  # a number that changes is an argument of the program
             pair.twin.momentum *= 0.9
+
+
+def test_a_replica_without_examples_keeps_statistics_of_its_own() -> None:
+    """What replicas have in common they keep in common; statistics of examples differ after the first full batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    with compiled_step(model, F.mse_loss, 2) as step:
+        step(torch.randn(8, 5), torch.randn(8, 3))
+        before = [value.clone() for value in step.variables["1.running_mean"].values]
+        step(torch.randn(2, 5), torch.randn(2, 3))
+        after, counts = (step.variables[f"1.{name}"].values for name in ("running_mean", "num_batches_tracked"))
+        assert not torch.equal(*before) and torch.equal(after[1], before[1]) and not torch.equal(after[0], before[0])
+        assert [int(count) for count in counts] == [2, 2], "all replicas had counted alike"
 
 
 def test_a_value_of_the_batch_and_a_parameter_need_no_region() -> None:

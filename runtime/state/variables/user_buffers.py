@@ -68,7 +68,10 @@ class ShownBuffers:
         return other
 
     def aggregate(self, written: Mapping[str, Aggregation], present: Sequence[int]) -> None:
-        """Aggregates the present replicas' values. Unwritten buffers keep their bits: a mean of equal numbers may be rounded."""
+        """Aggregates the present replicas' values. Unwritten buffers keep their bits: a mean of equal numbers may be rounded.
+
+        What was the same on all replicas and is the same on all present ones stays the same on all, such as a counter.
+        """
         kinds = {written[name] for name in self.names if name in written}
         if not kinds or not present:
             return
@@ -82,9 +85,14 @@ class ShownBuffers:
         for member in self._members:
             if member.name not in written:
                 member.now.copy_(member.then)
-            elif written[member.name] in (Aggregation.SAME, Aggregation.COUNTER):
-                for flat in absent:
-                    flat[member.place].copy_(member.now)
+                continue
+            others = [flat[member.place] for flat in absent]
+            if written[member.name] not in (Aggregation.SAME, Aggregation.COUNTER) and others:
+                present_values = [flat[member.place] for flat in flats]
+                are_same = _are_equal(present_values) and _are_equal([member.then, *others], is_rounded=True)
+                others = others if are_same else []
+            for other in others:
+                other.copy_(flats[0][member.place])
         self._reference.copy_(shown)
 
     def note(self) -> None:
@@ -122,6 +130,15 @@ class CopiesOfShown:
     def renew(self) -> None:
         for shown, copy in self._pairs.values():
             copy.copy_(shown)
+
+
+def _are_equal(tensors: Sequence[torch.Tensor], *, is_rounded: bool = False) -> bool:
+    """``is_rounded``: the first one is a mean of numbers that may be equal."""
+    first, *others = tensors
+    if is_rounded and first.is_floating_point():
+        rtol = 4 * torch.finfo(first.dtype).eps
+        return all(torch.allclose(first, t.to(first.device), rtol, 0.0, equal_nan=True) for t in others)
+    return all(torch.equal(_bits(first), _bits(t.to(first.device))) for t in others)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
