@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 
 def listed(items: Iterable[object], most: int = 3) -> str:
@@ -33,18 +33,6 @@ def guess(name: object, known: Iterable[str], otherwise: str) -> str:
     names, text = list(known), str(name)
     close = [each for each in names if each.startswith(text)] or difflib.get_close_matches(text, names, n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
-
-
-def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
-    """The first ``most`` sentences, then ``rest`` with the number left out, such as ``... and {} more remarks``."""
-    left_out = 0
-    for i, sentence in enumerate(sentences):
-        if i < most:
-            yield sentence
-        else:
-            left_out += 1
-    if left_out:
-        yield rest.format(left_out)
 
 
 def notebook_html(summary: str, text: str) -> str:
