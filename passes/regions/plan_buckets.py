@@ -160,6 +160,7 @@ def _kind(variable: Variable, as_factors: Collection[str]) -> _Kind:
 
 def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Grouping:
     open_buckets: dict[_Kind, list[Variable]] = {}
+    num_bytes: dict[_Kind, int] = {}  # of each open bucket
     closed: list[list[Variable]] = []
     opened: list[str] = []
     first_cap, other_cap = plan.caps
@@ -168,12 +169,14 @@ def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as
         key = _kind(variable, as_factors)
         members = open_buckets.setdefault(key, [])
         cap = first_cap if not closed else other_cap
-        before = sum(map(_num_bytes, members))
-        if members and before + _num_bytes(variable) > cap and before >= cap / _LEAST_PART:
+        before, added = num_bytes.get(key, 0), _num_bytes(variable)
+        if members and before + added > cap and before >= cap / _LEAST_PART:
             opened.append(f"{name} opens a new bucket: with it the last would be over {cap / 2**20:g} MiB")
             closed.append(members)
-            members = open_buckets[key] = []
+            members, before = [], 0
+            open_buckets[key] = members
         members.append(variable)
+        num_bytes[key] = before + added
     closed.extend(members for members in open_buckets.values() if members)
     return _Grouping(closed, opened)
 
