@@ -55,7 +55,7 @@ def check_case(path: Path, *, renews: bool = False) -> None:
     pipeline = parse_passes(runs[0].value, PASSES)
     try:
         result = run_passes(parse(text, str(path)), pipeline, [Verify()])
-    except MirrorcError as error:
+    except (MirrorcError, ValueError) as error:
         if not errors:
             raise
         _check_error(error, errors)
@@ -75,7 +75,7 @@ def _directives(lines: Sequence[str], name: str) -> list[_Directive]:
     return [_Directive(number, line[len(start) :].strip()) for number, line in numbered if line.startswith(start)]
 
 
-def _check_error(error: MirrorcError, expected: Sequence[_Directive]) -> None:
+def _check_error(error: Exception, expected: Sequence[_Directive]) -> None:
     text = " ".join(str(error).split())
     for number, value in expected:
         if " ".join(value.split()) not in text:

@@ -113,7 +113,7 @@ class ViewedVariables:
         if not isinstance(call, fx.Node) or not is_region_call(call):
             return []
         places = self._shared_arguments(region_of(call)).get(part.args[1], set())  # type: ignore[arg-type]
-        return [argument for i, argument in enumerate(call.args) if i in places and isinstance(argument, fx.Node)]
+        return [argument for i in sorted(places) if isinstance(argument := call.args[i], fx.Node)]
 
     def _shared_arguments(self, region: str) -> dict[int, set[int]]:
         if region not in self._shared:
