@@ -124,7 +124,8 @@ MC1306 Nothing to split
 Give the batch as tensors whose dim 0 counts examples. A scalar tensor is passed as `mirrorc.replicated(scalar)`.
 
 MC1307 A PerReplica that does not fit
-It has a value for each device, all of one structure: `mirrorc.PerReplica([x0, x1])`.
+It has a value for each device, all of one structure: `mirrorc.PerReplica([x0, x1])`. `reduce` and `gather` take tensors, and
+dicts, lists and tuples of them.
 
 MC1308 An argument that requires a gradient
 A step gives gradients to parameters alone: `step(x.detach(), y)`, or one module that holds both models.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from mirrorc.capture.call.replica_values import gathered, reduced
 from mirrorc.messages.problem import problem
 
 
 class PerReplica:
-    """A value that is already split: a tensor (or nested tensors) for each replica, in order of the devices.
+    """A value for each replica, in order of the devices: a batch that is already split, or an output of replicas' own.
+
+    ``len``, iteration and `values` give them one by one.
 
     Args:
         values: their sizes along dim 0 may differ; each replica's loss is weighted by its size. A replica without
@@ -28,6 +31,34 @@ class PerReplica:
                 fix="mirrorc.PerReplica([x0, x1])",
             )
         self.values = tuple(values)
+
+    def reduce(self, op: str = "sum", dim: int | None = None) -> Any:
+        """The sum or mean over replicas, on the first value's device.
+
+        Args:
+            op: ``"sum"`` or ``"mean"``. Sums of booleans and means of integers are those of torch's counts and quotients.
+            dim: also sum up this dim of each value, whose sizes may differ; the mean is then over all its elements.
+
+        Raises:
+            TypeError: a value is no tensor, nor a dict, list or tuple of tensors; or the mean of booleans is asked for.
+            ValueError: shapes or structures differ, or ``op`` is another word.
+        """
+        return reduced(self.values, op, dim)
+
+    def gather(self, dim: int = 0) -> Any:
+        """All values in one tensor, joined along a dim, in which their sizes may differ; scalars become a vector.
+
+        Raises:
+            TypeError: a value is no tensor, nor a dict, list or tuple of tensors.
+            ValueError: sizes of other dims, or structures, differ.
+        """
+        return gathered(self.values, dim)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
 
     def __repr__(self) -> str:
         return f"PerReplica({len(self.values)} values)"
