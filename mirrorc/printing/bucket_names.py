@@ -27,7 +27,7 @@ class SentPart:
 
     Attributes:
         unit: the name of the bucket, or of its pack.
-        kind: "own", "partial" or "sum".
+        kind: "own", "partial", "sum", or "share", the sum of what the device updates.
     """
 
     route: Route
@@ -49,7 +49,7 @@ class _Place:
 
     @property
     def is_chunk(self) -> bool:
-        return self.elements != (self.pack.start, self.pack.stop)
+        return self.elements != (self.pack.start, self.pack.stop) and self.kind != "share"
 
 
 class BucketNames:
@@ -100,14 +100,21 @@ class BucketNames:
         place = self._place(node) if is_received or is_computed(node) else None
         if place is None:
             return ""
-        kind = "received" if is_received and place.kind != "sum" else place.kind
+        kind = "received" if is_received and place.kind in ("own", "partial") else place.kind
         if place.steps:
             kind = "clipped" if place.steps[-1] in _CLIPS else ""
-        where = ""
-        if place.is_chunk:
-            chunk = self._chunks.get(place.unit, {}).get(place.elements)
-            where = "_{}_{}".format(*place.elements) if chunk is None else f"_c{chunk}"
-        return kind and f"{place.unit}{where}_{kind}"
+        where = self.elements_name(place.unit, place.elements) if place.is_chunk else ""
+        return kind and "_".join(filter(None, (place.unit, where, kind)))
+
+    def elements_name(self, unit: str, elements: tuple[int, int]) -> str:
+        """``c1`` for the elements of chunk 1; ``0_64`` where chunks overlap, or their numbers stand for several ranges."""
+        chunk = self._chunks.get(unit, {}).get(elements)
+        return "{}_{}".format(*elements) if chunk is None else f"c{chunk}"
+
+    def num_shared(self, node: fx.Node) -> int | None:
+        """For this device's share of a sum that messages have made, the number of elements of all shares."""
+        place = self._place(node) if self.of(node) else None
+        return place.pack.stop - place.pack.start if place is not None and place.kind == "share" else None
 
     def _wait_for(self, node: fx.Node) -> fx.Node | None:
         waits = (user for user in node.users if user.target is ops.wait) if node.target is ops.recv else ()
@@ -126,6 +133,9 @@ class BucketNames:
         replicas = {replica for span in part.spans for replica in span.replicas}
         is_own = replicas == {self._program.workers.first_replica + replica_at(self._program, node)}
         kind = "own" if is_own else "sum" if replicas == {*self._program.local_replicas} else "partial"
+        if kind == "sum" and bucket.reduces_by_shares:
+            is_share = elements == bucket.share(replica_at(self._program, node), self._program.num_replicas)
+            kind = "share" if is_share else kind
         unit = f"b{part.bucket}" + (f"_pack{pack.number}" if bucket.packs else "")
         return _Place(pack, unit, elements, kind, tuple(name for name, _ in part.steps if name != _CAST))
 

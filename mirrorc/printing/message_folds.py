@@ -17,7 +17,7 @@ from mirrorc.printing.variants import device_column, wrapped
 
 _FEWEST_LINES = 3  # that are folded
 _MOST_MESSAGES = 16  # of a round that are listed
-_KINDS = {"own": "gradients", "partial": "partial sums", "sum": "sums"}
+_KINDS = {"own": "gradients", "partial": "partial sums", "sum": "sums", "share": "shares of sums"}
 
 
 def message_table(names: BucketNames) -> list[str]:
@@ -28,17 +28,17 @@ def message_table(names: BucketNames) -> list[str]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for unit, messages in of_unit.items():
         rounds = itertools.groupby(sorted(messages, key=lambda sent: sent.route.round), lambda sent: sent.route.round)
-        lines = [line for number, messages_of_round in rounds for line in _round_lines(number, [*messages_of_round])]
+        lines = [line for number, of_round in rounds for line in _round_lines(names, number, [*of_round])]
         alike.setdefault(tuple(lines), []).append(unit)
     return [line for lines, units in alike.items() for line in (f"# messages of {spans(units)}, by replicas", *lines)]
 
 
-def _round_lines(number: int, messages: Sequence[SentPart]) -> list[str]:
+def _round_lines(names: BucketNames, number: int, messages: Sequence[SentPart]) -> list[str]:
     kinds = " and ".join(_KINDS[kind] for kind in _KINDS if any(sent.kind == kind for sent in messages))
-    parts = [
-        f"{f'c{sent.route.chunk} ' if sent.is_chunk else ''}{sent.route.source}→{sent.route.destination}"
-        for sent in messages
-    ]
+    parts = []
+    for sent in messages:
+        what = names.elements_name(sent.unit, sent.elements) + " " if sent.is_chunk else ""
+        parts.append(f"{what}{sent.route.source}→{sent.route.destination}")
     more = [f"and {len(parts) - _MOST_MESSAGES} more"] if len(parts) > _MOST_MESSAGES else []
     return wrapped(f"round {number}, {kinds}: ", [*parts[:_MOST_MESSAGES], *more])
 
@@ -63,7 +63,7 @@ def _line(program: Program, names: BucketNames, unit: str, stretch: Sequence[Lin
     devices = list(dict.fromkeys(line.device for line in stretch))
     used = [line.node for line in stretch if any(not names.unit(user) for user in line.node.users)]
     if used and devices == [""]:
-        results = ", ".join(f"{names.of(node)}: {type_of(node.meta.get('val'))}" for node in used)
+        results = ", ".join(f"{names.of(node)}: {type_of(node.meta['val'], names.num_shared(node))}" for node in used)
         text = f"{results:<{RESULT_WIDTH}} = {text}"
     above = tuple(explanation for line in stretch for explanation in line.above)
     return Line(text, stretch[0].node, device=device_column(program, devices), above=above)

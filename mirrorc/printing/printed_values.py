@@ -63,8 +63,13 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
-def type_of(value: Any) -> str:
-    """Such as ``f32[2, 3]``, ``pending f32[8]``, ``(f32[2], i64[])``; empty for None."""
+def type_of(value: Any, num_shared: int | None = None) -> str:
+    """Such as ``f32[2, 3]``, ``pending f32[8]``, ``(f32[2], i64[])``; empty for None.
+
+    ``num_shared``: for a device's share, the number of elements of all shares; its type is the same on every device.
+    """
+    if num_shared is not None and isinstance(value, torch.Tensor) and value.dim() == 1:
+        return f"share of {dtype_name(value.dtype)}[{num_shared}]"
     if isinstance(value, ops.Pending):
         return f"pending {type_of(value.value)}"
     if isinstance(value, torch.Tensor):
@@ -89,11 +94,10 @@ class PrintedValues:
         results = {node: (kind, name) for kind, name, node in _results(program, graph)}
         for node in graph.nodes:
             self.kinds[node] = results.get(node) or self._classify(node)
-        if program.buckets:
-            bucket_names = bucket_names or BucketNames(program)
-            for node in graph.nodes:
-                if name := bucket_names.of(node):
-                    self.kinds[node] = (self.kinds[node][0], name)
+        self._bucket_names = (bucket_names or BucketNames(program)) if program.buckets else None
+        for node in graph.nodes if self._bucket_names is not None else ():
+            if name := self._bucket_names.of(node):
+                self.kinds[node] = (self.kinds[node][0], name)
         self._name_computed(graph)
 
     def _classify(self, node: fx.Node) -> tuple[str, str]:
@@ -131,7 +135,7 @@ class PrintedValues:
         counts: Counter[tuple[int | None, str]] = Counter()
         for node in graph.nodes:
             kind, name = self.kinds[node]
-            if kind not in ("computed", "reduced"):
+            if kind not in ("computed", "pending", "reduced"):
                 continue
             if not name:
                 inputs = node.all_input_nodes
@@ -168,21 +172,19 @@ class PrintedValues:
         value = node.meta.get("val")
         if node.target in ops.FACTORED:  # its type is that of its slot, but only its factors exist
             return self.name(node)
-        kind = type_of(value)
-        whole = self._whole(node)
-        if whole is not None and isinstance(value, torch.Tensor) and value.dim() == 1:
-            kind = (
-                f"share of {dtype_name(value.dtype)}[{whole.numel()}]"  # the same on every device, whatever its share
-            )
+        kind = type_of(value, self._num_shared(node))
         return self.name(node) + (f": {kind}" if kind else "")
 
-    def _whole(self, node: fx.Node) -> torch.Tensor | None:
+    def _num_shared(self, node: fx.Node) -> int | None:
+        by_messages = self._bucket_names.num_shared(node) if self._bucket_names is not None else None
+        if by_messages is not None:
+            return by_messages
         origin = origin_of(node)
         launch = origin.args[0] if origin.target is ops.wait and origin.args else None
         is_share = awaited_elements(self._program, launch, 0) is not None
         if is_share and self._program.buckets[bucket_of(origin)].has_owner:
             return None  # the owner has all of it, and others nothing
-        return launch.meta["val"].value if is_share else None  # type: ignore[union-attr]
+        return launch.meta["val"].value.numel() if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
         """Lists values by name, but counts saved values and kinds with many values. ``typed`` adds the types of losses."""

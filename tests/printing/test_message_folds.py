@@ -78,6 +78,18 @@ def test_long_rounds_are_cut() -> None:
     assert "and 116 more" in text and max(map(len, text.splitlines())) < 300
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_a_share_is_called_so_on_every_device(algorithm: AllReduceAlgorithm) -> None:
+    program = LowerDevices().run(algorithm.run(linked_by_shares(4, 300)))
+    for text in (program.to_text(), program.to_text(fold=False)):
+        functions = [function_of(text, name) for name in re.findall(r"def (\w+)\(.*\):$", text, re.MULTILINE)]
+        for lines in functions:  # without those that are printed as variants of others
+            (share,) = (line for line in lines if line.strip().startswith("b0_share:"))
+            assert "b0_share: share of f32[304]" in share and any(
+                "update(bucket=0, b0_share)" in line for line in lines
+            )
+
+
 def test_devices_with_other_chunks_print_one_function() -> None:
     """Only the table says which chunks a device sends."""
     torch.manual_seed(0)
