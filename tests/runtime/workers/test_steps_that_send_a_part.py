@@ -212,6 +212,7 @@ def test_a_worker_that_has_left_sends_what_it_had_not(found: Mapping[str, Any]) 
     assert_values(second["unsent"], unsent[1], abs=1e-12)
 
 
+@pytest.mark.slow
 def test_bytes_with_and_without_are_explained(found: Mapping[str, Any]) -> None:
     for own in found["three"]:
         assert any("of the largest elements, 0.1 of all, which changes numbers" in text for text in own["remarks"])

@@ -181,6 +181,7 @@ def test_a_failed_step_leaves_all_as_it_was(outcomes: Mapping[str, Any]) -> None
         assert "the disk is full" in outcome["losses"][2]
 
 
+@pytest.mark.slow
 def test_a_payload_that_fails_on_a_worker_fails_the_step_of_all(outcomes: Mapping[str, Any]) -> None:
     """And the worker that waits for its next round goes on with the next step."""
     for outcome in outcomes["fails"][:2]:
@@ -190,11 +191,13 @@ def test_a_payload_that_fails_on_a_worker_fails_the_step_of_all(outcomes: Mappin
         assert outcome["values"] == outcomes["fails"][0]["values"]
 
 
+@pytest.mark.slow
 def test_a_state_of_other_gradients_is_refused(outcomes: Mapping[str, Any]) -> None:
     for outcome in outcomes["other names"][:2]:
         assert "exchange() returned a state for 'nobody', which is none of" in outcome["losses"][0]
 
 
+@pytest.mark.slow
 def test_bytes_with_and_without_are_explained(outcomes: Mapping[str, Any]) -> None:
     for outcome in outcomes["2 x 1"][:2]:
         text = "of PowerSGD(rank=2, min_rate=1.0, seed=3), which changes numbers: each of 2 workers sends"

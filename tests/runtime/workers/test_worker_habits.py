@@ -120,6 +120,7 @@ def test_an_optimizer_that_draws_leaves_the_other_workers_streams_alone(found: M
     assert found["noisy"][0]["drawn"] != found["bound"][0]["drawn"]
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_gives_other_numbers_elsewhere_is_found_out_on_all_workers(found: Mapping[str, Any]) -> None:
     one, other = found["drifts"][:2]
     assert isinstance(one["losses"][0], float) and one["losses"][1] == other["losses"][1]
@@ -133,6 +134,7 @@ def test_an_optimizer_that_gives_other_numbers_elsewhere_is_found_out_on_all_wor
     )
 
 
+@pytest.mark.slow
 def test_all_skip_a_step_in_which_one_loss_is_not_finite(found: Mapping[str, Any]) -> None:
     for own in found["skips"]:
         assert own["skipped"] == [0, 1, 2, 2] and own["norms"][0] == found["skips"][0]["norms"][0]
@@ -150,11 +152,13 @@ def test_a_loss_that_is_not_finite_on_one_worker_is_an_error_on_all(found: Mappi
     assert [own["kept"] for own in (one, other)] == [[0, 0, 2, 2, 0, 0], [0, 0, 3, 3, 0, 0]]
 
 
+@pytest.mark.slow
 def test_norms_have_the_same_bits_on_workers_with_different_numbers_of_devices(found: Mapping[str, Any]) -> None:
     assert found["bound"][0]["norms"] == found["bound"][1]["norms"] == found["bound"][2]["norms"]
     assert all(norm > 0.1 for norm in found["bound"][0]["norms"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "what", "at"),
     [("bad memory", "0.weight", 3), *selections.slow(("bad state", "exp_avg of 0.weight", 2))],
