@@ -94,8 +94,8 @@ class PrintedValues:
         results = {node: (kind, name) for kind, name, node in _results(program, graph)}
         for node in graph.nodes:
             self.kinds[node] = results.get(node) or self._classify(node)
-        self._bucket_names = (bucket_names or BucketNames(program)) if program.buckets else None
-        for node in graph.nodes if self._bucket_names is not None else ():
+        self._bucket_names = bucket_names or BucketNames(program)
+        for node in graph.nodes if program.buckets else ():
             if name := self._bucket_names.of(node):
                 self.kinds[node] = (self.kinds[node][0], name)
         self._name_computed(graph)
@@ -176,7 +176,7 @@ class PrintedValues:
         return self.name(node) + (f": {kind}" if kind else "")
 
     def _num_shared(self, node: fx.Node) -> int | None:
-        by_messages = self._bucket_names.num_shared(node) if self._bucket_names is not None else None
+        by_messages = self._bucket_names.num_shared(node) if self._program.buckets else None
         if by_messages is not None:
             return by_messages
         origin = origin_of(node)
