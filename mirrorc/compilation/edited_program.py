@@ -50,7 +50,8 @@ class EditedProgram:
         """
         self._takes_part = False
         if self._edited.accumulation is not captured.accumulation:
-            return self._without(captured, "this call accumulates"), pipeline
+            what = "leaves gradients to the user" if captured.leaves_gradients else "accumulates"
+            return self._without(captured, f"this call {what}"), pipeline
         done, names = self._edited.passes, tuple(entry.name for entry in pipeline)
         if done != names[: len(done)]:
             wrong = next((i for i, name in enumerate(done) if names[i : i + 1] != (name,)), 0)

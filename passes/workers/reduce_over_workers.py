@@ -72,7 +72,7 @@ class ReduceOverWorkers:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
-    updates_only: ClassVar = True
+    sums_only: ClassVar = True
     establishes: ClassVar = (Property.EXCHANGED,)
     precedes: ClassVar = Property.EXCHANGED.and_later
 
@@ -100,10 +100,13 @@ class ReduceOverWorkers:
                 for user in users:
                     user.replace_input_with(value, total)
             last = launch
-        is_early = self.early_update and not self.needs_all_sums and _update_early(graph)
-        return program.with_remarks(*_remarks(program), self._commit_remark(is_early))
+        needs_all = (
+            "what changes no gradient where a connection is lost" if program.leaves_gradients else self.needs_all_sums
+        )
+        is_early = self.early_update and not needs_all and _update_early(graph)
+        return program.with_remarks(*_remarks(program), self._commit_remark(is_early, needs_all))
 
-    def _commit_remark(self, is_early: bool) -> str:
+    def _commit_remark(self, is_early: bool, needs_all: str) -> str:
         order = "workers exchange in the order of the bucket plan, the same on all of them"
         if is_early:
             return (
@@ -112,7 +115,7 @@ class ReduceOverWorkers:
                 "commits after all sums)"
             )
         if self.early_update:
-            why = f"{self.needs_all_sums or 'what a pass has put before it'} needs them"
+            why = f"{needs_all or 'what a pass has put before it'} needs them"
         else:
             why = "another worker may be gone (early_update=False)"
         return f"{order}; all sums are waited for before the commit, because {why}"
