@@ -37,6 +37,7 @@ class GradientState(EvaluationState):
 
     def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
         super().prepare_for(program)
+        self._state.saved_buffers.write(self.store)
         if tuple(flat.bucket for flat in self._buckets) != program.buckets:
             self._buckets = [self._laid_out(bucket) for bucket in program.buckets]
             self._num_layouts += 1

@@ -402,11 +402,57 @@ def test_a_program_for_gradients_adds_each_bucket_once_and_is_read_back() -> Non
 
 
 @pytest.mark.slow
+def test_a_resumed_run_begins_with_the_buffers_of_each_replica() -> None:
+    model = net(nn.BatchNorm1d(8))
+    with Both(model) as both:
+        both.step.gradients(*batch(6))
+        state = copy.deepcopy(both.step.state_dict())
+        resumed = net(nn.BatchNorm1d(8))
+        with Both(resumed) as other:
+            other.step.load_state_dict(state)
+            for step in (both.step, other.step):
+                step.gradients(*batch(6, 1))
+            ours, theirs = (step.state_dict()["replica_buffers"] for step in (both.step, other.step))
+            for name, buffer in ours.items():
+                pairs = zip(buffer["replicas"], theirs[name]["replicas"], strict=True)
+                assert all(torch.equal(*pair) for pair in pairs), name
+        assert_same_model(model, resumed, 0.0)
+
+
+def test_a_hook_on_a_gradient_is_refused() -> None:
+    for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = net()
+        getattr(model[0].weight, hook)(lambda *_: None)
+        with Both(model) as both, pytest.raises(ValueError, match=r"MC1207: .* has a hook on its gradient"):
+            both.step.gradients(*batch(6))
+
+
+@pytest.mark.slow
+def test_a_function_gives_what_it_returns() -> None:
+    model = net()
+
+    @mirrorc.train_step(model, devices=2, **grouped({"backend": "eager", "progress": False}))
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        output = model(x)
+        return F.cross_entropy(output, y), {"norm": output.square().mean()}
+
+    with step, Both(copy.deepcopy(model)) as both:
+        loss, metrics = step.gradients(*batch(6))
+        expected = both.plain(*batch(6))
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(metrics["norm"], both.twin(batch(6)[0]).square().mean().detach())
+        both.model = model
+        both.check_gradients()
+
+
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     devices=st.sampled_from([1, 2, 3]),
     events=st.lists(
-        st.sampled_from(["gradients", "step", "update", "zero", "zeros", "write", "evaluate"]), min_size=3, max_size=10
+        st.sampled_from(["gradients", "step", "update", "zero", "zeros", "write", "move", "evaluate"]),
+        min_size=3,
+        max_size=10,
     ),
 )
 def test_calls_in_any_order_are_those_of_plain_pytorch(devices: int, events: list[str]) -> None:
@@ -435,6 +481,8 @@ def test_calls_in_any_order_are_those_of_plain_pytorch(devices: int, events: lis
                     elif event == "write":
                         with torch.no_grad():
                             m[0].weight.mul_(0.9)
+                    elif event == "move":
+                        m[2].weight.data = m[2].weight.data.clone()
                     elif event in ("zero", "zeros"):
                         o.zero_grad(set_to_none=event == "zero")
         both.check_gradients()
