@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import worker_training
 from torch import nn
 from torch.nn import functional as F
 from worker_training import asked, batch, made, values_of, whole
@@ -60,6 +61,9 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                     found["losses"].append(step(*batch(number, rank, call[0][rank])).item())
                 elif kind == "accumulate":
                     found["losses"].append(step.accumulate(*batch(number, rank, call[0][rank])).item())
+                elif kind == "fails":  # in forward on the last worker
+                    worker_training._is_full = rank == len(given["devices"]) - 1
+                    compute(number, *call)
                 elif kind == "joined":
                     with step.join():
                         compute(number, *call)
@@ -67,13 +71,14 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                     found["losses"].append(_call(model, optimizer, [kind, *call], number, compute))
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 found["errors"].append(str(error))
+                worker_training._is_full = False
             found["gradients"].append(_gradients_of(model))
         found["values"] = values_of(model)
     return found
 
 
-def reference(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What all workers of `train` have, where no call fails."""
+def reference(given: Mapping[str, Any], skips: int | None = None) -> dict[str, Any]:
+    """What all workers of `train` have, where no call fails, or the one with the number ``skips`` is not among the calls."""
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
 
     def compute(number: int, sizes: list[int]) -> torch.Tensor:
@@ -83,7 +88,8 @@ def reference(given: Mapping[str, Any]) -> dict[str, Any]:
         return loss.detach()
 
     losses, gradients = [], []
-    for number, call in enumerate(given["calls"]):
+    numbers = [number for number in range(len(given["calls"]) + 1) if number != skips]
+    for number, call in zip(numbers, given["calls"], strict=False):
         if call[0] == "step":
             optimizer.zero_grad()
             losses.append(compute(number, call[1]).item())

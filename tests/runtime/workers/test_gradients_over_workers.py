@@ -57,12 +57,17 @@ UNLIKE: dict[str, Any] = training(
         *(["joined", [2, 2]], ["accumulate", [2, 2]], ["gradients", [2, 2]]),
     ],
 )
+BROKEN: dict[str, Any] = training(
+    [1, 2], calls=[["updates", [2, 4]], ["gradients", [2, 3]], ["fails", [2, 3]], ["updates", [2, 3]]], **ALONE
+)
 FAST = ("2 x 1", "unlike")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    cases = {name: workers("gradients", given) for name, given in (CASES | {"unlike": UNLIKE}).items()}
+    cases = {
+        name: workers("gradients", given) for name, given in (CASES | {"unlike": UNLIKE, "broken": BROKEN}).items()
+    }
     return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
 
 
@@ -87,3 +92,14 @@ def test_calls_that_differ_and_those_that_are_not_exact_are_refused_on_all_worke
         assert "inside of step.join()" in third
         assert "in the middle of an accumulation" in last
         assert all(gradients == own["gradients"][0] for gradients in own["gradients"][:4])
+
+
+@pytest.mark.slow
+def test_a_call_that_fails_on_one_worker_leaves_the_gradients_of_all(found: Mapping[str, Any]) -> None:
+    expected = reference({**BROKEN, "calls": [call for call in BROKEN["calls"] if call[0] != "fails"]}, skips=2)
+    for own in found["broken"][:2]:
+        (error,) = own["errors"]
+        assert "the disk is full" in error
+        assert own["gradients"][2] == own["gradients"][1]
+        assert_values(own["gradients"][1], expected["gradients"][1])
+        assert_values(own["values"], expected["values"])
