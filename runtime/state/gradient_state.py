@@ -64,7 +64,8 @@ class GradientState(EvaluationState):
         super().finish()
         for name, total in self._sums.items():
             parameter = self.store.tensors[name]
-            reserve_for_caller(total)
+            for part in (total._indices(), total._values()) if total.is_sparse else (total,):
+                reserve_for_caller(part)
             if parameter.grad is None or parameter.grad.layout is not total.layout or total.is_sparse:
                 parameter.grad = total
             elif parameter.grad is not total:
