@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.errors import ExecutionError, NonFiniteError
 from mirrorc.options.table import grouped
+from mirrorc.runtime.state.gradient_state import GradientState
 
 TOLERANCE = 1e-12
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -380,6 +381,24 @@ def test_a_call_that_fails_leaves_gradients_and_buffers_as_they_were(devices: in
         with unchanged(both.model), pytest.raises(NonFiniteError):
             both.step.gradients(x * torch.inf, batch(6)[1])
         assert all(torch.equal(p.grad, g) for p, g in zip(both.model.parameters(), before, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_failure_behind_the_commit_leaves_gradients_as_they_were(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory for a gradient")
+
+    with Both(devices=devices) as both:
+        both.backward(batch(6))
+        with monkeypatch.context() as patch, unchanged(both.model):
+            patch.setattr(GradientState, "add", fail)
+            with pytest.raises(ExecutionError, match=r"no memory for a gradient(?s:.*)nothing was changed"):
+                both.step.gradients(*batch(6, 1))
+            both.check_gradients()
+        both.backward(batch(6, 2))
 
 
 def test_outputs_come_with_the_loss() -> None:
