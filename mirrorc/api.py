@@ -87,7 +87,8 @@ def compile(
         devices: names such as ``["cpu:0", "cpu:1"]`` or ``["cuda:0", "cuda:1"]``; a number, of GPUs if
             torch sees any; None for all visible GPUs, else one CPU. Logical CPUs share the processor's threads. ``cuda:0/1``
             is a second logical device on GPU 0.
-        optimizer: over parameters of the model; or a list of several over different ones, which run in this order.
+        optimizer: over parameters of the model; or a list of several over different ones, which run in this order; None for
+            a step that makes no updates, but computes `Step.gradients` and evaluates.
         loss_fn: ``loss_fn(output, target)``; None if the model returns its loss. The loss is a scalar tensor: alone, as
             the first item of a tuple, or as ``loss`` of a dict or an object.
         loss_reduction: "mean" if the loss is a mean over the examples of a batch, "sum" if it is a sum.

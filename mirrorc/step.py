@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from mirrorc.calls.call_lock import ExclusiveCalls
+from mirrorc.calls.gradient_calls import refuse_gradients, refuse_update
 from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.reports import StepReports
 from mirrorc.calls.training import TrainingCalls
@@ -122,6 +123,8 @@ class Step(StepReports):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one batch: forward, backward, all-reduce, update.
 
+        Without an optimizer of `compile`, only `gradients` and `evaluate` can be called.
+
         Args:
             *args: arguments of the model; tensors are split along dim 0, see `mirrorc.replicated`, `mirrorc.examples`,
                 `mirrorc.batch_dim` and `mirrorc.PerReplica`.
@@ -136,7 +139,31 @@ class Step(StepReports):
             CaptureError: the model cannot be captured; nothing has changed.
             ExecutionError: a device failed, or the step is closed or in use.
         """
+        refuse_update(self._options)
         return self._train(args, kwargs, self._purpose_of_step)
+
+    def gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs forward and backward on one batch, and adds the gradient of the whole batch to ``p.grad`` of the parameters.
+
+        Nothing is updated: ``optimizer.step()`` is yours, and what comes before it. As by ``loss.backward()``, a gradient is
+        added to the one that is there, parameters that do not require a gradient or that the loss does not reach keep theirs,
+        and all that the model has may get one, whether an optimizer of `compile` trains it or not. ``p.grad`` is the caller's
+        memory, which later calls only add to. Buffers are written as in training. All workers call it, and each gets the sum
+        over the examples of all.
+
+        Args:
+            *args, **kwargs: as for a training call.
+
+        Returns:
+            The loss of the whole batch; with ``return_outputs``, a pair of the loss and the outputs.
+
+        Raises:
+            ExecutionError: with ``clip_grad_norm``, ``clip_grad_value``, ``scaler``, ``check_finite="skip"`` or
+                ``cuda_graphs``; in the middle of an accumulation; in a block of `join`. Nothing has changed.
+            As a training call; nothing has changed then.
+        """
+        refuse_gradients(self._options)
+        return self._train(args, kwargs, lambda: Purpose.GRADIENTS)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward on one batch, and accumulates its gradients for the next training call.
@@ -155,6 +182,7 @@ class Step(StepReports):
         Raises:
             As a training call; nothing has changed then.
         """
+        refuse_update(self._options)
         if self._options.cuda_graphs:
             raise problem(
                 ExecutionError,
@@ -295,6 +323,8 @@ class Step(StepReports):
         return Foundations(link, measured_machine()) if link is not None else None
 
     def _purpose_of_step(self) -> Purpose:
+        if not self._options.optimizers.optimizers:
+            return Purpose.GRADIENTS
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:

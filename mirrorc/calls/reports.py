@@ -338,6 +338,7 @@ class StepReports(ABC):
             )
         if executor is not None and executor.recorder is None:
             does = "accumulates gradients" if executor.program.trains else "evaluates"
+            does = "leaves gradients to its caller" if executor.program.leaves_gradients else does
             raise problem(
                 ExecutionError,
                 f"MC5005: this program {does}, so there is no recorded step of it",

@@ -110,6 +110,24 @@ class TrainingCalls:
         self._state.begin_use()
         if purpose.updates:
             self._habits.refuse_gradients_of_others()
+        if purpose is Purpose.GRADIENTS:
+            self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        if self._state.accumulated.num_calls:
+            raise problem(
+                ExecutionError,
+                f"MC3206: step.gradients() was called in the middle of an accumulation: {self._state.accumulated}",
+                "gradients() adds to p.grad, and accumulate() keeps gradients for the step's own update",
+                ("step(x, y) first, which ends the accumulation", "step.zero_grad(), to drop what is kept"),
+            )
+        if self._coordinator.is_in_block:
+            raise problem(
+                ExecutionError,
+                "MC6302: step.gradients() was called inside of step.join()",
+                "a worker that has left makes no updates of its own there",
+                "give all workers as many batches, and call it outside of the block",
+            )
 
     def _compile(self, call: Call, shards: Shards, purpose: Purpose) -> CompiledCall:
         is_stale = self._state.optimizers.is_stale()
@@ -129,14 +147,17 @@ class TrainingCalls:
 
     def _execute(self, compiled: CompiledCall) -> Any:
         executor = compiled.executor
-        self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
-        self._state.prepare_for(executor.program, is_stale=compiled.is_stale)
+        leaves_gradients = compiled.purpose is Purpose.GRADIENTS
+        if not leaves_gradients:
+            self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
+        executor.state.prepare_for(executor.program, is_stale=compiled.is_stale)
         if compiled.purpose.updates:
             self._coordinator.compare_replicas(executor.program)
         self._last = executor
         loss = self._runs.run(compiled.specialization, compiled.shards, self._coordinator)
         assert loss is not None, "a training step has a loss"
-        self._habits.note_step()
+        if not leaves_gradients:
+            self._habits.note_step()
         return compiled.specialization.trained(as_subclass(loss, TrainedLoss), compiled.call, compiled.shards)
 
     def _meet_without_examples(self, coordinator: TeamCoordinator) -> CompiledCall | None:

@@ -6,10 +6,11 @@ import enum
 from collections.abc import Sequence
 
 from mirrorc.ir.program import Accumulation
-from mirrorc.pipeline.pipeline_edits import for_accumulation, for_evaluation
+from mirrorc.pipeline.pipeline_edits import for_accumulation, for_evaluation, for_gradients
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.state.accumulation_state import AccumulationState, ProgramState
 from mirrorc.runtime.state.evaluation_state import EvaluationState
+from mirrorc.runtime.state.gradient_state import GradientState
 from mirrorc.runtime.state.step_state import StepState
 
 
@@ -19,6 +20,7 @@ class Purpose(enum.Enum):
     STEP = "step"  # to update with the gradients of its batch
     ACCUMULATION = "accumulation"  # to add the batch's gradients to the accumulated ones
     END_OF_ACCUMULATION = "step after accumulation"  # to update with the sum of both
+    GRADIENTS = "gradient"  # to add the batch's gradients to those of the user's parameters
     EVALUATION = "evaluation"  # of forward alone
 
     @staticmethod
@@ -34,13 +36,18 @@ class Purpose(enum.Enum):
         return self in (Purpose.STEP, Purpose.END_OF_ACCUMULATION)
 
     @property
+    def has_optimizer(self) -> bool:
+        return self.trains and self is not Purpose.GRADIENTS
+
+    @property
     def accumulation(self) -> Accumulation:
-        adds, ends = self is Purpose.ACCUMULATION, self is Purpose.END_OF_ACCUMULATION
-        return Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
+        return _ACCUMULATION.get(self, Accumulation.NONE)
 
     def passes_of(self, pipeline: Sequence[Pass]) -> list[Pass]:
         if self is Purpose.EVALUATION:
             return for_evaluation(pipeline)
+        if self is Purpose.GRADIENTS:
+            return for_gradients(pipeline)
         return for_accumulation(pipeline) if self is Purpose.ACCUMULATION else list(pipeline)
 
     def of(self, model: str) -> str:
@@ -49,9 +56,17 @@ class Purpose(enum.Enum):
         return model if self is Purpose.STEP else f"{article} {self.value} of {model}"
 
 
+_ACCUMULATION = {
+    Purpose.ACCUMULATION: Accumulation.ADDS,
+    Purpose.END_OF_ACCUMULATION: Accumulation.ENDS,
+    Purpose.GRADIENTS: Accumulation.GRADIENTS,
+}
+
+
 def states_of(state: StepState) -> dict[Purpose, ProgramState]:
     states: dict[Purpose, ProgramState] = {
         Purpose.ACCUMULATION: AccumulationState(state),
+        Purpose.GRADIENTS: GradientState(state),
         Purpose.EVALUATION: EvaluationState(state),
     }
     return {purpose: states.get(purpose, state) for purpose in Purpose}

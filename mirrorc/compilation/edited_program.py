@@ -9,7 +9,7 @@ from dataclasses import fields
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.operation import Kind, operation_of
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import listed
 from mirrorc.pipeline.pass_manager import run_passes
@@ -22,6 +22,13 @@ _OF_CALLS = ("num_examples", "microbatches", "shard_of_replica", "shard_of_micro
 _EDITABLE = ("buckets", "shard_graphs", "graph", "device_graphs", "regions", "remarks", "optimizer_groups", "passes")
 _MAY_MOVE = (Kind.SOURCE, Kind.REGION, Kind.FACTORED, Kind.PACK, Kind.LAUNCH, Kind.WAIT, Kind.UPDATE)
 _OF_PLACES = ("bucket", "buckets", "replica")  # keywords that say where, not what
+
+_WORDS = {
+    Accumulation.NONE: "updates",
+    Accumulation.ADDS: "accumulates",
+    Accumulation.ENDS: "accumulates",
+    Accumulation.GRADIENTS: "leaves gradients to the user",
+}
 
 
 class EditedProgram:
@@ -50,7 +57,7 @@ class EditedProgram:
         """
         self._takes_part = False
         if self._edited.accumulation is not captured.accumulation:
-            return self._without(captured, "this call accumulates"), pipeline
+            return self._without(captured, f"this call {_WORDS[captured.accumulation]}"), pipeline
         done, names = self._edited.passes, tuple(entry.name for entry in pipeline)
         if done != names[: len(done)]:
             wrong = next((i for i, name in enumerate(done) if names[i : i + 1] != (name,)), 0)

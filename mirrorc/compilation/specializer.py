@@ -246,7 +246,7 @@ class Specializer:
     def _key(self, call: Call, shards: Shards, purpose: Purpose) -> Key:
         devices = self._options.devices
         types = (shard_types(tensors, d.torch_device) for tensors, d in zip(shards.tensors, devices, strict=True))
-        of_optimizers = self._options.optimizers.structure() if purpose.trains else ()
+        of_optimizers = self._options.optimizers.structure() if purpose.has_optimizer else ()
         parts, rows = (*types, shards.microbatches), shards.rows_elsewhere
         return call.structure, parts, self._model.fingerprint(), of_optimizers, torch_modes(), rows
 

@@ -161,7 +161,7 @@ class StepCompiler:
         on_sizes: str,
     ) -> Specialization:
         times = [time.perf_counter()]
-        if purpose.trains:
+        if purpose.has_optimizer:
             self._options.optimizers.check(self._model.parameters)
             check_bounds_of_groups(self._options.pipeline, self._options.optimizers)
         self._regions.prepare(self._home)
@@ -228,7 +228,7 @@ class StepCompiler:
             shards,
             options.devices,
             self._model,
-            options.optimizers,
+            options.optimizers if purpose.has_optimizer else None,
             options.backend.decompositions(),
             loss_reduction=options.loss_reduction,
             front_end=front_end,
@@ -268,9 +268,9 @@ class StepCompiler:
 
     def _prepared(self, captured: CapturedProgram, purpose: Purpose) -> tuple[Program, Sequence[Pass]]:
         options = self._options
-        if purpose.accumulation is not Accumulation.NONE:
+        if purpose.accumulation in (Accumulation.ADDS, Accumulation.ENDS):
             _refuse_rows(captured.program)
-        if options.cuda_graphs and purpose.trains:
+        if options.cuda_graphs and purpose.has_optimizer:
             check_captured_program(captured.program, options.optimizers)
         self._warnings.warn_of_differences(captured.differences)
         self._warnings.warn_of_notes(captured.notes)

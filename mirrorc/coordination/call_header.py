@@ -11,7 +11,7 @@ from mirrorc.capture.model.model_state import ModelState
 from mirrorc.cluster.consistency import digest
 from mirrorc.coordination.fingerprint import Facts, facts_of_program, hyperparameters_of, shapes, written_buffers
 from mirrorc.coordination.state_sync import TakenValues
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
@@ -20,6 +20,7 @@ from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Header, kind_
 from mirrorc.runtime.workers.team.meetings import Details
 from mirrorc.runtime.workers.team.team import Team
 
+_CALLS = {Accumulation.ADDS: "step.accumulate()", Accumulation.GRADIENTS: "step.gradients()"}
 _LOADED = "calls of step.load_state_dict()"
 
 
@@ -74,7 +75,9 @@ class Announcements:
         num_loads = self._state.unsent.num_loads
         updated = set(updated_as_a_whole(program))
         by_itself = {name: tensor for name, tensor in tensors.items() if name in updated}
-        deals_anew = self._state.optimizers.are_dealt_otherwise(self._state.store.in_store(program).buckets)
+        deals_anew = program.has_parameters_in_buckets and self._state.optimizers.are_dealt_otherwise(
+            self._state.store.in_store(program).buckets
+        )
         header = Header(
             call=self._team.num_calls,
             is_fresh=is_fresh,
@@ -98,7 +101,7 @@ class Announcements:
         return header, {
             **self._details(facts),
             **({"schedule": lambda: {**facts.texts, _LOADED: str(num_loads)}} if num_loads else {}),
-            "kind": lambda: {"the call": "step.accumulate()" if program.accumulates else "the step itself"},
+            "kind": lambda: {"the call": _CALLS.get(program.accumulation, "the step itself")},
             "parameters": lambda: checksums_of(by_itself),
             "deals_anew": lambda: {
                 "the optimizer's state": "a part for other buckets" if deals_anew else "other state"

@@ -37,6 +37,11 @@ class Coordinator(Protocol):
     @property
     def step_seconds(self) -> float: ...
 
+    @property
+    def is_in_block(self) -> bool:
+        """True in a block of `mirrorc.join`."""
+        ...
+
     def begin_call(self) -> None:
         """Runs before a call of the user's loop, while other calls of the step may still run."""
         ...
@@ -96,6 +101,7 @@ class LocalCoordinator:
 
     team: Team | None = None
     link: LinkSpeed | None = None
+    is_in_block = False
 
     def __init__(self, step_seconds: float) -> None:
         self.step_seconds = step_seconds

@@ -236,7 +236,7 @@ class TeamCoordinator:
     def _begin(self, agreed: Agreement, *, meets: bool) -> None:
         if meets and not agreed.is_over:
             self.team.open_values()
-        self._num_steps = agreed.num_steps + (agreed.accumulation is not Accumulation.ADDS)
+        self._num_steps = agreed.num_steps + (agreed.accumulation in (Accumulation.NONE, Accumulation.ENDS))
         self._taken.note()
         self._equal_batches.note(agreed.batches)
         if agreed.tells_hyperparameters:
@@ -274,7 +274,7 @@ class TeamCoordinator:
             raise
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
-        runs_by_itself = not program.accumulates and updated_as_a_whole(program)
+        runs_by_itself = program.updates and updated_as_a_whole(program)
         return stream_of_chief(self.team) if runs_by_itself else nullcontext()
 
     def take_part(self, executor: Executor, last: Executor) -> None:

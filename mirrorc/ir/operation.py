@@ -40,7 +40,7 @@ class Kind(enum.Enum):
     PACK = "pack"  # fills a bucket
     LAUNCH = "launch"  # begins communication
     WAIT = "wait"  # ends communication
-    UPDATE = "update"  # writes parameters, or accumulates gradients
+    UPDATE = "update"  # writes parameters or their gradients, or accumulates gradients
     WRITE = "write"  # writes other variables
 
 
@@ -62,6 +62,7 @@ class Effect(enum.Enum):
     COMMITS = "decides with all other replicas that the step takes place"
     UPDATES = "writes the parameters of its buckets"
     ACCUMULATES = "adds gradients to those that are kept for a later update"
+    LEAVES = "adds gradients to those of the user's parameters"
     WRITES = "writes a variable"
 
 

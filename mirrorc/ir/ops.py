@@ -626,6 +626,11 @@ def accumulate(packed: Any, *, bucket: int, replica: int) -> None:
     """Adds a replica's packed gradients to its sums of earlier calls."""
 
 
+@operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.LEAVES,), gives=nothing, stem="add_to_grad_b{bucket}")
+def add_to_grad(gradient: Any, *, bucket: int, replica: int) -> None:
+    """Adds the sum of a bucket's gradients to ``grad`` of the user's parameters, when the call ends."""
+
+
 @operation(
     Kind.WRITE,
     since=Stage.UPDATED,
@@ -661,9 +666,11 @@ LAUNCHES = Selection(lambda record: Effect.LAUNCHES in record.effects)
 UPDATES = Selection(lambda record: Effect.UPDATES in record.effects)
 
 WRITERS = Selection(
-    lambda record: bool(record.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.WRITES, Effect.SPREADS})
+    lambda record: bool(
+        record.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.LEAVES, Effect.WRITES, Effect.SPREADS}
+    )
 )
-"""They write parameters, other variables, or accumulated gradients."""
+"""They write parameters, other variables, or gradients that outlive the call."""
 
 OUTPUT_MEMORY = Selection(lambda record: record.symbol in (slot, reserved))
 """Memory for a region to write into."""

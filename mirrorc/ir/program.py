@@ -80,6 +80,9 @@ class Accumulation(enum.StrEnum):
     NONE = "none"  # the program updates with its own gradients alone
     ADDS = "accumulating"  # the program adds its gradients to the accumulated ones, and updates nothing
     ENDS = "after accumulation"  # the program updates with its own and the accumulated gradients
+    GRADIENTS = (
+        "gradients alone"  # the program adds its gradients to those of the user's parameters, and updates nothing
+    )
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,18 @@ class Program:
     @property
     def accumulates(self) -> bool:
         return self.accumulation is Accumulation.ADDS
+
+    @property
+    def leaves_gradients(self) -> bool:
+        return self.accumulation is Accumulation.GRADIENTS
+
+    @property
+    def has_parameters_in_buckets(self) -> bool:
+        return self.trains and not self.leaves_gradients
+
+    @property
+    def updates(self) -> bool:
+        return self.trains and self.accumulation in (Accumulation.NONE, Accumulation.ENDS)
 
     @property
     def mirrored_graph(self) -> fx.Graph:

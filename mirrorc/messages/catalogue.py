@@ -88,10 +88,12 @@ MC1208 Memory that is shared
 Tie weights by the parameter, `head.weight = embedding.weight`, not by `.data`. Share copies with other processes.
 
 MC1211 No optimizer
-`mirrorc.compile(model, devices, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=loss_fn)`.
+`mirrorc.compile(model, devices, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=loss_fn)`. Without one, a step
+has `step.gradients(x, y)`, which leaves gradients in `p.grad`, and `step.evaluate(x)`.
 
 MC1212 An optimizer that needs a closure
-`LBFGS` evaluates the model several times in a step. Use one whose `step()` works without a closure, such as `AdamW`.
+`LBFGS` evaluates the model several times in a step. Leave `optimizer=` out, and give it a closure that returns
+`step.gradients(x, y)`.
 
 MC1213 An optimizer over other parameters
 Make it after `.to()`, `deepcopy` and parametrizations, over `model.parameters()` of the model that is compiled.
@@ -285,7 +287,8 @@ MC3203 Clipping without effect
 Gradients are gone when the step returns. `mirrorc.compile(..., clip_grad_norm=1.0)` clips them before the update.
 
 MC3204 Gradients of your own that were dropped
-A step trains on its own batch. Put the other loss into `loss_fn`.
+A step trains on its own batch. Put the other loss into `loss_fn`, or make the update by an optimizer of your own, and then
+`optimizer.zero_grad()`.
 
 MC3206 Accumulated gradients without an update
 End an accumulation by a call of the step, or drop what is kept: `step.zero_grad()`.

@@ -38,10 +38,12 @@ class PassDescription:
 
 def _left_out_of(compiler_pass: Pass) -> Iterator[str]:
     traits = traits_of(compiler_pass)
-    if traits.trains_only or traits.updates_only:
+    if traits.trains_only or traits.updates_only or traits.sums_only:
         yield "evaluations"
-    if traits.updates_only:
+    if traits.updates_only or traits.sums_only:
         yield "accumulating calls"
+    if traits.updates_only:
+        yield "calls for gradients"
     if traits.changes_bits:
         yield "exact_order=True"
 

@@ -30,8 +30,12 @@ def for_evaluation(passes: Sequence[Pass]) -> list[Pass]:
     return [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).trains_only]
 
 
-def for_accumulation(passes: Sequence[Pass]) -> list[Pass]:
+def for_gradients(passes: Sequence[Pass]) -> list[Pass]:
     return [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).updates_only]
+
+
+def for_accumulation(passes: Sequence[Pass]) -> list[Pass]:
+    return [compiler_pass for compiler_pass in for_gradients(passes) if not traits_of(compiler_pass).sums_only]
 
 
 def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) -> None:

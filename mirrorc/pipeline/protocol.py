@@ -41,7 +41,8 @@ class Traits:
         changes_bits: how it may change the bits of a step's results, as a clause: ``"terms are added in another order"``.
             ``exact_order=True`` leaves the pass out. If it finds nothing to do, it must return the same graphs.
         trains_only: evaluations leave it out, as it concerns only gradients, buckets or updates.
-        updates_only: accumulating programs leave it out, as it concerns only updates.
+        updates_only: programs without updates leave it out, as it concerns only updates.
+        sums_only: accumulating programs leave it out, as it concerns only sums over replicas.
     """
 
     latest_input_stage: Stage
@@ -52,6 +53,7 @@ class Traits:
     changes_bits: str = ""
     trains_only: bool = False
     updates_only: bool = False
+    sums_only: bool = False
 
 
 def traits_of(compiler_pass: Pass) -> Traits:

@@ -157,6 +157,7 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
         return {}
     piece, written = ("backward", "parameters") if program.trains else ("forward", "buffers")
     written = "accumulated gradients" if program.accumulates else written
+    written = "gradients of the user's parameters" if program.leaves_gradients else written
     who = f"{piece} is done" if program.num_replicas == 1 else f"commit waits until all devices are done with {piece}"
     here = " on this worker" if program.workers.are_several else ""
     rest = f"nothing stops the step{here} any more"

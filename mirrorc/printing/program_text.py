@@ -29,7 +29,7 @@ The printed form::
     UNIT      = "b" INDEX [ "_pack" NUMBER ]
     VALUE     = NAME ":" TYPE | NAME | N KIND
     TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE | "(" TYPE, ... ")"
-    CALLS     = "accumulating" | "after accumulation"
+    CALLS     = "accumulating" | "after accumulation" | "gradients alone"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
 An ``evaluation`` is forward alone, and gathers loss and outputs. Only files of ``dump=`` have a ``change``; if the pass changed

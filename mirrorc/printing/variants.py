@@ -88,6 +88,7 @@ _OF_CALLS = {
     Accumulation.NONE: "",
     Accumulation.ADDS: " · examples of this call / of the first since the last update",
     Accumulation.ENDS: " · examples of this call / of all since the last update",
+    Accumulation.GRADIENTS: "",
 }
 
 

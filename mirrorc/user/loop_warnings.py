@@ -79,8 +79,8 @@ class GradientHabits:
             self._warn(
                 "gradients",
                 message(
-                    f"MC3204: {len(self._with_gradients)} parameters had gradients from a backward() of yours, "
-                    "and the step dropped them",
+                    f"MC3204: {len(self._with_gradients)} parameters had gradients from a backward() or step.gradients() "
+                    "of yours, and the step dropped them",
                     "it trains on the gradients of its own batch alone",
                     ("put the other loss into loss_fn or into the model", "optimizer.zero_grad() before the step"),
                 ),

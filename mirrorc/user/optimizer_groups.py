@@ -121,13 +121,11 @@ def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) 
 
     Raises:
         TypeError: a value is not an optimizer, or its step needs a closure.
-        ValueError: there is no optimizer, one is given twice or shards parameters itself, or a parameter is not the
+        ValueError: the list is empty, an optimizer is given twice or shards parameters itself, or a parameter is not the
             model's or is in two optimizers.
     """
     if option is None:
-        raise problem(
-            ValueError, "MC1211: optimizer is missing", fix="optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)"
-        )
+        return OptimizerGroups([])
     are_several = isinstance(option, list | tuple)
     if not are_several:
         _check_kind("optimizer", option)
@@ -171,7 +169,10 @@ def _check_kind(subject: str, optimizer: Any) -> None:
             TypeError,
             f"MC1212: {type(optimizer).__name__} needs a closure that evaluates the model several times in a step",
             "a compiled step evaluates it once",
-            "use an optimizer whose step() works without a closure, such as AdamW",
+            (
+                "leave optimizer= out, and give it a closure that returns step.gradients(x, y)",
+                "use an optimizer whose step() works without a closure, such as AdamW",
+            ),
         )
 
 
@@ -209,6 +210,11 @@ def update_rules(
         rows = (name in sparse, name in sparse and write_rows[number])
         rules[name] = UpdateRule(_label(groups, number), number, state_class, is_flat, *rows, may_be_unused)
     return rules
+
+
+def gradient_rule(*, is_sparse: bool, may_be_unused: bool) -> UpdateRule:
+    """The rule of a gradient that nothing updates with: the user gets it, whole or as rows."""
+    return UpdateRule("p.grad", 0, elementwise=False, takes_rows=is_sparse, may_be_unused=may_be_unused)
 
 
 def _group(groups: OptimizerGroups, number: int) -> dict[str, Any]:

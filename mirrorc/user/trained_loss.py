@@ -28,7 +28,7 @@ class TrainedLoss(torch.Tensor):
         warnings.warn(
             message(
                 "MC3201: loss.backward() did nothing",
-                "a step runs backward and makes the update by itself",
+                "the call that returned it has run backward by itself",
                 "leave it out",
             ),
             stacklevel=users_stack_level(),

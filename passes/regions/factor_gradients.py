@@ -78,7 +78,7 @@ class FactorGradients:
         why_not = self._why_no_shares(program, bool(slots))
         if why_not and not rows and not program.gathered:
             return program.with_remarks(f"no gradient stays factors: {why_not}", is_kept=program.num_replicas > 1)
-        if rows and program.accumulation is not Accumulation.NONE:
+        if rows and program.accumulation in (Accumulation.ADDS, Accumulation.ENDS):
             raise problem(
                 PassError,
                 f"MC2501: sparse gradients of several calls, as that of {min(rows)}, are not kept",
@@ -144,6 +144,8 @@ class FactorGradients:
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
         """The reason why gradients stay whole unless they must be factors; empty if there is none."""
+        if program.leaves_gradients:
+            return "the user gets each whole"
         if program.accumulation is not Accumulation.NONE:
             return (
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"

@@ -40,6 +40,10 @@ class InsertUpdate:
         output {reduced: ((pack, pack_1),), ...}    ->    accumulate(pack, bucket=0, replica=0)
                                                           accumulate(pack_1, bucket=0, replica=1)
 
+    A program that leaves gradients to the user::
+
+        output {reduced: ((wait, wait_1),), ...}    ->    add_to_grad(wait, bucket=0, replica=0)
+
     All operations that can fail precede all commits, so that a failure changes no variable.
 
     Guarantees: each parameter is updated once per replica, after all its reads in the step, and after the commit.
@@ -55,14 +59,17 @@ class InsertUpdate:
         for replica in range(program.num_replicas):
             call(graph, ops.commit, (), {"replica": replica})
         for bucket in program.buckets:
-            if program.accumulates:
+            if program.leaves_gradients:
+                gradient = output["reduced"][bucket.index][0]  # the user's parameters are those of replica 0
+                call(graph, ops.add_to_grad, (gradient,), {"bucket": bucket.index, "replica": 0})
+            elif program.accumulates:
                 for replica, packed in enumerate(output["reduced"][bucket.index]):
                     call(graph, ops.accumulate, (packed,), {"bucket": bucket.index, "replica": replica})
             elif bucket.rule.elementwise:
                 for replica, gradient in enumerate(output["reduced"][bucket.index]):
                     call(graph, ops.update, (gradient,), {"bucket": bucket.index, "replica": replica})
         others = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
-        if others and not program.accumulates:
+        if others and program.updates:
             _step_and_broadcast(program, graph, others, output["reduced"])
         for node in calls_to(graph, ops.unpack):
             if not node.users:  # the replica updates nothing, so it does not need its packs together
@@ -78,6 +85,8 @@ class InsertUpdate:
 def _remarks(program: Program) -> list[str]:
     if program.accumulates:
         return ["nothing is updated: each replica adds its gradients to those of the calls since the last update"]
+    if program.leaves_gradients:
+        return ["nothing is updated: the gradients are added to those of the user's parameters when the call ends"]
     remarks = []
     for elementwise, takes_rows in ((True, False), (False, False), (False, True)):
         rules = (elementwise, takes_rows)

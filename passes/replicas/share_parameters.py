@@ -103,7 +103,7 @@ def _remarks(program: Program) -> list[str]:
     cut = [bucket.index for bucket in program.buckets if bucket.rule.elementwise and bucket.is_cut]
     whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
     storage = f"parameters and optimizer state are kept once for {program.num_replicas} devices, which share one memory"
-    if program.accumulates:
+    if not program.updates:
         return [f"{storage}; nothing is updated here"]
     remarks = [storage + (": each device reduces and updates its share of each bucket" if shared else "")]
     if shared:

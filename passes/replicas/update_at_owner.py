@@ -59,6 +59,10 @@ class UpdateAtOwner:
         if program.num_replicas == 1:
             alone = program.evolve(stage=Stage.SCHEDULED)
             return alone.with_remarks("nothing to leave to an owner: there is one device", is_kept=False)
+        if program.leaves_gradients:
+            return program.evolve(stage=Stage.SCHEDULED).with_remarks(
+                "nothing is updated here, so owners have nothing to do", is_kept=False
+            )
         without = [bucket.index for bucket in program.buckets if bucket.owner is None]
         if without:
             raise PassError(

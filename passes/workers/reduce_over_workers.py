@@ -72,7 +72,7 @@ class ReduceOverWorkers:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
-    updates_only: ClassVar = True
+    sums_only: ClassVar = True
     establishes: ClassVar = (Property.EXCHANGED,)
     precedes: ClassVar = Property.EXCHANGED.and_later
 
@@ -100,10 +100,11 @@ class ReduceOverWorkers:
                 for user in users:
                     user.replace_input_with(value, total)
             last = launch
-        is_early = self.early_update and not self.needs_all_sums and _update_early(graph)
-        return program.with_remarks(*_remarks(program), self._commit_remark(is_early))
+        may_be_early = self.early_update and not self.needs_all_sums and not program.leaves_gradients
+        is_early = may_be_early and _update_early(graph)
+        return program.with_remarks(*_remarks(program), self._commit_remark(program, is_early))
 
-    def _commit_remark(self, is_early: bool) -> str:
+    def _commit_remark(self, program: Program, is_early: bool) -> str:
         order = "workers exchange in the order of the bucket plan, the same on all of them"
         if is_early:
             return (
@@ -115,6 +116,8 @@ class ReduceOverWorkers:
             why = f"{self.needs_all_sums or 'what a pass has put before it'} needs them"
         else:
             why = "another worker may be gone (early_update=False)"
+        if program.leaves_gradients:
+            why = "a call that fails leaves the user's gradients as they were"
         return f"{order}; all sums are waited for before the commit, because {why}"
 
 
@@ -224,7 +227,7 @@ def _update_early(graph: fx.Graph) -> bool:
 def _remarks(program: Program) -> list[str]:
     dense = [bucket for bucket in program.buckets if not bucket.is_sent_as_factors]
     gathered = [bucket for bucket in program.buckets if bucket.is_sent_as_factors]
-    whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
+    whole = [bucket for bucket in program.buckets if program.updates and not bucket.rule.elementwise]
     kinds = [(dense, _sums_remark), (gathered, _factors_remark), (whole, _whole_remark)]
     return [say(program, buckets) for buckets, say in kinds if buckets]
 

@@ -62,7 +62,7 @@ class ShardOptimizer:
         if not program.workers.are_several:
             alone = program.evolve(stage=Stage.SCHEDULED)
             return alone.with_remarks("nothing to deal out: there is one worker, which updates all", is_kept=False)
-        if Property.EXCHANGED not in program.properties and not program.accumulates:
+        if Property.EXCHANGED not in program.properties and program.updates:
             raise PassError(
                 "MC4003: pass 'shard-optimizer' deals out the sums over all workers, which nobody has made: "
                 "'reduce-over-workers' must "
@@ -70,7 +70,7 @@ class ShardOptimizer:
             )
         buckets = tuple(_dealt(program.workers, bucket) for bucket in program.buckets)
         sharded = program.evolve(stage=Stage.SCHEDULED, buckets=buckets)
-        if program.accumulates:  # in the memory of the step that updates
+        if not program.updates:  # an accumulating one uses the memory of the step that updates
             return sharded
         graph = copied(program.mirrored_graph)
         sharded = sharded.evolve(graph=graph, properties=(*program.properties, Property.SHARDED))

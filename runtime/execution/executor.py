@@ -72,7 +72,7 @@ class Executor:
         team: Team | None = None,
     ) -> None:
         self.program, self.recorder, self._step_graph = program, recorder, step_graph
-        self.updates = program.trains and not program.accumulates
+        self.updates = program.updates
         self.needs_seed = any(argument.kind is ArgumentKind.SEED for argument in program.arguments)
         self.num_updates = 0
         self.regions, self.state = regions, state

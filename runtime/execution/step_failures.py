@@ -86,13 +86,14 @@ def note_if_torn(error: BaseException, program: Program, has_committed: bool, to
 def _possible_damage(program: Program, torn: str) -> str:
     if torn:
         return f"Parameters are between those before and those after this step: {torn}. Load a checkpoint of model and optimizer."
-    if program.trains and not program.accumulates:
+    if program.updates:
         return "Parameters and the optimizer's state may have been updated in part, so load a checkpoint."
     writes_buffers = any(v.synchronization is Synchronization.PER_REPLICA for v in program.variables.values())
     buffers = "buffers that forward writes may have been written in part"
-    if not program.trains:
+    if not program.accumulates:
+        changed = "parameter or gradient of yours" if program.leaves_gradients else "parameter"
         return (
-            f"No parameter was changed, but {buffers}." if writes_buffers else "It writes nothing: nothing was changed."
+            f"No {changed} was changed, but {buffers}." if writes_buffers else "It writes nothing: nothing was changed."
         )
     gradients = "the gradients that step.accumulate() has kept may be incomplete: drop them with step.zero_grad()"
     return f"No parameter was changed, but {gradients}{f'; {buffers}' if writes_buffers else ''}."

@@ -181,6 +181,7 @@ class _Walk:
         ops.store,
         ops.store_rows,
         ops.accumulate,
+        ops.add_to_grad,
         ops.write,
         ops.check,
         ops.gather,

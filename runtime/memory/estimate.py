@@ -41,7 +41,7 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
         if bucket.index in updates:
             tally.add_state(bucket, updates[bucket.index])
     alone: dict[int, list[Bucket]] = {}  # by optimizer
-    for bucket in program.buckets:
+    for bucket in program.buckets if program.has_parameters_in_buckets else ():
         if not bucket.rule.elementwise:
             alone.setdefault(id(state.optimizers.groups[bucket.rule.group][0]), []).append(bucket)
     for buckets in alone.values():
@@ -128,8 +128,14 @@ class _Tally:
         for replica, name in enumerate(self.names):
             # Factored gradients are summed in the first replica's bucket, or in parts; their other pages are never written.
             untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else in_parts
-            accumulated = bucket.num_bytes if self.program.accumulation is not Accumulation.NONE else 0
-            self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + accumulated)
+            kept = bucket.num_bytes if self._keeps_gradients(replica) else 0
+            self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + kept)
+
+    def _keeps_gradients(self, replica: int) -> bool:
+        """True if gradients outlive the call: accumulated ones, or the user's."""
+        if self.program.leaves_gradients:
+            return replica == 0
+        return self.program.accumulation is not Accumulation.NONE
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
         """Elements of gradients that are made in parts; also records each device's memory for a part."""

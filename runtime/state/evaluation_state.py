@@ -15,7 +15,7 @@ class EvaluationState(StateView):
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
         return 1.0
 
-    def prepare_for(self, program: Program) -> None:
+    def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
         self._state.prepare_variables_for(program)
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.variables.layout import FlatBucket
 from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
 from mirrorc.runtime.state.variables.step_variables import StepVariables
 
@@ -15,6 +18,10 @@ class StateView:
     @property
     def store(self) -> StepVariables:
         return self._state.store
+
+    @property
+    def buckets(self) -> Sequence[FlatBucket]:
+        return self._state.buckets
 
     @property
     def optimizers(self) -> BucketOptimizers:

@@ -19,7 +19,7 @@ from mirrorc.runtime.state.shared import open_states
 from mirrorc.runtime.state.shared.call_owner import Callers
 from mirrorc.runtime.state.shared.shared_state import HeldState, Hold
 from mirrorc.runtime.state.shared.torn_state import TornState, refuse_torn
-from mirrorc.runtime.state.variables.layout import Layout, Moved
+from mirrorc.runtime.state.variables.layout import FlatBucket, Layout, Moved
 from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
 from mirrorc.runtime.state.variables.saved_buffers import SavedBuffers
 from mirrorc.runtime.state.variables.step_variables import StepVariables
@@ -55,6 +55,10 @@ class StepState:
     @property
     def store(self) -> StepVariables:
         return self._hold.store
+
+    @property
+    def buckets(self) -> Sequence[FlatBucket]:
+        return self.store.buckets
 
     @property
     def optimizers(self) -> BucketOptimizers:
@@ -120,7 +124,7 @@ class StepState:
     def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
         """Lays memory out for a program, and mirrors the user's changes since the last step."""
         self.accumulated.check(program)
-        if program.accumulation is not Accumulation.NONE:
+        if program.accumulation in (Accumulation.ADDS, Accumulation.ENDS):
             self.accumulated.fit(program.buckets)
         else:
             self.accumulated.release()

@@ -94,7 +94,6 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"buckets": -1}, ValueError, ("buckets is -1", "positive number of MiB")),
         ({"buckets": "big"}, TypeError, ("buckets='big' is neither", "in MiB", "EqualPacks(number)")),
         ({"timeout": 0}, ValueError, ("timeout is 0", "positive number of seconds")),
-        ({"optimizer": None}, ValueError, ("optimizer is missing", "model.parameters()")),
         ({"optimizer": torch.optim.SGD}, TypeError, ("optimizer is a type", "model.parameters()")),
         ({"optimizer": "adam"}, TypeError, ("optimizer is a str", "model.parameters()")),
         ({"dump": 3}, TypeError, ("dump is 3", "path of a directory")),

@@ -671,6 +671,26 @@ def test_closure() -> None:
     model = net()
     with unchanged(model), pytest.raises(TypeError, match=quoted("closure")):
         compiled(model, torch.optim.LBFGS(model.parameters()))
+    plain, (x, y) = net(), batch()
+
+    def train(model: nn.Module, gradients: Callable[[], torch.Tensor]) -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            return gradients()
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    def backward() -> torch.Tensor:
+        loss = F.cross_entropy(plain(x), y)
+        loss.backward()
+        return loss
+
+    with compiled(model, None) as step:
+        train(model, lambda: step.gradients(x, y))
+    train(plain, backward)
+    assert_same_model(model, plain, 1e-10)
 
 
 class Up(torch.optim.Optimizer):

@@ -67,6 +67,7 @@ from mirrorc.passes import (
 )
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.user.optimizer_groups import gradient_rule
 from mirrorc.verifier.verifier import verify
 
 WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]
@@ -1152,6 +1153,21 @@ def accumulating(change: Callable[[fx.Graph], object]) -> Mutation:
     return changing(make, on_first_graph(change), "insert-update")
 
 
+def leaving_gradients(change: Callable[[fx.Graph], object]) -> Mutation:
+    def make(_: Program) -> Program:
+        rule = gradient_rule(is_sparse=False, may_be_unused=False)
+        weights = [replace(weight, rule=rule) for weight in WEIGHTS]
+        program = handmade(2, weights).evolve(accumulation=Accumulation.GRADIENTS)
+        return run_up_to("insert-update", program, **CAPS)
+
+    return changing(make, on_first_graph(change), "insert-update")
+
+
+def leave_another_bucket(graph: fx.Graph) -> None:
+    one, other = targets(graph, ops.add_to_grad)
+    set_args(one, other.args)
+
+
 def after_accumulation(change: Callable[[fx.Graph], object]) -> Mutation:
     def make(_: Program) -> Program:
         return run_up_to("insert-all-reduce", two_buckets().evolve(accumulation=Accumulation.ENDS), **CAPS)
@@ -1228,6 +1244,12 @@ BAD: dict[str, list[Mutation]] = {
     "accumulated_gradients_are_added_once": [
         after_accumulation(reduce_what_was_packed),
         after_accumulation(lambda graph: repeat(graph, first(graph, ops.add_accumulated))),
+    ],
+    "gradients_are_left_once": [
+        leaving_gradients(lambda graph: erase(graph, first(graph, ops.add_to_grad))),
+        leaving_gradients(lambda graph: repeat(graph, first(graph, ops.add_to_grad))),
+        leaving_gradients(lambda graph: with_kwargs(first(graph, ops.add_to_grad), replica=1)),
+        leaving_gradients(leave_another_bucket),
     ],
     "norms_count_every_element_once": [
         clipped(measure_one_share_less),

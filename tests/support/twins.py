@@ -26,7 +26,7 @@ def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 def compiled_step(model: nn.Module, loss_fn: Any = None, devices: Any = 2, optimizer: Any = sgd, **options: Any) -> Any:
     """A step on eager devices; ``optimizer`` may be a function of the model's parameters."""
-    if not isinstance(optimizer, torch.optim.Optimizer | list):
+    if not isinstance(optimizer, torch.optim.Optimizer | list | None):
         optimizer = optimizer(model.parameters())
     options = {"backend": "eager", **options}
     return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=loss_fn, **grouped(options))

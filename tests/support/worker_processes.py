@@ -219,6 +219,7 @@ def _run(given: dict[str, Any], number: int) -> Any:
     import sharded_training
     import torch
     import two_steps
+    import worker_gradients
     import worker_habits
     import worker_lists
     import worker_texts
@@ -233,6 +234,7 @@ def _run(given: dict[str, Any], number: int) -> Any:
         "lose": lost_buckets.train_through_a_lost_bucket,
         "compiles": joint_compilations.compile_in_turn,
         "calls": worker_habits.call,
+        "gradients": worker_gradients.train,
         "habits": sharded_habits.train,
         "two": two_steps.train_two,
         "texts": worker_texts.train,

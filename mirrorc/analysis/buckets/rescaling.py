@@ -42,8 +42,8 @@ def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
 
 
 def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that take gradients: updates, or `accumulate` in a program that accumulates."""
-    return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate)
+    """Nodes that take gradients: updates, or what a program without updates has in their place."""
+    return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate, ops.add_to_grad)
 
 
 def taken_by(taker: fx.Node) -> list[tuple[int, fx.Node]]:

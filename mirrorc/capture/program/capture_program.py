@@ -54,7 +54,7 @@ from mirrorc.ir.type_rules import any_value
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.messages.problem import message, problem
-from mirrorc.user.optimizer_groups import OptimizerGroups, hyperparameters_by_label, update_rules
+from mirrorc.user.optimizer_groups import OptimizerGroups, gradient_rule, hyperparameters_by_label, update_rules
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def capture_program(
     shards: Shards,
     devices: tuple[Device, ...],
     state: ModelState,
-    optimizers: OptimizerGroups,
+    optimizers: OptimizerGroups | None,
     decompositions: Mapping[Any, Callable[..., Any]],
     *,
     front_end: FrontEnd | None = None,
@@ -103,6 +103,9 @@ def capture_program(
     workers: Workers = ALONE,
 ) -> CapturedProgram:
     """Captures a graph for each distinct shape of a shard or microbatch; one graph for a worker without examples.
+
+    Args:
+        optimizers: None if nothing is updated: every parameter that requires a gradient then gets one.
 
     Raises:
         SizesGivenUp: ``symbolic`` dimensions cannot be symbolic.
@@ -202,7 +205,7 @@ def _program(
     shards: Shards,
     devices: tuple[Device, ...],
     state: ModelState,
-    optimizers: OptimizerGroups,
+    optimizers: OptimizerGroups | None,
     loss_reduction: str,
 ) -> Program:
     program = Program(
@@ -216,7 +219,7 @@ def _program(
         num_examples=shards.num_examples,
         microbatches=shards.microbatches,
         loss_reduction=loss_reduction,
-        optimizer_groups=hyperparameters_by_label(optimizers) if captured[0].trains else {},
+        optimizer_groups=hyperparameters_by_label(optimizers) if captured[0].trains and optimizers is not None else {},
     )
     first, num_parts = captured[0], len(shards.by_microbatch(call).num_examples)
     on_means = remarks_on(first.traced.weighted_means, num_parts)
@@ -235,13 +238,12 @@ def _capture_each(
     examples_of: Sequence[Sequence[torch.Tensor]],
     rows: GatheredRows,
     state: ModelState,
-    optimizers: OptimizerGroups,
+    optimizers: OptimizerGroups | None,
     decompositions: Mapping[Any, Callable[..., Any]],
     *,
     are_sizes_symbolic: bool,
 ) -> list[CapturedGraph]:
-    groups = optimizers.hyperparameters if training_call.trains else ()
-    updated = {id(parameter) for group in groups for parameter in group["params"]}
+    updated = optimizers.parameters() if optimizers is not None else set(map(id, state.parameters.values()))
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
     names = _unique([identifier(leaf.path) for leaf in call.leaves])
     paths, added = state.names_now()
@@ -404,14 +406,18 @@ def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
 
 
 def _variables(
-    captured: Sequence[CapturedGraph], state: ModelState, optimizers: OptimizerGroups
+    captured: Sequence[CapturedGraph], state: ModelState, optimizers: OptimizerGroups | None
 ) -> dict[str, Variable]:
     read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in calls_to(c.graph, ops.read))
     gradients, writes = _output(captured[0])["gradients"], _output(captured[0])["writes"]
     # Control flow of plain PyTorch may skip parameters.
     is_plain = next(calls_to(captured[0].graph, take_gradient), None) is not None
     sparse = captured[0].sparse
-    rules = update_rules(optimizers, state.parameters, list(gradients), sparse, may_be_unused=is_plain)
+    rules = (
+        update_rules(optimizers, state.parameters, list(gradients), sparse, may_be_unused=is_plain)
+        if optimizers is not None
+        else {name: gradient_rule(is_sparse=name in sparse, may_be_unused=is_plain) for name in gradients}
+    )
     others = {name: value for c in captured for name, value in (*c.constants.items(), *c.outside.items())}
     on_host = _constants_on_host(captured)
     variables = {}

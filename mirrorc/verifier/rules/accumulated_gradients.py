@@ -1,4 +1,4 @@
-"""Rules on gradients that a call leaves to a later one."""
+"""Rules on gradients that a call leaves, to a later one or to the user."""
 
 from __future__ import annotations
 
@@ -41,6 +41,31 @@ def accumulated_gradients_are_added_once(program: Program) -> Iterator[Violation
                     f"{taker.name} on {where(replica_of(pack))} takes {value.name} without the gradients that are accumulated",
                     taker,
                 )
+
+
+@rule(since=Stage.UPDATED)
+def gradients_are_left_once(program: Program) -> Iterator[Violation]:
+    """In a program that leaves gradients to the user, replica 0, whose parameters are the user's, adds each bucket once, from
+    its sum over all replicas. No other replica, and no other program, adds to the user's gradients.
+    """
+    parts = BucketParts(program)
+    for i, (where, graph, replicas) in enumerate(scopes(program)):
+        nodes = list(calls_to(graph, ops.add_to_grad))
+        is_first = program.leaves_gradients and (program.graph is not None or i == 0)
+        for bucket in program.buckets:
+            times = sum(bucket_of(node) == bucket.index for node in nodes)
+            if times != is_first:
+                added = f"bucket {bucket.index} is added to the user's gradients {times} times"
+                at = last_of_bucket(graph, bucket.index, replicas[0])
+                yield Violation(f"{added} on {where(replicas[0])}, not {int(is_first)}", at)
+        for node in nodes:
+            if replica_at(program, node) != 0:
+                yield Violation(f"{node.name} is not on replica 0, whose parameters are the user's", node)
+            index, part = bucket_of(node), parts.of(node.args[0] if node.args else None)
+            whole = (0, program.buckets[index].num_elements if 0 <= index < len(program.buckets) else 0)
+            if part is None or not part.holds(GRADIENTS, index, *whole, program.reduced_replicas):
+                operands = ", ".join(source.name for source in node.all_input_nodes) or "nothing"
+                yield Violation(f"{node.name} takes {operands}, not the sum of bucket {index} over all replicas", node)
 
 
 def _takers(pack: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

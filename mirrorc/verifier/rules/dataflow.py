@@ -232,6 +232,8 @@ def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
         elif node.target in ops.UPDATES:
             for bucket, value in zip(written_buckets(node), node.all_input_nodes, strict=False):
                 yield _WAYS[1], bucket, node, value
+        elif node.target is ops.add_to_grad:
+            yield from ((_WAYS[1], bucket_of(node), node, value) for value in node.all_input_nodes)
 
 
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node, fx.Node]]:

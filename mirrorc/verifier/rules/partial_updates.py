@@ -34,9 +34,9 @@ def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Viol
 
 
 def _is_sharded(program: Program) -> bool:
-    """True if the optimizer is sharded by now. A program that accumulates, or evaluates, updates nothing."""
+    """True if the optimizer is sharded by now, in a program that updates."""
     is_there = Property.SHARDED in program.properties or program.stage is Stage.LOWERED
-    return is_there and program.trains and not program.accumulates
+    return is_there and program.updates
 
 
 def _part_of(program: Program, bucket: Bucket) -> Elements | None:

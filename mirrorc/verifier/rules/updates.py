@@ -39,7 +39,7 @@ _WANTED: dict[Any, str] = {
 @rule(since=Stage.UPDATED)
 def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
     """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket. A program that
-    accumulates gradients updates none.
+    accumulates gradients, or leaves them to the user, updates none.
     """
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
@@ -82,7 +82,7 @@ def _is_for(program: Program, node: fx.Node, index: int, part: Part | None) -> b
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
-    if program.accumulates:
+    if not program.updates:
         return 0
     here = replica_of_graph(program, graph) if replica is None else replica
     return int(bucket.is_updated_by(here, program.num_replicas))

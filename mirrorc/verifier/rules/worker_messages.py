@@ -16,7 +16,7 @@ from mirrorc.verifier.rules.programs import Violation, say, scopes
 from mirrorc.verifier.rules.rule import rule
 
 _TAKE_ROWS = (
-    *(ops.all_gather, ops.gather_factors, ops.step_optimizer),
+    *(ops.all_gather, ops.gather_factors, ops.step_optimizer, ops.add_to_grad),
     *(ops.scale, ops.clip_value, ops.norm, ops.is_finite),  # where one device has all rows
 )
 _ADDS_WHOLE = (ops.all_reduce, ops.reduce_scatter, *ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.add_accumulated)

@@ -164,13 +164,13 @@ class Binder:
 
     @binds(ops.slot)
     def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
-        flat = self.state.store.buckets[bucket_of(node)]
+        flat = self.state.buckets[bucket_of(node)]
         names = [slot.variable for slot in self.program.buckets[bucket_of(node)].slots]
         return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
 
     @binds(ops.pack)
     def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        flat = self.state.store.buckets[bucket_of(node)]
+        flat = self.state.buckets[bucket_of(node)]
         if flat.bucket.rule.takes_rows:
             return self._pack_of_rows(replica, node)
         slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
@@ -210,7 +210,7 @@ class Binder:
 
     def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
         """The function sums sparse rows, unless all users of the pack read factors."""
-        flat, is_left = self.state.store.buckets[bucket_of(node)], is_left_to_shares(node)
+        flat, is_left = self.state.buckets[bucket_of(node)], is_left_to_shares(node)
         whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
 
         def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
@@ -223,7 +223,7 @@ class Binder:
         """The function sums sparse rows, or collects row indices, only if a node uses the result."""
         collective: Any = node.args[0]
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
-        flat, pack = self.state.store.buckets[bucket], pack_of(node)
+        flat, pack = self.state.buckets[bucket], pack_of(node)
         is_used = bool(node.users)
         find = note_rows if gives_indices_alone(node) else add_up_rows
         details = slots_left_as_factors(self.program, bucket)[0].details
@@ -237,7 +237,7 @@ class Binder:
     def _wait_for_factors(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         collective: Any = node.args[0]
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
-        whole, pack = self.state.store.buckets[bucket].gradients[replica], pack_of(node)
+        whole, pack = self.state.buckets[bucket].gradients[replica], pack_of(node)
 
         def wait(pending: Any, **_: Any) -> torch.Tensor:
             gathered = communicator.wait_factors(pack, replica, pending)
@@ -274,7 +274,7 @@ class Binder:
     @binds(ops.exchange)
     def _bind_exchange(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         exchanges, (bucket, pack) = self.communicators[str(node.kwargs["link"])], self.program.packs[pack_of(node)]
-        gradients = self.state.store.buckets[bucket.index].gradients[0]  # where the devices have added up their shares
+        gradients = self.state.buckets[bucket.index].gradients[0]  # where the devices have added up their shares
         whole: torch.Tensor | None = gradients[pack.start : pack.stop] if bucket.is_cut else gradients
         if any(value.target is ops.compress for value in node.all_input_nodes):
             whole = None  # they have compressed them elsewhere
@@ -288,13 +288,13 @@ class Binder:
     @binds(ops.scatter_sums)
     def _bind_scatter_sums(self, replica: int, node: fx.Node) -> Callable[..., None]:
         exchanges, bucket = self.communicators[str(node.kwargs["link"])], bucket_of(node)
-        whole = self.state.store.buckets[bucket].gradients[0]  # where the devices have added up their shares
+        whole = self.state.buckets[bucket].gradients[0]  # where the devices have added up their shares
         return lambda local_sum, **_: exchanges.launch_scatter(bucket, replica, whole)
 
     @binds(ops.gather_parameters)
     def _bind_gather_parameters(self, replica: int, node: fx.Node) -> Callable[..., None]:
         exchanges, bucket = self.communicators[str(node.kwargs["link"])], bucket_of(node)
-        whole = self.state.store.buckets[bucket].parameters[0]
+        whole = self.state.buckets[bucket].parameters[0]
         return lambda **_: exchanges.launch_parameters(bucket, replica, whole)
 
     @binds(ops.send)
@@ -326,7 +326,7 @@ class Binder:
             route = route_of(self.program, collective)
             return lambda pending, **_: communicator.receive(route)
         if collective.target is ops.scatter_sums:
-            flat = self.state.store.buckets[bucket_of(node)]
+            flat = self.state.buckets[bucket_of(node)]
             elements = flat.bucket.updated(replica, self.program.num_replicas)
             return lambda pending, **_: communicator.wait_scatter(pack, replica, flat.gradients[0], elements)
         if collective.target is ops.gather_parameters:
@@ -394,17 +394,17 @@ class Binder:
         def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> tuple[torch.Tensor, ...]:
             left_out = [self.unused(index) for index in buckets]
             self.state.optimizers.step_by_itself(buckets, *gradients, unused=left_out)
-            return tuple(self.state.store.buckets[index].parameters[replica] for index in buckets)
+            return tuple(self.state.buckets[index].parameters[replica] for index in buckets)
 
         return step_optimizer
 
     @binds(ops.updated)
     def _bind_updated(self, replica: int, node: fx.Node) -> Constant:
-        return Constant(self.state.store.buckets[bucket_of(node)].parameters[replica])
+        return Constant(self.state.buckets[bucket_of(node)].parameters[replica])
 
     @binds(ops.store)
     def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        parameters = self.state.store.buckets[bucket_of(node)].parameters[replica]
+        parameters = self.state.buckets[bucket_of(node)].parameters[replica]
 
         def store(value: torch.Tensor, **_: Any) -> None:
             parameters.copy_(value)
@@ -413,12 +413,12 @@ class Binder:
 
     @binds(ops.updated_rows)
     def _bind_updated_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-        flat = self.state.store.buckets[bucket_of(node)]
+        flat = self.state.buckets[bucket_of(node)]
         return lambda parameters, gradient, **_: rows_written(flat, replica)
 
     @binds(ops.store_rows)
     def _bind_store_rows(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        flat = self.state.store.buckets[bucket_of(node)]
+        flat = self.state.buckets[bucket_of(node)]
         return lambda rows, gradient, **_: write_rows(flat, replica, rows)
 
     @binds(ops.write)

@@ -42,7 +42,7 @@ def _bind_compress(binder: Binder, replica: int, node: fx.Node) -> Callable[...,
 def _bind_decompress(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     bucket, pack = binder.program.packs[pack_of(node)]
     (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
-    into = binder.state.store.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
+    into = binder.state.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
 
     def decompress(total: torch.Tensor, **_: Any) -> torch.Tensor:
         return into.copy_(total) if writes else total.to(into.dtype)
@@ -106,7 +106,7 @@ def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callabl
     launch: Any = node.args[0]
     exchanges, (bucket, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
     (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
-    gradients = binder.state.store.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
+    gradients = binder.state.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
     is_needed = writes or bool(node.users)
 
     def wait(_pending: None, **_: Any) -> torch.Tensor | None:

@@ -142,7 +142,7 @@ class VariableStore:
         planned = {other: flats for other, flats in old.planned.items() if moved.isdisjoint(names_in(flats))}
         new = Layout(Moved.NOTHING, planned, dict(old.values), list(old.aggregates), set(old.separate))
         new.program = weakref.ref(program)
-        if program.trains and (owner not in planned or new.plan_of(owner) != program.buckets):
+        if program.has_parameters_in_buckets and (owner not in planned or new.plan_of(owner) != program.buckets):
             self._lay_out_buckets(new, program.buckets, owner)
         has_other_buckets = planned.keys() != old.planned.keys() or any(
             flats is not old.planned[other] for other, flats in planned.items()
@@ -203,7 +203,9 @@ class VariableStore:
 
     def holds(self, program: Program, owner: int) -> bool:
         names = [name for name in program.variables if name in self.tensors]
-        has_plan = not program.trains or owner in self._freed or self.plan_of(owner) == program.buckets
+        has_plan = (
+            not program.has_parameters_in_buckets or owner in self._freed or self.plan_of(owner) == program.buckets
+        )
         return has_plan and all(name in self._layout.values for name in names)
 
     def has_changes(self) -> bool:

@@ -71,6 +71,9 @@ def kind_of(accumulation: Accumulation) -> int:
     return list(Accumulation).index(accumulation)
 
 
+_WITHOUT_UPDATE = {kind_of(accumulation): accumulation for accumulation in (Accumulation.ADDS, Accumulation.GRADIENTS)}
+
+
 @dataclass(frozen=True)
 class Agreement:
     """Common facts of a call. The source is the first worker that has not left.
@@ -120,9 +123,8 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     source = next((rank for rank, peer in enumerate(decoded) if not peer.has_left), 0)
     is_over = all(peer.has_left for peer in decoded)
     takes_over = not is_over and (any(peer.is_fresh for peer in decoded) or len({peer.written for peer in decoded}) > 1)
-    adds = decoded[source].kind == kind_of(Accumulation.ADDS)
     ends = any(peer.num_accumulated_calls for peer in decoded)
-    accumulation = Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
+    accumulation = _WITHOUT_UPDATE.get(decoded[source].kind, Accumulation.ENDS if ends else Accumulation.NONE)
     is_other = not is_over and any(peer.kind >= 0 and peer.kind != kind_of(accumulation) for peer in decoded)
     of_programs = () if is_other else ("schedule", "parameters", "deals_anew")
     of_values = () if takes_over or is_over else ("hyperparameters", "modes", *of_programs)
@@ -161,6 +163,5 @@ def _differs(header: Header, source: Header, name: str) -> bool:
     if header.has_left and name in ("hyperparameters", "kind", "turn"):
         return False
     if name == "kind":
-        adds = kind_of(Accumulation.ADDS)
-        return (header.kind == adds) != (source.kind == adds)
+        return _WITHOUT_UPDATE.get(header.kind) is not _WITHOUT_UPDATE.get(source.kind)
     return bool(getattr(header, name) != getattr(source, name))

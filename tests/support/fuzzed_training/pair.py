@@ -129,6 +129,15 @@ class Pair:
     def accumulate(self, batch: Mapping[str, Any]) -> None:
         self._follow("accumulate", batch, self._call("accumulate", batch))
 
+    def leave_gradients(self, batch: Mapping[str, Any]) -> None:
+        """Adds the gradient of a batch to those of both models, which agree."""
+        self._follow("gradients", batch, self._call("gradients", batch))
+        own, expected = (
+            {name: p.grad for name, p in side.parameters().items() if p.grad is not None} for side in self.sides
+        )
+        found = differences(own, expected, self._tolerance)
+        assert not found, "\n  ".join(["the gradients differ:", *found])
+
     def evaluate(self, batch: Mapping[str, Any]) -> None:
         self._follow("evaluate", batch, self._call("evaluate", batch))
 

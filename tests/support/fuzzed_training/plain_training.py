@@ -59,6 +59,16 @@ class PlainTraining:
         self.optimizer.zero_grad()
         return loss
 
+    def gradients(self, batch: Mapping[str, Any], loss_fn: Loss) -> float:
+        before = {parameter: parameter.grad for parameter in self.model.parameters()}
+        for parameter in before:
+            parameter.grad = None
+        loss = self._run(batch, loss_fn)
+        for parameter, gradient in before.items():
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        return loss
+
     def evaluate(self, batch: Mapping[str, Any], loss_fn: Loss) -> float:
         with torch.no_grad():
             return self._run(batch, loss_fn)

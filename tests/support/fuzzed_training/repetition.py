@@ -21,6 +21,9 @@ class Repetition:
     def accumulate(self, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor]) -> float:
         return self._step.accumulate(**batch).item()
 
+    def gradients(self, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor]) -> float:
+        return self._step.gradients(**batch).item()
+
     def evaluate(self, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor]) -> float:
         return self._step.evaluate(**batch).item()
 

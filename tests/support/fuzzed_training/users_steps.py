@@ -33,6 +33,25 @@ def train_by_hand(pair: Pair, draw: Random) -> None:
 
 
 @event
+def train_by_gradients_of_the_step(pair: Pair, draw: Random) -> None:
+    """The user steps, with this optimizer or another one, with the gradients of one or two calls of the step."""
+    distribution = pair.distribution
+    if distribution.max_grad_norm is not None or distribution.max_grad_value is not None:
+        return  # these calls are refused
+    if any(group.get("amsgrad") and not had for group, had in _maxima(pair.twin)):
+        return  # as in `train_by_hand`
+    for side in pair.sides:
+        pair.drop_accumulated(side)
+    for _ in range(draw.choice((1, 1, 2))):
+        pair.leave_gradients(draw_batch(pair, draw))
+    is_another = draw.random() < 0.3
+    for side in pair.sides:
+        optimizer = torch.optim.SGD(side.model.parameters(), lr=0.05) if is_another else side.optimizer
+        optimizer.step()
+        side.model.zero_grad()
+
+
+@event
 def train_with_another_optimizer(pair: Pair, draw: Random) -> None:
     """The user makes a step with another optimizer, whose fused kernel counts no version."""
     batch, is_fused = draw_batch(pair, draw), draw.random() < 0.7

@@ -33,7 +33,7 @@ def forget_what_was_accumulated(program: Program) -> Iterator[Edit]:
 @breaks
 def accumulate_another_bucket(program: Program) -> Iterator[Edit]:
     """A bucket's sum is taken for that of another one, or of another replica."""
-    nodes = list(placed_nodes(program, ops.accumulate, ops.add_accumulated))
+    nodes = list(placed_nodes(program, ops.accumulate, ops.add_accumulated, ops.add_to_grad))
     for node in nodes:
         for other in nodes:
             if other.graph is node.graph and other is not node and other.target is node.target:
@@ -46,8 +46,16 @@ def _exchange(node: object, other: object) -> None:
 
 
 @breaks
+def leave_gradients_otherwise(program: Program) -> Iterator[Edit]:
+    """A bucket is added to the user's gradients twice, or not at all."""
+    for node in placed_nodes(program, ops.add_to_grad):
+        yield partial(repeat, node)
+        yield partial(node.graph.erase_node, node)
+
+
+@breaks
 def take_a_program_for_another_kind(program: Program) -> Iterator[Edit]:
-    """A program that accumulates, or ends that, is taken for one that does not, or the other way round."""
+    """A program of one kind, such as one that accumulates, is taken for one of another kind."""
     for kind in Accumulation if program.buckets and program.stage.name in ("UPDATED", "SCHEDULED", "LOWERED") else ():
         if kind is not program.accumulation:
             yield partial(program.evolve, accumulation=kind)

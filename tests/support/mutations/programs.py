@@ -26,8 +26,9 @@ from mirrorc.ir.workers import World
 from mirrorc.packing import ByBytes, EqualPacks
 from mirrorc.passes import ChooseCheckpoints, ReserveMemory, ReuseArguments, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.pipeline_edits import for_accumulation, for_evaluation, select_passes
+from mirrorc.pipeline.pipeline_edits import for_accumulation, for_evaluation, for_gradients, select_passes
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.user.optimizer_groups import gradient_rule
 
 _WITHOUT_LIMITS = {one.name: one for one in (ReuseArguments(min_bytes=0), ReserveMemory(min_bytes=0))}
 _SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same
@@ -73,6 +74,7 @@ class Source:
         pipeline = default_pipeline(**{"min_factored_elements": 0, "part_elements": 16, **self.caps})
         pipeline = [_WITHOUT_LIMITS.get(one.name, one) for one in pipeline]
         pipeline = for_accumulation(pipeline) if self.captured.accumulates else pipeline
+        pipeline = for_gradients(pipeline) if self.captured.leaves_gradients else pipeline
         pipeline = pipeline if self.captured.trains else for_evaluation(pipeline)
         has_sharing = any(one.name == "share-parameters" for one in pipeline)
         unshared = select_passes(pipeline, ["share-parameters"] if has_sharing else [])
@@ -226,6 +228,17 @@ def summed_by_messages() -> Iterator[Source]:
     yield Source("tree, clipped and checked on 3", handmade(3, own[1:]), SMALL_BUCKETS | clipped, since="tree")
 
 
+def left_to_the_user() -> Iterator[Source]:
+    """Programs that add gradients to those of the user's parameters."""
+    rule = gradient_rule(is_sparse=False, may_be_unused=False)
+    weights = [Weight(name, (20, 10), rule=rule) for name in "abcd"]
+    kind, over_workers = Accumulation.GRADIENTS, SMALL_BUCKETS | {"over_workers": True}
+    for n in (1, 2):
+        yield Source(f"gradients on {n}", handmade(n, weights, buffer=True).evolve(accumulation=kind), SMALL_BUCKETS)
+        worker = handmade(n, weights).evolve(accumulation=kind, workers=World(2, n).worker(1))
+        yield Source(f"gradients of worker 1 of 2, on {n}", worker, over_workers | {"check_finite": True})
+
+
 def cut_into_packs() -> Iterator[Source]:
     """Buckets that are cut into three packs: gradients lie in two of them, and packs go before their bucket is complete."""
     packs = {"buckets": EqualPacks(3)}
@@ -336,6 +349,7 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
             f"own optimizer and AdamW, {kind} on 3", handmade(3, mixed).evolve(accumulation=kind), SMALL_BUCKETS
         )
         yield Source(f"pairs, {kind} on 1", handmade(1, pairs).evolve(accumulation=kind), caps)
+    yield from left_to_the_user()
     yield from summed_by_messages()
     yield from cut_into_packs()
     world = World(3, (1, 2, 3))

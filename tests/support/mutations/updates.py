@@ -277,7 +277,7 @@ def exchange_two_writes(program: Program) -> Iterator[Edit]:
 def change_a_placement(program: Program) -> Iterator[Edit]:
     """A bucket's parameters are said to be shared, or left to an owner, when they are not, or the other way round."""
     other = dict(zip(Placement, [*list(Placement)[1:], Placement.MIRRORED], strict=True))
-    is_told = program.stage >= Stage.SCHEDULED and program.num_replicas > 1 and not program.accumulates
+    is_told = program.stage >= Stage.SCHEDULED and program.num_replicas > 1 and program.updates
     for bucket in program.buckets if is_told else ():
         yield partial(with_bucket, program, bucket.index, placement=other[bucket.placement])
 
@@ -285,7 +285,7 @@ def change_a_placement(program: Program) -> Iterator[Edit]:
 @breaks
 def change_an_owner(program: Program) -> Iterator[Edit]:
     """A bucket is said to have another owner than the device that updates it."""
-    for bucket in program.buckets if program.stage >= Stage.SCHEDULED and not program.accumulates else ():
+    for bucket in program.buckets if program.stage >= Stage.SCHEDULED and program.updates else ():
         if bucket.has_owner and bucket.owner is not None:
             yield partial(with_bucket, program, bucket.index, owner=(bucket.owner + 1) % program.num_replicas)
 

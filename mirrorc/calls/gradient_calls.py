@@ -1,0 +1,51 @@
+"""Options of a step that its calls for gradients cannot have, and a step without an optimizer."""
+
+from __future__ import annotations
+
+from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
+from mirrorc.options.step_options import StepOptions
+from mirrorc.passes import CheckFinite, ClipGradients
+
+_REFUSED = {
+    "clip_grad_norm= or clip_grad_value=": (
+        "what is there in p.grad would have to be clipped with them",
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), ...) behind it, in place of the option",
+    ),
+    "scaler=": (
+        "a step scales the loss and divides its own gradients, and these are yours",
+        "leave scaler= out, and autocast to bfloat16, which needs none",
+    ),
+    "check_finite='skip'": (
+        "the optimizer's step is yours, and so is what leaves it out",
+        "check_finite=True, which raises an error and changes nothing",
+    ),
+    "cuda_graphs=True": ("a graph replays whole steps", "mirrorc.Compiler(cuda_graphs=False)"),
+}
+
+
+def refuse_gradients(options: StepOptions) -> None:
+    """Raises `ExecutionError` if an option would be without effect on gradients that are left to the user."""
+    passes = options.pipeline
+    present = {
+        "clip_grad_norm= or clip_grad_value=": any(isinstance(entry, ClipGradients) for entry in passes),
+        "scaler=": options.scaler is not None,
+        "check_finite='skip'": any(isinstance(entry, CheckFinite) and entry.otherwise == "skip" for entry in passes),
+        "cuda_graphs=True": options.cuda_graphs,
+    }
+    for option, (why, fix) in _REFUSED.items():
+        if present[option]:
+            raise problem(ExecutionError, f"MC1003: step.gradients() cannot be used with {option}", why, fix)
+
+
+def refuse_update(options: StepOptions) -> None:
+    """Raises `ValueError` if there is no optimizer."""
+    if not options.optimizers.optimizers:
+        raise problem(
+            ValueError,
+            "MC1211: optimizer is missing: mirrorc.compile got none, and a step updates",
+            fix=(
+                "optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)",
+                "step.gradients(x, y), which leaves the gradients in p.grad for an optimizer of your own",
+            ),
+        )

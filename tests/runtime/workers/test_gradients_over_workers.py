@@ -1,0 +1,105 @@
+"""`step.gradients` over several workers: each gets the gradient that one process has of all examples of all of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import selections
+from worker_gradients import reference
+from worker_processes import LazyOutcomes, workers
+from worker_training import assert_values, training
+
+ALONE = {"has_optimizer": False}
+CASES: dict[str, dict[str, Any]] = {
+    "2 x 1": training(
+        [1, 1],
+        calls=[
+            *(["gradients", [4, 2]], ["updates", [1, 5]], ["closure", [3, 3]], ["updates", [0, 4]]),
+            *(["updates", [4, 2]], ["updates", [4, 2]]),
+        ],
+        **ALONE,
+    ),
+    "3 x (1, 2, 1)": training(
+        [1, 2, 1],
+        calls=[["updates", [3, 5, 2]], ["step", [2, 3, 4]], ["updates", [1, 1, 1]], ["step", [2, 3, 4]]],
+        options={"check_finite": True, "check_replicas_every": 1},
+    ),
+    "factors": training(
+        [2, 2],
+        model="table",
+        optimizer="SGD",
+        calls=[["step", [4, 3]], ["updates", [4, 5]], ["step", [4, 3]], ["updates", [4, 5]]],
+        options={"exchange": "factors"},
+    ),
+    "rows": training(
+        [1, 2], model="rows", optimizer="SGD", calls=[["gradients", [4, 3]], ["gradients", [3, 5]]], **ALONE
+    ),
+    "branching": training([1, 1], model="branching", calls=[["updates", [4, 3]], ["updates", [3, 5]]], **ALONE),
+    "unused": training([1, 2], model="mixture", calls=[["gradients", [1, 2]], ["gradients", [3, 1]]], **ALONE),
+    "compressed": training(
+        [1, 1], calls=[["gradients", [4, 3]], ["gradients", [3, 5]]], options={"compression": "bfloat16"}
+    ),
+    "dealt out": training(
+        [1, 1],
+        optimizer="SGD",
+        calls=[["gradients", [4, 3]], ["step", [4, 3]], ["gradients", [3, 5]]],
+        options={"shard_optimizer": True},
+    ),
+}
+UNLIKE: dict[str, Any] = training(
+    [1, 1],
+    calls=[
+        *(
+            ["gradients", [2, 2]],
+            ["unlike", [2, 2], ["gradients", "step"]],
+            ["unlike", [2, 2], ["accumulate", "gradients"]],
+        ),
+        *(["joined", [2, 2]], ["accumulate", [2, 2]], ["gradients", [2, 2]]),
+    ],
+)
+BROKEN: dict[str, Any] = training(
+    [1, 2], calls=[["updates", [2, 4]], ["gradients", [2, 3]], ["fails", [2, 3]], ["updates", [2, 3]]], **ALONE
+)
+FAST = ("2 x 1", "unlike")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    cases = {
+        name: workers("gradients", given) for name, given in (CASES | {"unlike": UNLIKE, "broken": BROKEN}).items()
+    }
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
+
+
+@pytest.mark.parametrize("name", selections.slow_but(FAST, CASES))
+def test_each_worker_has_the_gradient_of_all_examples(found: Mapping[str, Any], name: str) -> None:
+    given = CASES[name]
+    expected = reference(given)
+    for own in found[name][: len(given["devices"])]:
+        assert not own["errors"]
+        assert own["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        for gradients, those in zip(own["gradients"], expected["gradients"], strict=True):
+            assert_values(gradients, those)
+        assert_values(own["values"], expected["values"])
+        assert (own["gradients"], own["values"]) == (found[name][0]["gradients"], found[name][0]["values"])
+
+
+def test_calls_that_differ_and_those_that_are_not_exact_are_refused_on_all_workers(found: Mapping[str, Any]) -> None:
+    for own in found["unlike"][:2]:
+        first, second, third, last = own["errors"]
+        assert "step.gradients()" in first and "the step itself" in first
+        assert "step.gradients()" in second and "step.accumulate()" in second
+        assert "inside of step.join()" in third
+        assert "in the middle of an accumulation" in last
+        assert all(gradients == own["gradients"][0] for gradients in own["gradients"][:4])
+
+
+@pytest.mark.slow
+def test_a_call_that_fails_on_one_worker_leaves_the_gradients_of_all(found: Mapping[str, Any]) -> None:
+    expected = reference({**BROKEN, "calls": [call for call in BROKEN["calls"] if call[0] != "fails"]}, skips=2)
+    for own in found["broken"][:2]:
+        (error,) = own["errors"]
+        assert "the disk is full" in error
+        assert own["gradients"][2] == own["gradients"][1]
+        assert_values(own["gradients"][1], expected["gradients"][1])
+        assert_values(own["values"], expected["values"])
