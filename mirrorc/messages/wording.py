@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import html
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 
@@ -23,6 +24,14 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
     """``bucket 0``, ``buckets 0, 1 and 2``."""
     return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {listed(numbers, most)}"
+
+
+def in_a_row(names: Sequence[str], least: int = 4) -> str:
+    """``cpu:0, cpu:1``, or ``cpu:0 … cpu:7`` for at least so many whose numbers follow each other."""
+    parts = [re.fullmatch(r"(.*?)(\d+)", name) for name in names]
+    stems, numbers = {part and part[1] for part in parts}, [int(part[2]) for part in parts if part]
+    follows = len(stems) == 1 and len(numbers) == len(names) and numbers == [*range(numbers[0], numbers[-1] + 1)]
+    return f"{names[0]} … {names[-1]}" if follows and len(names) >= least else ", ".join(names)
 
 
 def guess(name: object, known: Iterable[str], otherwise: str) -> str:

@@ -4,7 +4,9 @@ import operator
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from fuzzing import fuzzed
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade
 from torch import fx
 
+from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.ir import ops
 from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.ir.nodes import call_name, is_region_call
@@ -20,7 +23,9 @@ from mirrorc.ir.program import Program
 from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.runtime.profiling import start
 from mirrorc.runtime.profiling.accounting import apportioned
+from mirrorc.runtime.profiling.advice import advise
 from mirrorc.runtime.profiling.explain_steps import explain_steps
 from mirrorc.runtime.profiling.explanation import Explanation
 from mirrorc.runtime.profiling.figures import BucketTimes
@@ -39,10 +44,10 @@ def program_of(
     without: Sequence[str] = (),
     link: str | None = None,
     uneven: bool = False,
-    **caps: float,
+    **options: Any,
 ) -> Program:
     """A lowered program with a bucket for each weight; ``link`` in place of what carries its collectives."""
-    passes = [one for one in default_pipeline(**(caps or SMALL_BUCKETS)) if one.name not in without]  # type: ignore[arg-type]
+    passes = [one for one in default_pipeline(**{**SMALL_BUCKETS, **options}) if one.name not in without]  # type: ignore[arg-type]
     program = run_passes(handmade(num_devices, weights, uneven=uneven), passes)
     for graph in program.graphs():
         for node in graph.nodes:
@@ -60,7 +65,9 @@ def is_awaited(pending: fx.Node, replica: int, launch: fx.Node, of: int) -> bool
     if launch.kwargs.get("bucket") != pending.kwargs["bucket"]:
         return False
     if pending.target is ops.recv:
-        return launch.target is ops.send and of == pending.kwargs["source"] and launch.kwargs["destination"] == replica
+        hop = (launch.target is ops.send, of, launch.kwargs.get("destination"))
+        tags = [[node.kwargs.get(word, 0) for word in ("round", "chunk")] for node in (launch, pending)]
+        return hop == (True, pending.kwargs["source"], replica) and tags[0] == tags[1]
     return launch.target is pending.target
 
 
@@ -169,9 +176,38 @@ def test_a_larger_shard_is_named_as_the_reason() -> None:
     found = explained(program, EVEN | DONE, EVEN | DONE, EVEN | DONE | {"fwd_0.shard1": 9.0})
     assert found.advice.startswith(
         "even out the devices: cpu:2 computes for 14.000 ms, the others on average for 9.000 ms, and shards differ in shape: "
-        "give every device as many examples"
+        "give every device as many examples, of the same length. Estimated gain: 3.333 ms"
     )
-    assert found.advice.endswith("Estimated gain: 3.333 ms a step.")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "advised"),
+    [
+        ((3, 2, 2), "as many examples, by a batch of 6 or 9 or another multiple of 3"),
+        ((1, 1, 0), "as many examples, by a batch of 3 or another multiple of 3"),
+        ((2, 2, 2), "examples of the same length"),
+    ],
+)
+def test_the_advice_on_uneven_shards_names_batch_sizes_that_are_even(sizes: tuple[int, ...], advised: str) -> None:
+    program = program_of(3, uneven=True).evolve(num_examples=sizes)
+    found = explained(program, EVEN | DONE, EVEN | DONE, EVEN | DONE | {"fwd_0.shard1": 9.0})
+    assert f": give every device {advised}. Estimated gain: 3.333 ms" in found.advice
+
+
+def test_the_gain_of_even_devices_is_what_the_last_device_at_the_commit_computes_too_long() -> None:
+    """Not what others wait for a device that begins late, nor less where a wait before the commit has the unevenness."""
+    slow = EVEN | DONE | {"bwd_1": 9.0}
+    late = explained(program_of(3), slow, EVEN | DONE | {"start": 12.0}, EVEN | DONE)
+    assert late.devices[0].parts_ms["skew"] > 0 and "even out" not in late.advice
+    begins_later = explained(program_of(), slow | {"start": 3.0}, EVEN | DONE | {"start": 1.0})
+    assert begins_later.advice.startswith("even out the devices: cpu:0") and "gain: 3.000 ms" in begins_later.advice
+    last_by_start = explained(program_of(), slow, EVEN | DONE | {"start": 6.0})
+    assert "cpu:1 computes" not in last_by_start.advice
+    early = program_of(2, check_finite=True, without=["share-parameters"])
+    waits = [node.target for node in called(early.graphs()[0]) if node.target in (ops.wait, ops.commit)]
+    assert waits[-1] is ops.commit, "all sums are waited for before the commit"
+    found = explained(early, slow, EVEN | DONE)
+    assert found.parts_ms["commit"] < 1.0 and "gain: 3.000 ms" in found.advice
 
 
 def test_a_device_that_starts_late_is_named() -> None:
@@ -311,6 +347,16 @@ def test_nothing_is_advised_where_little_is_exposed() -> None:
     )
 
 
+def test_where_nothing_is_advised_waits_for_the_models_own_collectives_are_told() -> None:
+    program = program_of()
+    step = recorded(program, EVEN | {"fwd_0": 400.0} | DONE, EVEN | {"fwd_0": 400.0} | DONE)
+    found = explain_steps(program, [step])
+    devices = [replace(device, exposed_ms=device.exposed_ms + 50.0) for device in found.devices]
+    assert advise(program, [step], found.step_ms, found.buckets, devices) == (
+        f"{found.advice[:-1]}; the model's own collectives take another 50.000 ms."
+    )
+
+
 def test_one_device() -> None:
     own = {"start": 1.0, "fwd_0": 4.0, "bwd_0": 2.0, "bwd_1": 3.0, "update b0": 1.0}
     found = explained(program_of(1), own)
@@ -329,15 +375,79 @@ def test_who_is_sent_to_waits_for_the_sender_alone() -> None:
     program = program_of(3, [Weight("fc1", (4,), rule=MUON)], without=["share-parameters"])
     own = {"fwd_0": 1.0, "bwd_0": 1.0, "wait b0": 0.0}
     found = explained(program, own | {"step_optimizer": 6.0}, own | {"store b0": 0.5}, own | {"bwd_0": 2.0})
-    reduced, sent = found.buckets
-    assert (reduced.kind, sent.kind, reduced.index, sent.index) == ("all_reduce", "send", 0, 0)
-    assert (reduced.behind, sent.behind) == ("cpu:2's bwd_0", "cpu:0's step_optimizer")
+    reduced, *sent = found.buckets
+    assert (reduced.kind, reduced.index, reduced.behind) == ("all_reduce", 0, "cpu:2's bwd_0")
+    assert [(one.kind, one.label, one.behind) for one in sent] == [
+        ("send", "b0 0→1", "cpu:0's step_optimizer"),
+        ("send", "b0 0→2", "cpu:0's step_optimizer"),
+    ]
     assert {own.device: own.skew_ms for own in reduced.devices} == {"cpu:0": 1.0, "cpu:1": 1.0, "cpu:2": 0.0}
-    skews = [(own.device, own.skew_ms) for own in sent.devices if own.exposed_ms]
-    assert skews == [("cpu:1", 6.0), ("cpu:2", 6.0)] and sent.skew_ms == 4.0
-    assert (sent.launched_ms, sent.waited_ms, sent.finished_ms) == (5.0, 5.0, 9.0)
+    for one in sent:
+        assert figures(one) == (9.0, 9.0, 3.0, 9.0, 0.0, 2.0, 2.0, 0.0), (
+            "launched by the sender, waited for by the receiver"
+        )
+    assert figures(found.totals[1]) == (9.0, 9.0, 3.0, 9.0, 0.0, 4.0, 4.0, 0.0)
     assert found.update_ms == pytest.approx((6.0 + 0.5) / 3)
     assert "  cpu:0's step_optimizer\n" in str(found), "names are not cut"
+
+
+def test_messages_have_the_receivers_times_and_are_sorted_below_the_sum_of_their_bucket() -> None:
+    program = program_of(3, without=["share-parameters"], algorithm=Ring())
+    durations = [{**EVEN, "wait b0": 0.5, "wait b1": 0.25, "start": 1.0 + 2 * replica} for replica in range(3)]
+    found = explained(program, *durations)
+    places = [(one.index, one.round, one.chunk, one.source) for one in found.buckets]
+    assert places == sorted(places) and len(places) == 2 * 4 * 3  # type: ignore[type-var]
+    for message in found.buckets:
+        by_device = {own.device: own for own in message.devices}
+        sender, receiver = by_device[f"cpu:{message.source}"], by_device[f"cpu:{message.destination}"]
+        assert (message.ready_ms, message.launched_ms) == (sender.ready_ms, sender.launched_ms)
+        assert (message.waited_ms, message.finished_ms) == (receiver.waited_ms, receiver.finished_ms)
+        assert message.skew_ms == pytest.approx(receiver.skew_ms / 3) and sender.exposed_ms == 0.0
+        assert (
+            message.label
+            == f"b{message.index} r{message.round} c{message.chunk} {message.source}→{message.destination}"
+        )
+    assert [total.label for total in found.totals] == ["b0", "b1"]
+    for part in ("skew", "transfer"):
+        waits = sum(device.parts_ms[part] for device in found.devices) / 3
+        assert sum(getattr(total, f"{part}_ms") for total in found.totals) == pytest.approx(waits)
+    rows = [line.split("  ")[0] or line.split("  ")[1] for line in str(found).split("\n\n")[1].split("\n")[2:]]
+    expected = [label for total in found.totals for label in (total.label, *_labels_of(found, total.index))]
+    assert rows == [*expected, "all"]
+    check_printed_figures(found)
+
+
+def _labels_of(found: Explanation, bucket: int) -> list[str]:
+    return [one.label for one in found.buckets if one.index == bucket]
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_the_fastest_and_the_slowest_step_stand_beside_the_mean(num_steps: int) -> None:
+    program = program_of()
+    own = [EVEN | DONE | {"bwd_0": 2.0 + 3 * number} for number in range(num_steps)]
+    steps = [recorded(program, durations, durations, begun_ms=100.0 * i) for i, durations in enumerate(own)]
+    found = explain_steps(program, steps)
+    assert (found.fastest_ms["backward"], found.slowest_ms["backward"]) == (5.0, 5.0 + 3 * (num_steps - 1))
+    assert ("A step takes 19.75 ms (15.25 … 24.25); the mean of" in str(found)) == (num_steps > 1)
+    assert ("\nslowest " in str(found)) == ("\nfastest " in str(found)) == (num_steps > 1)
+    check_printed_figures(found)
+
+
+def test_a_start_that_takes_long_is_explained_and_names_the_last_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_num_cores", lambda: 2)
+    assert explained(program_of(), EVEN | DONE, EVEN | DONE).start == ""
+    found = explained(program_of(3), EVEN | DONE, EVEN | DONE, EVEN | DONE | {"start": 9.0})
+    assert found.start.endswith("cpu:2 is the last, at 9.000 ms: 3 devices share 2 cores")
+    assert "\n  start: the caller wakes" in str(found)
+    assert "share" not in explained(program_of(), EVEN | DONE, EVEN | DONE | {"start": 9.0}).start
+    interleaved = explain_steps(
+        program_of(), [recorded(program_of(), EVEN, EVEN | {"start": 9.0})], is_interleaved=True
+    )
+    assert "take turns" in interleaved.start
+
+
+def test_many_devices_are_named_as_a_range() -> None:
+    assert "1 step on cpu:0 … cpu:4\n" in str(explained(program_of(5), *[EVEN | DONE] * 5))
 
 
 CALLS = (
@@ -361,13 +471,27 @@ def check_printed_figures(found: Explanation) -> None:
     parts = re.findall(r"\w+ ([\d.]+) \(([\d.]+)%\)", summary)
     if found.step_ms > 0.0:
         assert sum(Decimal(share) for _, share in parts) == 100 and sum(Decimal(ms) for ms, _ in parts) == step
-    for line in devices.split("\n")[1:]:
-        assert sum(map(Decimal, line.split()[1:])) == step
+    for name, *row in map(str.split, devices.split("\n")[1:]):
+        single = {"fastest": found.fastest_ms, "slowest": found.slowest_ms}.get(name)
+        assert sum(map(Decimal, row)) == (printed(found, sum(single.values())) if single else step)
+    sums = {name: Decimal(ms) for name, ms in re.findall(r"(skew|transfer) ([\d.]+) \(", summary)}
+    wholes: list[tuple[Decimal, ...]] = []
     for line in buckets.split("\n")[1:]:
-        if re.match(r"b\d", line):
-            _, _, _, ready, launched, waited, finished, hidden, exposed, skew, transfer, *_ = line.split()
+        if re.match(r" *b\d", line):
+            cells = line[len(buckets.split("size")[0]) + 4 :].split()
+            ready, launched, waited, finished, hidden, exposed, skew, transfer, *_ = cells
             assert Decimal(skew) + Decimal(transfer) == Decimal(exposed) and hidden != "0"
-            assert Decimal(ready) <= Decimal(launched) <= Decimal(waited) <= Decimal(finished) <= step
+            assert Decimal(ready) <= Decimal(launched) <= Decimal(finished) <= step and Decimal(waited) <= Decimal(
+                finished
+            )
+            if line.startswith("b"):
+                wholes.append((Decimal(skew), Decimal(transfer)))
+    if found.exposed_ms and found.meetings_ms == 0.0:
+        assert [*map(sum, zip(*wholes, strict=True))] == [sums.get("skew", 0), sums.get("transfer", 0)]
+
+
+def printed(found: Explanation, ms: float) -> Decimal:
+    return Decimal(f"{ms:.{3 if found.step_ms < 10 else 2 if found.step_ms < 1000 else 1}f}")
 
 
 @fuzzed(60)
@@ -444,6 +568,7 @@ bucket      size    ready launched   waited finished   hidden  exposed     skew 
 reduce_scatter over shared-memory, ms
 b0       4.0 KiB     7.00     7.50    19.75    20.25        -     0.50     0.00     0.50  wait b1
 b1     256.0 KiB    13.50    13.75    13.75    17.75        -     4.00     3.00     1.00  cpu:1's bwd_1
+all                                                         -     4.50     3.00     1.50
 
 device        start  forward backward     pack   launch     skew transfer   update
 cpu:0          1.00     4.00     5.00     0.50     0.25     6.00     1.50     3.00
