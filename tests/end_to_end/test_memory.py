@@ -125,6 +125,12 @@ def compare(
     return told[0], measured
 
 
+def held_gradients(told: MemoryReport) -> int:
+    """Those that stay between steps."""
+    assert all(row.gradients == sum(row.gradient_parts.values()) for row in told.rows)
+    return told.gradients - sum(row.gradient_parts.get("passing", 0) for row in told.rows)
+
+
 def check(told: MemoryReport, measured: MeasuredMemory) -> None:
     assert told.remarks == ()
     assert (told.parameters, told.optimizer_state, told.buffers) == (
@@ -132,11 +138,14 @@ def check(told: MemoryReport, measured: MeasuredMemory) -> None:
         measured.optimizer_state,
         measured.buffers,
     )
-    assert told.gradients == pytest.approx(measured.gradients, **CLOSE)
+    assert held_gradients(told) == pytest.approx(measured.gradients, **CLOSE)
     for device, peak in zip(told.devices, measured.activations, strict=True):
-        assert device.own.activations == device.peak.num_bytes == pytest.approx(peak, **CLOSE)
+        assert device.own.within_step == device.peak.num_bytes == pytest.approx(peak, **CLOSE)
+        assert device.own.activations == device.activation_peak.num_bytes <= device.peak.num_bytes
+        for moment in (device.peak, device.activation_peak):
+            assert moment.smaller_bytes >= 0 and (moment.smaller_bytes > 0) == (moment.num_smaller > 0)
     assert told.total == pytest.approx(measured.total, **CLOSE)
-    assert told.total - told.activations == pytest.approx(measured.held, **CLOSE)
+    assert told.total - told.within_step == pytest.approx(measured.held, **CLOSE)
 
 
 needs_blocks = pytest.mark.skipif(
@@ -203,14 +212,40 @@ def test_an_update_that_takes_the_most_is_named() -> None:
     assert told.devices[0].peak.largest[0].name == "temporaries of update"
 
 
+def test_summed_and_clipped_gradients_are_no_activations_and_lists_add_up_to_their_peaks() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    options = {"algorithm": "ring", "clip_grad_norm": 1.0, "disable": ["share-parameters"]}
+    with compiled_step(model, F.mse_loss, 3, optimizer=ADAMW, **options) as step:
+        step.prepare(torch.randn(6, 64), target=torch.randn(6, 64))
+        report = step.memory()
+    trained = sum(4 * parameter.numel() for parameter in model.parameters())
+    for device in report.devices:
+        parts = device.own.gradient_parts
+        assert parts["buckets"] == parts["kept"] == trained, "each clipped bucket is kept until the next step"
+        assert device.own.gradients == sum(parts.values()) and parts["passing"] > 0
+        assert device.peak.call == "scale" and device.activation_peak.call.startswith("bwd_")
+        assert device.activation_peak.num_bytes + parts["passing"] == device.peak.num_bytes
+        for peak in (device.peak, device.activation_peak):
+            listed = sum(value.num_bytes for value in peak.largest)
+            assert peak.num_bytes == listed + peak.smaller_bytes and f"{peak.num_smaller} smaller value" in str(report)
+    assert "KiB in buckets" in str(report) and "kept until the next step" in " ".join(str(report).split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["native", "ring"])
+@pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
+def test_sums_outside_of_buckets_agree_with_what_is_measured(algorithm: str, clip_grad_norm: float | None) -> None:
+    check(*compare("gpt", 2, disable=["share-parameters"], algorithm=algorithm, clip_grad_norm=clip_grad_norm))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [3, 2])
 def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_devices: int) -> None:
     told, measured = compare("mlp", num_devices, disable=["update-in-parts"])
     factored = 2 * WIDTH * WIDTH * 4
-    first, *others = (device.own.gradients for device in told.devices)
+    first, *others = (device.own.gradient_parts["buckets"] for device in told.devices)
     assert all(other == first - factored for other in others)
-    assert measured.gradients == pytest.approx(told.gradients, **CLOSE)
+    assert measured.gradients == pytest.approx(held_gradients(told), **CLOSE)
 
 
 @pytest.mark.slow
@@ -218,8 +253,8 @@ def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_d
 def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> None:
     whole, _ = compare("mlp", num_devices, disable=["update-in-parts"])
     told, measured = compare("mlp", num_devices)
-    assert measured.gradients == pytest.approx(told.gradients, **CLOSE)
-    assert told.gradients < whole.gradients / 2
+    assert measured.gradients == pytest.approx(held_gradients(told), **CLOSE)
+    assert held_gradients(told) < held_gradients(whole) / 2
     assert told.devices[0].own.reserved > 0
 
 
@@ -244,7 +279,7 @@ def test_what_a_pass_of_ones_own_makes_is_counted() -> None:
     plain, _ = compare("mlp", 2)
     told, measured = compare("mlp", 2, add=[mirrorc.after("share-parameters", Bfloat16OnTheWire())])
     check(told, measured)
-    assert told.gradients > plain.gradients
+    assert held_gradients(told) > held_gradients(plain)
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,8 @@ def test_a_bar_is_split_as_explain_splits_the_wait(made: SimpleNamespace) -> Non
             bars = [bar for bar in picture_of(report).bars if bar.line]
             assert all(bar.style in ("late", "moving") for bar in bars if bar.text.startswith("wait"))
     assert any(call.num_bytes for lane in made.report.lanes for call in lane.calls)
-    most = [device.own.activations for device in made.memory.devices]
-    assert [max(device.activations_during.values()) for device in made.memory.devices] == most
+    most = [device.peak.num_bytes for device in made.memory.devices]
+    assert [max(device.within_calls.values()) for device in made.memory.devices] == most
 
 
 def test_a_saved_program_has_a_predicted_step(made: SimpleNamespace) -> None:
