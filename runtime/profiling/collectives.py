@@ -52,6 +52,13 @@ class Collective:
     def is_message(self) -> bool:
         return self.source is not None
 
+    @property
+    def label(self) -> str:
+        """With pack, round, chunk and hop, if any: ``b1 p3 r2 c0 1→2``."""
+        parts = (("b", self.bucket), ("p", self.pack), ("r", self.round), ("c", self.chunk))
+        hop = [f"{self.source}→{self.destination}"] if self.is_message else []
+        return " ".join([*(f"{letter}{number}" for letter, number in parts if number is not None), *hop])
+
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
     """Collectives by kind and bucket in the order of their launches, messages by bucket, pack, round, chunk and hop."""

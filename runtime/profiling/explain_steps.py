@@ -126,6 +126,7 @@ def _bucket_times(
         for i, launch in enumerate(collective.launches)
     ]
     return BucketTimes(
+        label=collective.label,
         index=collective.bucket,
         num_bytes=_num_bytes(program, collective),
         kind=collective.kind,
@@ -192,16 +193,24 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
     packs = [call.node for device_calls in steps[0].calls for call in device_calls if call.node.target is ops.pack]
     packs = [pack for pack in packs if bucket_of(pack) == bucket.index]
     sources = [source for pack in packs for source in sources_of(pack)]
-    ready = [max([step.call_of[s].end_ns - step.begun_ns for s in sources], default=0) / 1e6 for step in steps]
-    times = _means([value] * 4 + [0.0] * 3 for value in ready)
+    ready_ms = statistics.fmean(
+        max([step.call_of[source].end_ns - step.begun_ns for source in sources], default=0) / 1e6 for step in steps
+    )
     return BucketTimes(
+        label=f"b{bucket.index}",
         index=bucket.index,
         num_bytes=bucket.num_bytes,
         kind="none",
         link="",
         behind="",
         devices=(),
-        **times,
+        ready_ms=ready_ms,
+        launched_ms=ready_ms,
+        waited_ms=ready_ms,
+        finished_ms=ready_ms,
+        hidden_ms=0.0,
+        skew_ms=0.0,
+        transfer_ms=0.0,
     )
 
 

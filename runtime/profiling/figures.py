@@ -55,6 +55,7 @@ class BucketTimes(FlightTimes):
     launched. Without communication, all moments are ``ready_ms``, and all durations 0.
 
     Attributes:
+        label: its bucket, pack, round, chunk and hop, if any: ``b1 p3 r2 c0 1→2``.
         index: the bucket's number. A bucket that is reduced and then sent is listed twice.
         num_bytes: bytes moved: of the bucket or its part, in the dtype sent, or of all devices' factors.
         kind: its collective, ``send`` for a message, or ``none``.
@@ -68,6 +69,7 @@ class BucketTimes(FlightTimes):
         uncompressed_bytes: None if nothing is compressed.
     """
 
+    label: str
     index: int
     num_bytes: int
     kind: str
@@ -80,13 +82,6 @@ class BucketTimes(FlightTimes):
     source: int | None = None
     destination: int | None = None
     uncompressed_bytes: int | None = None
-
-    @property
-    def label(self) -> str:
-        """With pack, round, chunk and hop, if any: ``b1 p3 r2 c0 1→2``."""
-        parts = (("b", self.index), ("p", self.pack), ("r", self.round), ("c", self.chunk))
-        hop = [f"{self.source}→{self.destination}"] if self.source is not None else []
-        return " ".join([*(f"{letter}{number}" for letter, number in parts if number is not None), *hop])
 
 
 def by_kind_and_bucket(buckets: Iterable[BucketTimes]) -> list[list[BucketTimes]]:
@@ -103,6 +98,7 @@ def added_up(parts: Sequence[BucketTimes]) -> BucketTimes:
         return first
     whole = [part.uncompressed_bytes for part in parts if part.uncompressed_bytes is not None]
     return BucketTimes(
+        label=f"b{first.index}",
         index=first.index,
         num_bytes=sum(part.num_bytes for part in parts),
         kind=first.kind,
