@@ -90,6 +90,10 @@ def _evener_devices(
     usual_ms = statistics.fmean(device.compute_ms for device in others)
     rest = others[0].device if len(others) == 1 else "the others on average"
     change = f"even out the devices: {late.device} computes for {late.compute_ms:.3f} ms, {rest} for {usual_ms:.3f} ms"
+    elsewhere = f"see what else runs on the cores of {late.device}"
+    sizes = program.num_examples if len(program.num_examples) == len(devices) else (0,) * len(devices)
+    if sizes[replica] < max(sizes):
+        return gain_ms, f"{change}, though it has {sizes[replica]} examples and another {max(sizes)}: {elsewhere}"
     if any(device.region_ms.keys() != late.region_ms.keys() for device in others):
         return gain_ms, f"{change}, and shards differ in shape: {_even_shards(program)}"
     extra = {
@@ -97,7 +101,7 @@ def _evener_devices(
         for name, ms in late.region_ms.items()
     }
     worst = max(extra, key=extra.__getitem__)
-    return gain_ms, f"{change}, {extra[worst]:.3f} ms more in {worst}: see what else runs on the cores of {late.device}"
+    return gain_ms, f"{change}, {extra[worst]:.3f} ms more in {worst}: {elsewhere}"
 
 
 def _busy_ms(steps: Sequence[RecordedStep], replica: int) -> float:

@@ -100,9 +100,9 @@ def _number_of_messages(item: tuple[int, Sequence[Collective]]) -> int:
     return bucket if collectives[0].is_message else 0
 
 
-def _place_of_message(one: Collective) -> tuple[int | None, ...]:
-    places = (one.pack or 0, one.round or 0, one.chunk or 0, one.source, one.destination)
-    return places if one.is_message else ()
+def _place_of_message(message: Collective) -> tuple[int | None, ...]:
+    place = (message.pack or 0, message.round or 0, message.chunk or 0, message.source, message.destination)
+    return place if message.is_message else ()
 
 
 def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]]) -> Launch:

@@ -29,8 +29,8 @@ def test_a_larger_shard_is_named_as_the_reason() -> None:
 @pytest.mark.parametrize(
     ("sizes", "advised"),
     [
-        ((3, 2, 2), "as many examples, by a batch of 6 or 9 or another multiple of 3"),
-        ((1, 1, 0), "as many examples, by a batch of 3 or another multiple of 3"),
+        ((2, 2, 3), "as many examples, by a batch of 6 or 9 or another multiple of 3"),
+        ((0, 1, 1), "as many examples, by a batch of 3 or another multiple of 3"),
         ((2, 2, 2), "examples of the same length"),
     ],
 )
@@ -38,6 +38,12 @@ def test_the_advice_on_uneven_shards_names_batch_sizes_that_are_even(sizes: tupl
     program = program_of(3, uneven=True).evolve(num_examples=sizes)
     found = explained(program, EVEN | DONE, EVEN | DONE, EVEN | DONE | {"fwd_0.shard1": 9.0})
     assert f": give every device {advised}. Estimated gain: 3.333 ms" in found.advice
+
+
+def test_a_device_that_is_late_with_fewer_examples_is_not_late_by_its_shard() -> None:
+    program = program_of(3, uneven=True).evolve(num_examples=(3, 3, 2))
+    found = explained(program, EVEN | DONE, EVEN | DONE, EVEN | DONE | {"fwd_0.shard1": 9.0})
+    assert "though it has 2 examples and another 3: see what else runs on the cores of cpu:2" in found.advice
 
 
 def test_the_gain_of_even_devices_is_what_the_last_device_at_the_commit_computes_too_long() -> None:
