@@ -20,7 +20,7 @@ from mirrorc.serialization.whole_file import write_whole
 
 _FORMAT = "mirrorc report 3: "
 _DATA = re.compile(r'<script type="text/plain" id="data">(.*?)</script>', re.DOTALL)
-_MEMORY = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "reserved", "total")
+_MEMORY = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "passing_sums", "reserved", "total")
 _STYLES = {
     "forward": "forward",
     "backward": "backward",

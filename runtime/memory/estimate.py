@@ -53,7 +53,7 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
         tally.bytes[device.name,] += Counter(
             kept=walk.kept,
             activations=walk.of_activations.num_bytes,
-            passing=walk.peak.num_bytes - walk.of_activations.num_bytes,
+            passing_sums=walk.peak.num_bytes - walk.of_activations.num_bytes,
         )
     tally.add_reserved()
     tally.remarks += [run.remark for run in dry_runs.values() if run.remark]
@@ -200,6 +200,7 @@ class _Tally:
             buffers=counts["buffers"],
             activations=counts["activations"],
             reserved=counts["reserved"],
+            passing_sums=counts["passing_sums"],
             gradient_parts=gradient_parts,
         )
 

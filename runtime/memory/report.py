@@ -12,7 +12,11 @@ from mirrorc.printing.printed_values import size_text
 
 _TEXT_WIDTH = 110
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-_KINDS = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "reserved")
+_KINDS = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "passing_sums", "reserved")
+_RARE = ("passing_sums", "reserved")  # columns that are left out where nothing is in them
+_PASSING = (
+    "passing sums: by how much the peak with sums, messages and temporaries of updates exceeds that of activations"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,6 @@ GRADIENT_PARTS: Mapping[str, str] = MappingProxyType(
         "accumulated": "accumulated over calls",
         "unsent": "not yet sent, present and new",
         "kept": "in sums outside of buckets, kept until the next step",
-        "passing": "in sums and messages of a moment, beyond the activations' peak",
     }
 )
 """The parts of a device's gradients, in the printed order."""
@@ -75,14 +78,15 @@ class HeldMemory:
     Attributes:
         devices: names of the devices with this memory.
         parameters: all parameters, trained or not, with the gaps between them.
-        gradients: the sum of ``gradient_parts``.
+        gradients: what is kept between steps, the sum of ``gradient_parts``.
         optimizer_state: the present state, or the state after the first step; None if unknown before that step.
         buffers: the buffers of the model, and the constants of its graph.
         activations: the peak of what forward and backward make and free.
         reserved: memory for large values, held until the step is closed, see `mirrorc.passes.ReserveMemory`.
+        passing_sums: by how much the peak of all that a step makes and frees, sums, messages and temporaries of updates
+            included, exceeds that of activations.
         gradient_parts: bytes by part, see ``GRADIENT_PARTS``: the written ranges of buckets; gradients accumulated over calls;
-            residuals of compression; sums that links or updates keep until the next step; and by how much the step's peak, with
-            the sums, messages and temporaries of a moment, exceeds the activations' peak.
+            residuals of compression; sums that links or updates keep until the next step.
     """
 
     devices: tuple[str, ...]
@@ -92,12 +96,13 @@ class HeldMemory:
     buffers: int
     activations: int
     reserved: int = 0
+    passing_sums: int = 0
     gradient_parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def within_step(self) -> int:
-        """The peak of all that a step makes and frees: activations and passing gradients."""
-        return self.activations + self.gradient_parts.get("passing", 0)
+        """The peak of all that a step makes and frees."""
+        return self.activations + self.passing_sums
 
     @property
     def total(self) -> int:
@@ -170,6 +175,10 @@ class MemoryReport:
         return sum(row.activations for row in self.rows)
 
     @property
+    def passing_sums(self) -> int:
+        return sum(row.passing_sums for row in self.rows)
+
+    @property
     def within_step(self) -> int:
         """The sum of the devices' peaks of all that a step makes and frees."""
         return sum(row.within_step for row in self.rows)
@@ -203,19 +212,20 @@ class MemoryReport:
         return notebook_html(f"A step takes {size_text(self.total)} of memory on {devices}", str(self))
 
     def _table(self) -> list[str]:
-        together = HeldMemory(("all",), *(getattr(self, kind) for kind in _KINDS))
+        together = HeldMemory(("all",), **{kind: getattr(self, kind) for kind in _KINDS})
         rows = [*self.rows, *([together] if len(self.rows) > 1 else [])]
         names = [_shortened(row.devices) for row in rows]
         names = [f"shared by {name}" if len(row.devices) > 1 else name for name, row in zip(names, rows, strict=True)]
         width = max(map(len, [*names, "device"]))
-        kinds = [kind for kind in (*_KINDS, "total") if kind != "reserved" or self.reserved]
+        kinds = [kind for kind in (*_KINDS, "total") if kind not in _RARE or getattr(self, kind)]
         lines = [f"{'device':<{width}}{_cells([kind.replace('_', ' ') for kind in kinds])}"]
         for name, row in zip(names, rows, strict=True):
             lines.append(f"{name:<{width}}{_cells([_size(getattr(row, kind)) for kind in kinds])}")
         return lines
 
     def _gradient_lines(self) -> list[str]:
-        texts = [textwrap.wrap(text, _TEXT_WIDTH, subsequent_indent="  ") for text in self.gradient_texts()]
+        sentences = [*self.gradient_texts(), *([_PASSING] if self.passing_sums else [])]
+        texts = [textwrap.wrap(text, _TEXT_WIDTH, subsequent_indent="  ") for text in sentences]
         return ["", *(line.replace(_NO_BREAK, " ") for lines in texts for line in lines)] if texts else []
 
     def _peak_lines(self) -> list[str]:
@@ -229,7 +239,7 @@ class MemoryReport:
             if of_activations == peak or not is_at_once:
                 lines += _moment(f"activations on {who}", of_activations)
             if of_activations != peak:
-                lines += _moment(f"activations and gradients on their way on {who}", peak)
+                lines += _moment(f"activations and passing sums on {who}", peak)
         return lines
 
     def _remark_lines(self) -> list[str]:

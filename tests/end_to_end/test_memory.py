@@ -125,12 +125,6 @@ def compare(
     return told[0], measured
 
 
-def held_gradients(told: MemoryReport) -> int:
-    """Those that stay between steps."""
-    assert all(row.gradients == sum(row.gradient_parts.values()) for row in told.rows)
-    return told.gradients - sum(row.gradient_parts.get("passing", 0) for row in told.rows)
-
-
 def check(told: MemoryReport, measured: MeasuredMemory) -> None:
     assert told.remarks == ()
     assert (told.parameters, told.optimizer_state, told.buffers) == (
@@ -138,7 +132,8 @@ def check(told: MemoryReport, measured: MeasuredMemory) -> None:
         measured.optimizer_state,
         measured.buffers,
     )
-    assert held_gradients(told) == pytest.approx(measured.gradients, **CLOSE)
+    assert told.gradients == pytest.approx(measured.gradients, **CLOSE)
+    assert all(row.gradients == sum(row.gradient_parts.values()) for row in told.rows)
     for device, peak in zip(told.devices, measured.activations, strict=True):
         assert device.own.within_step == device.peak.num_bytes == pytest.approx(peak, **CLOSE)
         assert device.own.activations == device.activation_peak.num_bytes <= device.peak.num_bytes
@@ -222,9 +217,9 @@ def test_summed_and_clipped_gradients_are_no_activations_and_lists_add_up_to_the
     for device in report.devices:
         parts = device.own.gradient_parts
         assert parts["buckets"] == parts["kept"] == trained, "each clipped bucket is kept until the next step"
-        assert device.own.gradients == sum(parts.values()) and parts["passing"] > 0
+        assert device.own.gradients == sum(parts.values()) and device.own.passing_sums > 0
         assert device.peak.call == "scale" and device.activation_peak.call.startswith("bwd_")
-        assert device.activation_peak.num_bytes + parts["passing"] == device.peak.num_bytes
+        assert device.activation_peak.num_bytes + device.own.passing_sums == device.peak.num_bytes
         for peak in (device.peak, device.activation_peak):
             listed = sum(value.num_bytes for value in peak.largest)
             assert peak.num_bytes == listed + peak.smaller_bytes and f"{peak.num_smaller} smaller value" in str(report)
@@ -243,9 +238,9 @@ def test_sums_outside_of_buckets_agree_with_what_is_measured(algorithm: str, cli
 def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_devices: int) -> None:
     told, measured = compare("mlp", num_devices, disable=["update-in-parts"])
     factored = 2 * WIDTH * WIDTH * 4
-    first, *others = (device.own.gradient_parts["buckets"] for device in told.devices)
+    first, *others = (device.own.gradients for device in told.devices)
     assert all(other == first - factored for other in others)
-    assert measured.gradients == pytest.approx(held_gradients(told), **CLOSE)
+    assert measured.gradients == pytest.approx(told.gradients, **CLOSE)
 
 
 @pytest.mark.slow
@@ -253,8 +248,8 @@ def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_d
 def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> None:
     whole, _ = compare("mlp", num_devices, disable=["update-in-parts"])
     told, measured = compare("mlp", num_devices)
-    assert measured.gradients == pytest.approx(held_gradients(told), **CLOSE)
-    assert held_gradients(told) < held_gradients(whole) / 2
+    assert measured.gradients == pytest.approx(told.gradients, **CLOSE)
+    assert told.gradients < whole.gradients / 2
     assert told.devices[0].own.reserved > 0
 
 
@@ -279,7 +274,7 @@ def test_what_a_pass_of_ones_own_makes_is_counted() -> None:
     plain, _ = compare("mlp", 2)
     told, measured = compare("mlp", 2, add=[mirrorc.after("share-parameters", Bfloat16OnTheWire())])
     check(told, measured)
-    assert held_gradients(told) > held_gradients(plain)
+    assert told.gradients > plain.gradients
 
 
 @dataclass(frozen=True)
