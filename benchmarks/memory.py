@@ -120,7 +120,7 @@ def bounded_rows(workload: Workload, backend: str, num_devices: int, bounds: Seq
             yield f"| {workload.name} | {name} | refused: {_bytes_of_least(error) / 2**20:.1f} are the least | - | - | - |"
             continue
         steps.append(step)
-        most = max(device.own.activations for device in told.devices)
+        most = max(device.own.within_step for device in told.devices)
         work = next((found[1] for one in step.program.remarks if (found := _MORE_WORK.search(one.text))), "0.0")
         cells.append(
             f"{workload.name} | {name} | {most / 2**20:.1f} / {max(measured.activations) / 2**20:.1f} | {work}%"
@@ -139,9 +139,9 @@ def bounded_rows(workload: Workload, backend: str, num_devices: int, bounds: Seq
 def row(name: str, told: MemoryReport, measured: MeasuredMemory) -> str:
     """A row of the table."""
     pairs = [(getattr(told, kind) or 0, getattr(measured, kind)) for kind in KINDS]
-    pairs += [(told.activations, sum(measured.activations)), (told.total, measured.total)]
+    pairs += [(told.within_step, sum(measured.activations)), (told.total, measured.total)]
     cells = [f"{one / 2**20:.1f} / {other / 2**20:.1f}" if one or other else "-" for one, other in pairs]
-    ratios = [told.activations / sum(measured.activations), told.total / measured.total]
+    ratios = [told.within_step / sum(measured.activations), told.total / measured.total]
     return f"| {name} | {' | '.join(cells)} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |"
 
 

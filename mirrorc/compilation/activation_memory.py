@@ -125,11 +125,11 @@ def _bounded(pipeline: Sequence[Pass], max_bytes: int | None) -> list[Pass]:
 
 
 def _most(report: MemoryReport) -> int:
-    return max(device.own.activations for device in report.devices)
+    return max(device.peak.num_bytes for device in report.devices)
 
 
 def _unreachable(asked: str, least: int, report: MemoryReport) -> PassError:
-    device = max(report.devices, key=lambda device: device.own.activations)
+    device = max(report.devices, key=lambda device: device.peak.num_bytes)
     peak = device.peak
     named = ", ".join(f"{value.name} ({size_text(value.num_bytes)})" for value in peak.largest[:_MOST_NAMED])
     where = f"{peak.call}, at {peak.operation}" if peak.operation else peak.call

@@ -18,9 +18,9 @@ from mirrorc.serialization.records import record_of, record_text
 from mirrorc.serialization.text_error import TextError, expression
 from mirrorc.serialization.whole_file import write_whole
 
-_FORMAT = "mirrorc report 2: "
+_FORMAT = "mirrorc report 3: "
 _DATA = re.compile(r'<script type="text/plain" id="data">(.*?)</script>', re.DOTALL)
-_MEMORY = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "reserved", "total")
+_MEMORY = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "passing_sums", "reserved", "total")
 _STYLES = {
     "forward": "forward",
     "backward": "backward",

@@ -121,14 +121,18 @@ class _Drawing:
 
     def _memory(self, lane: Lane) -> None:
         picture, known = self.picture, [call for call in lane.calls if call.num_bytes is not None]
-        picture.labels.append(Label(picture.height, _MEMORY, "", "activations"))
+        picture.labels.append(Label(picture.height, _MEMORY, "", "memory"))
         points = [f"{10 * self._x(lane.started_ms):.2f},100"]
         for call in known:
             level = 100 - 96 * (call.num_bytes or 0) / self._most_bytes
             points += [f"{10 * self._x(ms):.2f},{level:.1f}" for ms in (call.start_ms, call.end_ms)]
         points.append(f"{10 * self._x(known[-1].end_ms) if known else 0:.2f},100")
         peak = max(known, key=lambda call: call.num_bytes or 0, default=None)
-        title = f"activations of {lane.device}, at most {size_text(peak.num_bytes or 0)} in {peak.name}" if peak else ""
+        title = (
+            f"activations and sums on {lane.device}, at most {size_text(peak.num_bytes or 0)} in {peak.name}"
+            if peak
+            else ""
+        )
         picture.curves.append(Curve(picture.height, _MEMORY, " ".join(points), title))
         picture.height += _MEMORY
 

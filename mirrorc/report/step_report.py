@@ -31,7 +31,7 @@ class ReportedCall:
         late_ms: how long a wait or commit waits for the last device; 0 for other calls.
         line: the call's line number in the printed program.
         flight: an index in `StepReport.flights`, for a launch or a wait.
-        num_bytes: the most bytes of activations during the call; None if unknown.
+        num_bytes: the most bytes of activations, sums and messages during the call; None if unknown.
     """
 
     name: str
@@ -238,7 +238,7 @@ def _lanes(
                 flights[launch.wait], late[launch.wait] = place, skew_ns(step, launch) / 1e6
     lanes = []
     for replica, device_calls in enumerate(step.calls):
-        most = memory.devices[replica].activations_during if memory is not None else {}
+        most = memory.devices[replica].within_calls if memory is not None else {}
         calls = []
         for call in device_calls:
             start, end = _ms(step, call.start_ns), _ms(step, call.end_ns)

@@ -48,20 +48,31 @@ Count = Callable[[Sequence[Piece], Sequence[Sequence[Sequence[Factors]]]], int]
 
 
 @dataclass(frozen=True)
-class Activations:
-    """The activations of a device's step.
+class Moment:
+    """A peak of a device's memory.
 
     Attributes:
-        peak: in bytes.
-        where: the moment of the peak; None without activations.
-        blocks: the live values at the peak, the largest first.
+        where: None if nothing is ever live.
+        blocks: the live values, the largest first; they add up to ``num_bytes``.
+    """
+
+    num_bytes: int
+    where: Where | None
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The values of a device's step that it does not keep.
+
+    Attributes:
+        peak: of all of them; ``of_activations``: of those that are not gradients.
         kept: bytes of gradients outside of buckets that live until the next step replaces them.
         most_during: the most bytes during each call.
     """
 
-    peak: int
-    where: Where | None
-    blocks: Sequence[Block]
+    peak: Moment
+    of_activations: Moment
     kept: int
     most_during: Mapping[fx.Node, int]
 
@@ -92,6 +103,7 @@ class _Walk:
         self.device = program.devices[replica].torch_device
         self.names = PrintedValues(program, self.graph)
         self.ledger = Ledger()
+        self.of_gradients = _nodes_of_gradients(self.graph)
         self.values: dict[fx.Node, tuple[Block, ...]] = {}
         self.kept = 0
 
@@ -105,6 +117,7 @@ class _Walk:
                 continue
             if node.target is operator.getitem and is_region_call(node.args[0]):
                 continue  # unpacked with the call
+            self.ledger.holds_gradients = node in self.of_gradients
             blocks, temporary = self._call(node)
             self.values[node] = blocks
             self.ledger.hold(blocks)
@@ -113,8 +126,12 @@ class _Walk:
                 self.ledger.drop(self.values[source])
             if not node.users and node.op != "placeholder":
                 self.ledger.drop(blocks)
+            self.ledger.holds_gradients = False
         ledger = self.ledger
-        return Activations(ledger.peak, ledger.peak_at, ledger.at_peak(), self.kept, ledger.most_during)
+        peak, of_activations = (
+            Moment(peak.num_bytes, peak.at, ledger.blocks_at(peak)) for peak in (ledger.peak, ledger.activation_peak)
+        )
+        return Activations(peak, of_activations, self.kept, ledger.most_during)
 
     def _note_with(self, where: Where, temporary: int, name: str) -> None:
         passing = [Block(temporary, f"temporaries of {name}", "")] if temporary else []
@@ -128,6 +145,7 @@ class _Walk:
         blocks: dict[Held, tuple[Block, ...]] = {i: self.values[argument] for i, argument in enumerate(arguments)}
         parts = sorted(node.users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
         names = {dry_run.results[i]: self.names.name(part) for i, part in reversed(list(enumerate(parts)))}
+        gradients = {dry_run.results[i] for i, part in enumerate(parts) if self._is_gradient(part)}
         held = set(blocks)
         self.ledger.hold(block for place in held for block in blocks[place])  # the list of arguments
         self.ledger.drop(block for source in dying for block in self.values[source])
@@ -135,6 +153,7 @@ class _Walk:
             for allocation in step.taken:
                 name = names.get(allocation, f"{allocation.name} of {node.target}")
                 blocks[allocation] = (Block(allocation.num_bytes, name, allocation.type),)
+                self.ledger.gradients.update(blocks[allocation] if allocation in gradients else ())
                 self.ledger.hold(blocks[allocation])
                 held.add(allocation)
             self._note_with((node, step), step.workspace, step.call)
@@ -146,6 +165,11 @@ class _Walk:
         self.ledger.note((node, None))
         self.ledger.drop(block for place in held for block in blocks[place])
         self.values[node] = ()
+
+    def _is_gradient(self, result: fx.Node) -> bool:
+        """A result of backward for sums and updates alone: a gradient, or a factor of one."""
+        is_backward = self.program.regions[region_of(result.args[0])].phase == "backward"  # type: ignore[arg-type]
+        return is_backward and bool(result.users) and all(user in self.of_gradients for user in result.users)
 
     def _call(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         if node.op == "placeholder":
@@ -426,6 +450,16 @@ class _Walk:
         factors = factors_of_shares(self.program, bucket.index)
         part = largest_part_of_share(pieces, (start, stop), number, factors)
         return (), self._temporary_bytes(pack) + round(self.temporary_bytes[bucket.index] * part)
+
+
+def _nodes_of_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """What regions leave to do with gradients: products of factors, buckets, sums, messages, norms and updates."""
+    nodes: set[fx.Node] = set()
+    for node in graph.nodes:
+        begins = "bucket" in node.kwargs or node.target in ops.FACTORED
+        if not is_region_call(node) and (begins or any(source in nodes for source in node.all_input_nodes)):
+            nodes.add(node)
+    return nodes
 
 
 def _is_apart(pack: fx.Node) -> bool:

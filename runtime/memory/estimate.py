@@ -16,9 +16,9 @@ from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.variables import Role, Synchronization, Variable
 from mirrorc.messages.source_lines import source_line
 from mirrorc.runtime.codegen.regions import RegionFunction
-from mirrorc.runtime.memory.activations import Activations, activations_of
+from mirrorc.runtime.memory.activations import Activations, Moment, activations_of
 from mirrorc.runtime.memory.dry_run import DryRun, dry_run
-from mirrorc.runtime.memory.report import ActivationPeak, DeviceMemory, HeldMemory, LiveValue, MemoryReport
+from mirrorc.runtime.memory.report import GRADIENT_PARTS, DeviceMemory, HeldMemory, LiveValue, MemoryPeak, MemoryReport
 from mirrorc.runtime.state.optimizers.flat_optimizer import UpdateMemory
 from mirrorc.runtime.state.shares.gradient_shares import pieces_of_share
 from mirrorc.runtime.state.step_state import StepState
@@ -50,8 +50,11 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
     temporaries = {index: update.temporary_bytes for index, update in updates.items()}
     walks = [activations_of(program, replica, dry_runs, temporaries) for replica in range(program.num_replicas)]
     for device, walk in zip(program.devices, walks, strict=True):
-        tally.bytes[device.name,]["gradients"] += walk.kept
-        tally.bytes[device.name,]["activations"] += walk.peak
+        tally.bytes[device.name,] += Counter(
+            kept=walk.kept,
+            activations=walk.of_activations.num_bytes,
+            passing_sums=walk.peak.num_bytes - walk.of_activations.num_bytes,
+        )
     tally.add_reserved()
     tally.remarks += [run.remark for run in dry_runs.values() if run.remark]
     tally.remarks += [remark.text for remark in program.remarks if remark.by == _CHOOSING]
@@ -118,7 +121,7 @@ class _Tally:
         if any(
             bucket_of(node) == bucket.index for node in self._sent_in_part
         ):  # residuals of error feedback, present and new
-            self._add(self.names[:1], "gradients", 2 * bucket.num_bytes)
+            self._add(self.names[:1], "unsent", 2 * bucket.num_bytes)
         if bucket.rule.takes_rows:  # its rows are activations
             return
         pack = pack_of_gradients(self.program, bucket.index)
@@ -128,14 +131,11 @@ class _Tally:
         for replica, name in enumerate(self.names):
             # Factored gradients are summed in the first replica's bucket, or in parts; their other pages are never written.
             untouched = sum(bucket.slot_of[variable].num_elements for variable in left) if replica else in_parts
-            kept = bucket.num_bytes if self._keeps_gradients(replica) else 0
-            self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + kept)
-
-    def _keeps_gradients(self, replica: int) -> bool:
-        """True if gradients outlive the call: accumulated ones, or the user's."""
-        if self.program.leaves_gradients:
-            return replica == 0
-        return self.program.accumulation is not Accumulation.NONE
+            self._add((name,), "buckets", bucket.num_bytes - untouched * bucket.dtype.itemsize)
+            if self.program.leaves_gradients and replica == 0:
+                self._add((name,), "users", bucket.num_bytes)
+            elif self.program.accumulation in (Accumulation.ADDS, Accumulation.ENDS):
+                self._add((name,), "accumulated", bucket.num_bytes)
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
         """Elements of gradients that are made in parts; also records each device's memory for a part."""
@@ -193,35 +193,46 @@ class _Tally:
 
     def _held(self, owners: Owners) -> HeldMemory:
         counts = self.bytes.get(owners, Counter[str]())
+        gradient_parts = {part: counts[part] for part in GRADIENT_PARTS if counts[part]}
         return HeldMemory(
             devices=owners,
             parameters=counts["parameters"],
-            gradients=counts["gradients"],
+            gradients=sum(gradient_parts.values()),
             optimizer_state=None if owners in self.unknown else counts["optimizer_state"],
             buffers=counts["buffers"],
             activations=counts["activations"],
             reserved=counts["reserved"],
+            passing_sums=counts["passing_sums"],
+            gradient_parts=gradient_parts,
         )
 
     def report(self, walks: Sequence[Activations]) -> MemoryReport:
         devices = [
-            DeviceMemory(name, self._held((name,)), _peak(walk), {n.name: most for n, most in walk.most_during.items()})
+            DeviceMemory(
+                device=name,
+                own=self._held((name,)),
+                peak=_peak(walk.peak),
+                activation_peak=_peak(walk.of_activations),
+                within_calls={node.name: most for node, most in walk.most_during.items()},
+            )
             for name, walk in zip(self.names, walks, strict=True)
         ]
         shared = [self._held(owners) for owners in dict.fromkeys([*self.bytes, *self.unknown]) if len(owners) > 1]
         return MemoryReport(tuple(devices), tuple(shared), tuple(dict.fromkeys(self.remarks)))
 
 
-def _peak(walk: Activations) -> ActivationPeak:
-    if walk.where is None:
-        return ActivationPeak(0, "", "", "", ())
-    node, step = walk.where
+def _peak(moment: Moment) -> MemoryPeak:
+    if moment.where is None:
+        return MemoryPeak(0, "", "", "", ())
+    node, step = moment.where
     inner = step.node if step is not None else None
-    listed = [block for block in walk.blocks[:_MOST_LISTED] if block.num_bytes >= _LEAST_LISTED * walk.peak]
-    return ActivationPeak(
-        num_bytes=walk.peak,
+    blocks = [block for block in moment.blocks if block.num_bytes]
+    listed = [block for block in blocks[:_MOST_LISTED] if block.num_bytes >= _LEAST_LISTED * moment.num_bytes]
+    return MemoryPeak(
+        num_bytes=moment.num_bytes,
         call=call_name(node),
         operation=step.call if step is not None else "",
         source=source_line(inner) if inner is not None else source_line(node),
         largest=tuple(LiveValue(block.name, block.type, block.num_bytes) for block in listed),
+        num_smaller=len(blocks) - len(listed),
     )

@@ -25,18 +25,40 @@ Where = tuple[fx.Node, DryStep | None]
 
 
 @dataclass
+class Peak:
+    """``length``: of the history up to the peak."""
+
+    num_bytes: int = 0
+    at: Where | None = None
+    length: int = 0
+
+
+@dataclass
 class Ledger:
+    """Live memory of a device's step.
+
+    Attributes:
+        gradients: blocks that are no activations: sums, messages, and what updates take.
+        holds_gradients: whether further blocks are of gradients.
+        total: bytes of all live blocks; ``activations``: without ``gradients``.
+        peak: of the total; ``activation_peak``: of activations.
+    """
+
     holders: Counter[Block] = field(default_factory=Counter)
+    gradients: set[Block] = field(default_factory=set)
+    holds_gradients: bool = False
     total: int = 0
-    peak: int = 0
-    peak_at: Where | None = None
+    activations: int = 0
+    peak: Peak = field(default_factory=Peak)
+    activation_peak: Peak = field(default_factory=Peak)
     most_during: dict[fx.Node, int] = field(default_factory=dict)
     history: list[tuple[Block, bool]] = field(default_factory=list)  # allocated (True) or released
-    _peak_length: int = 0
     _left: set[Block] = field(default_factory=set)
 
     def hold(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
+            if self.holds_gradients and block not in self.holders:
+                self.gradients.add(block)
             self.holders[block] += 1
             if self.holders[block] == 1 and block not in self._left:
                 self._count(block, True)
@@ -56,19 +78,25 @@ class Ledger:
         return sum(block.num_bytes for block in new)
 
     def _count(self, block: Block, is_taken: bool) -> None:
-        self.total += block.num_bytes if is_taken else -block.num_bytes
+        num_bytes = block.num_bytes if is_taken else -block.num_bytes
+        self.total += num_bytes
+        if block not in self.gradients:
+            self.activations += num_bytes
         self.history.append((block, is_taken))
 
     def note(self, where: Where) -> None:
         self.most_during[where[0]] = max(self.most_during.get(where[0], 0), self.total)
-        if self.total > self.peak:
-            self.peak, self.peak_at, self._peak_length = self.total, where, len(self.history)
+        for peak, num_bytes in ((self.peak, self.total), (self.activation_peak, self.activations)):
+            if num_bytes > peak.num_bytes:
+                peak.num_bytes, peak.at, peak.length = num_bytes, where, len(self.history)
 
-    def at_peak(self) -> list[Block]:
+    def blocks_at(self, peak: Peak) -> list[Block]:
+        """The blocks that add up to a peak, the largest first."""
         alive: dict[Block, None] = {}
-        for block, is_taken in self.history[: self._peak_length]:
+        for block, is_taken in self.history[: peak.length]:
             if is_taken:
                 alive[block] = None
             else:
                 del alive[block]
-        return sorted(alive, key=lambda block: -block.num_bytes)
+        counted = [block for block in alive if peak is self.peak or block not in self.gradients]
+        return sorted(counted, key=lambda block: -block.num_bytes)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ from mirrorc.analysis.cost.line import Line
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.links import link_named
-from mirrorc.ir.nodes import bucket_of, calls_to, is_early
+from mirrorc.ir.nodes import bucket_of, calls_to, is_early, is_of
+from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import Program
 from mirrorc.printing.printed_values import size_text
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, mean_over_devices
-from mirrorc.runtime.profiling.recorder import RecordedStep
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
 _WORTHWHILE = 0.02  # the smallest gain that is advised, as a part of the step
 _TELLING_BYTES = 2**16  # if the sizes of buckets differ by less, they do not show the cost of a byte;
@@ -49,9 +51,10 @@ def advise(
     skew_ms, transfer_ms = sum(bucket.skew_ms for bucket in buckets), sum(bucket.transfer_ms for bucket in buckets)
     skew_ms += statistics.fmean(device.parts_ms.get("commit", 0.0) for device in devices)
     exposed = f"{skew_ms + transfer_ms:.3f} ms in waits and the commit"
+    meetings = _meetings(devices, sum(bucket.exposed_ms for bucket in buckets), step_ms)
     if skew_ms + transfer_ms < _WORTHWHILE * step_ms:
-        return f"nothing worth doing: {exposed} are under {_WORTHWHILE:.0%} of the step."
-    candidates = [_evener_devices(devices, skew_ms)]
+        return f"nothing worth doing: {exposed} are under {_WORTHWHILE:.0%} of the step{meetings}."
+    candidates = [_evener_devices(program, steps, devices)]
     reduced = [bucket for bucket in buckets if bucket.kind in _REDUCTIONS]
     if reduced and not are_cut(program.buckets):
         costs = _costs(steps, reduced, len(devices))
@@ -64,25 +67,70 @@ def advise(
     return (
         f"nothing to change: of {exposed}, {skew_ms:.3f} ms are waiting for the last device"
         f"{why if last.started_ms - first.started_ms > skew_ms / 2 else ''}, {transfer_ms:.3f} ms moving and adding; no "
-        f"other buckets or shards are estimated to save {_WORTHWHILE:.0%} of the step."
+        f"other buckets or shards are estimated to save {_WORTHWHILE:.0%} of the step{meetings}."
     )
 
 
-def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[float, str]:
-    replica = max(range(len(devices)), key=lambda r: devices[r].compute_ms)
+def _meetings(devices: Sequence[DeviceTimes], of_buckets_ms: float, step_ms: float) -> str:
+    meetings_ms = statistics.fmean(device.exposed_ms for device in devices) - of_buckets_ms
+    is_worth_a_word = meetings_ms >= _WORTHWHILE * step_ms
+    return f"; the model's own collectives take another {meetings_ms:.3f} ms" if is_worth_a_word else ""
+
+
+def _evener_devices(
+    program: Program, steps: Sequence[RecordedStep], devices: Sequence[DeviceTimes]
+) -> tuple[float, str]:
+    """The gain is by how much the last device comes earlier to the commit if all compute for the mean time."""
+    mean_ms = statistics.fmean(device.compute_ms for device in devices)
+    busy_ms = [_busy_ms(steps, replica) for replica in range(len(devices))]
+    evened_ms = [busy - device.compute_ms + mean_ms for busy, device in zip(busy_ms, devices, strict=True)]
+    replica = max(range(len(devices)), key=busy_ms.__getitem__)
+    gain_ms = busy_ms[replica] - max(evened_ms)
     late, others = devices[replica], [device for r, device in enumerate(devices) if r != replica]
     usual_ms = statistics.fmean(device.compute_ms for device in others)
-    gain_ms = min(skew_ms, late.compute_ms - statistics.fmean(device.compute_ms for device in devices))
     rest = others[0].device if len(others) == 1 else "the others on average"
     change = f"even out the devices: {late.device} computes for {late.compute_ms:.3f} ms, {rest} for {usual_ms:.3f} ms"
+    elsewhere = f"see what else runs on the cores of {late.device}"
+    sizes = program.num_examples if len(program.num_examples) == len(devices) else (0,) * len(devices)
+    if sizes[replica] < max(sizes):
+        return gain_ms, f"{change}, though it has {sizes[replica]} examples and another {max(sizes)}: {elsewhere}"
     if any(device.region_ms.keys() != late.region_ms.keys() for device in others):
-        return gain_ms, f"{change}, and shards differ in shape: give every device as many examples (of the same length)"
+        return gain_ms, f"{change}, and shards differ in shape: {_even_shards(program)}"
     extra = {
         name: ms - statistics.fmean(device.region_ms.get(name, 0.0) for device in others)
         for name, ms in late.region_ms.items()
     }
     worst = max(extra, key=extra.__getitem__)
-    return gain_ms, f"{change}, {extra[worst]:.3f} ms more in {worst}: see what else runs on the cores of {late.device}"
+    return gain_ms, f"{change}, {extra[worst]:.3f} ms more in {worst}: {elsewhere}"
+
+
+def _busy_ms(steps: Sequence[RecordedStep], replica: int) -> float:
+    """Until the commit, without waits. Who waits before it, or in it, is not the last."""
+    return statistics.fmean(
+        (
+            step.started_ns[replica]
+            - step.begun_ns
+            + sum(call.duration_ns for call in _before_commit(step.calls[replica]))
+        )
+        / 1e6
+        for step in steps
+    )
+
+
+def _before_commit(calls: Sequence[Call]) -> Iterator[Call]:
+    before = itertools.takewhile(lambda call: call.node.target is not ops.commit, calls)
+    return (call for call in before if not is_of(call.node, Kind.WAIT))
+
+
+def _even_shards(program: Program) -> str:
+    sizes, num_replicas = program.num_examples, program.num_replicas
+    if len(sizes) != num_replicas:
+        return "give every device as many examples, of the same length"
+    if len({*sizes}) == 1:
+        return "give every device examples of the same length"
+    below = sum(sizes) // num_replicas * num_replicas
+    even = " or ".join(str(size) for size in (below, below + num_replicas) if size)
+    return f"give every device as many examples, by a batch of {even} or another multiple of {num_replicas}"
 
 
 def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:

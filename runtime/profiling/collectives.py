@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,19 +32,36 @@ class Launch:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective with its launches by replica. A ``send`` and its ``recv`` are one collective of ``kind`` ``send``."""
+    """A collective with its launches by replica. A ``send`` and its ``recv`` are one message, of ``kind`` ``send``.
+
+    Attributes:
+        source, destination: a message's replicas.
+    """
 
     kind: str
     bucket: int
     link: str
     launches: tuple[Launch, ...]
-    chunk: int | None = None
-    round: int | None = None
     pack: int | None = None
+    round: int | None = None
+    chunk: int | None = None
+    source: int | None = None
+    destination: int | None = None
+
+    @property
+    def is_message(self) -> bool:
+        return self.source is not None
+
+    @property
+    def label(self) -> str:
+        """With pack, round, chunk and hop, if any: ``b1 p3 r2 c0 1→2``."""
+        parts = (("b", self.bucket), ("p", self.pack), ("r", self.round), ("c", self.chunk))
+        hop = [f"{self.source}→{self.destination}"] if self.is_message else []
+        return " ".join([*(f"{letter}{number}" for letter, number in parts if number is not None), *hop])
 
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
-    """Collectives in the order of their launches."""
+    """Collectives by kind and bucket in the order of their launches, messages by bucket, pack, round, chunk and hop."""
     groups: dict[tuple[Any, ...], list[tuple[int, fx.Node]]] = {}
     for replica, device_calls in enumerate(step.calls):
         for node in (call.node for call in device_calls):
@@ -52,12 +69,40 @@ def collectives_of(step: RecordedStep) -> list[Collective]:
                 name = name_of(node)
                 kind = "send" if name == "recv" else name
                 key = (kind, bucket_of(node), str(node.kwargs.get("link")))
-                part = tuple(node.kwargs.get(word) for word in ("chunk", "round", "pack"))
-                groups.setdefault((*key, *part), []).append((replica, node))
-    return [
+                part = tuple(node.kwargs.get(word) for word in ("pack", "round", "chunk"))
+                groups.setdefault((*key, *part, *_hop(replica, node)), []).append((replica, node))
+    return _ordered(
         Collective(kind, bucket, link, tuple(_launch(step, replica, node, members) for replica, node in members), *part)
         for (kind, bucket, link, *part), members in groups.items()
-    ]
+    )
+
+
+def _hop(replica: int, node: fx.Node) -> tuple[Any, Any]:
+    if node.target is ops.send:
+        return replica, node.kwargs["destination"]
+    return (node.kwargs["source"], replica) if node.target is ops.recv else (None, None)
+
+
+def _ordered(collectives: Iterable[Collective]) -> list[Collective]:
+    by_kind: dict[tuple[str, str], dict[int, list[Collective]]] = {}
+    for collective in collectives:
+        of_buckets = by_kind.setdefault((collective.kind, collective.link), {})
+        of_buckets.setdefault(collective.bucket, []).append(collective)
+    ordered: list[Collective] = []
+    for of_buckets in by_kind.values():
+        for _, of_bucket in sorted(of_buckets.items(), key=_number_of_messages):
+            ordered += sorted(of_bucket, key=_place_of_message)
+    return ordered
+
+
+def _number_of_messages(item: tuple[int, Sequence[Collective]]) -> int:
+    bucket, collectives = item
+    return bucket if collectives[0].is_message else 0
+
+
+def _place_of_message(message: Collective) -> tuple[int | None, ...]:
+    place = (message.pack or 0, message.round or 0, message.chunk or 0, message.source, message.destination)
+    return place if message.is_message else ()
 
 
 def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]]) -> Launch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -14,7 +14,7 @@ from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_sent
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.links import link_named
-from mirrorc.ir.nodes import bucket_of, call_name, is_region_call, pack_of
+from mirrorc.ir.nodes import bucket_of, call_name, is_of, is_region_call, pack_of
 from mirrorc.ir.operation import Kind, Selection
 from mirrorc.ir.program import CAPTURE, Program
 from mirrorc.runtime.profiling.accounting import PARTS, mean_parts_ms, typical
@@ -24,6 +24,7 @@ from mirrorc.runtime.profiling.explanation import Explanation
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceFlight, DeviceTimes
 from mirrorc.runtime.profiling.prediction import Foundations, predicted_of_steps
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep
+from mirrorc.runtime.profiling.start import start_of
 
 _UPDATES = Selection(lambda selected: selected.kind in (Kind.UPDATE, Kind.WRITE))
 _NEGLIGIBLE = 0.01  # the smallest part of a step for which a bucket's cause of waiting is named
@@ -42,6 +43,7 @@ def explain_steps(
     foundations: Foundations | None = None,
 ) -> Explanation:
     looked_at = [step for step in steps if not step.warms_up] or steps
+    by_duration = sorted(looked_at, key=lambda step: step.ended_ns - step.begun_ns)
     steps = typical(looked_at)
     step_ms = statistics.fmean((step.ended_ns - step.begun_ns) / 1e6 for step in steps)
     devices = tuple(_device_times(program, steps, replica) for replica in range(program.num_replicas))
@@ -52,7 +54,10 @@ def explain_steps(
     return Explanation(
         num_steps=len(looked_at),
         step_ms=step_ms,
-        parts_ms={part: statistics.fmean(device.parts_ms[part] for device in devices) for part in PARTS},
+        parts_ms=_mean_over([device.parts_ms for device in devices]),
+        fastest_ms=_parts_of_step(program, by_duration[0]),
+        slowest_ms=_parts_of_step(program, by_duration[-1]),
+        start=start_of(program, devices, step_ms, is_interleaved),
         hidden_ms=sum(bucket.hidden_ms for bucket in buckets),
         buckets=tuple(buckets),
         devices=devices,
@@ -60,6 +65,14 @@ def explain_steps(
         prediction=predicted_of_steps(program, looked_at, foundations) if foundations is not None else None,
         capture=tuple(remark.text for remark in program.remarks if remark.by == CAPTURE),
     )
+
+
+def _mean_over(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {part: statistics.fmean(of_device[part] for of_device in parts) for part in PARTS}
+
+
+def _parts_of_step(program: Program, step: RecordedStep) -> dict[str, float]:
+    return _mean_over([mean_parts_ms(program, [step], replica) for replica in range(program.num_replicas)])
 
 
 def _device_times(program: Program, steps: Sequence[RecordedStep], replica: int) -> DeviceTimes:
@@ -74,7 +87,7 @@ def _device_times(program: Program, steps: Sequence[RecordedStep], replica: int)
         device=program.devices[replica].name,
         started_ms=statistics.fmean((step.started_ns[replica] - step.begun_ns) / 1e6 for step in steps),
         compute_ms=ms_in(is_region_call),
-        exposed_ms=ms_in(lambda node: node.target is ops.wait),
+        exposed_ms=ms_in(lambda node: is_of(node, Kind.WAIT)),
         update_ms=ms_in(lambda node: node.target in _UPDATES),
         finished_ms=statistics.fmean((end - step.begun_ns) / 1e6 for end, step in zip(ends, steps, strict=True)),
         parts_ms=mean_parts_ms(program, steps, replica),
@@ -103,30 +116,48 @@ def _bucket_times(
 ) -> BucketTimes:
     moves_by_itself = link_named(collective.link).moves_by_itself
     flights = [[_flight(step, launch, moves_by_itself) for launch in collective.launches] for step in steps]
-    parts_of = Counter(launch.replica for launch in collective.launches)  # a device may send to several others
-    weights = [1 / parts_of[launch.replica] / len(parts_of) for launch in collective.launches]
-    together = []
-    for parts in flights:
-        ready, launched, waited, finished, *durations = zip(*parts, strict=True)
-        moments = [statistics.fmean(values, weights) for values in (ready, launched, waited, finished)]
-        together.append([*moments, *(sum(values) / program.num_replicas for values in durations)])
+    join = _message if collective.is_message else _together
+    joined = [
+        [*moments, *(duration / program.num_replicas for duration in durations)]
+        for moments, durations in (join(collective, parts) for parts in flights)
+    ]
     devices = [
         DeviceFlight(device=program.devices[launch.replica].name, **_means(parts[i] for parts in flights))
         for i, launch in enumerate(collective.launches)
     ]
     return BucketTimes(
+        label=collective.label,
         index=collective.bucket,
         num_bytes=_num_bytes(program, collective),
         kind=collective.kind,
         link=collective.link,
         behind=_behind(program, steps, collective, step_ms),
         devices=tuple(devices),
-        chunk=collective.chunk,
-        round=collective.round,
         pack=collective.pack,
+        round=collective.round,
+        chunk=collective.chunk,
+        source=collective.source,
+        destination=collective.destination,
         uncompressed_bytes=_uncompressed_bytes(program, collective),
-        **_means(together),
+        **_means(joined),
     )
+
+
+_Joined = tuple[Sequence[float], Sequence[float]]  # moments, and durations summed over devices
+
+
+def _together(collective: Collective, parts: Sequence[Sequence[float]]) -> _Joined:
+    figures = [*zip(*parts, strict=True)]
+    return [statistics.fmean(moments) for moments in figures[:4]], [sum(durations) for durations in figures[4:]]
+
+
+def _message(collective: Collective, parts: Sequence[Sequence[float]]) -> _Joined:
+    """The sender never waits: what is waited for is launched there, and waited for at the receiver."""
+    by_replica = {launch.replica: part for launch, part in zip(collective.launches, parts, strict=True)}
+    ready, launched, *_ = by_replica[collective.source]  # type: ignore[index]
+    _, received, waited, finished, hidden, skew, transfer = by_replica[collective.destination]  # type: ignore[index]
+    hidden = min(hidden, max(0.0, waited - max(launched, received)))
+    return [ready, launched, waited, finished], [hidden, skew, transfer]
 
 
 def _num_bytes(program: Program, collective: Collective) -> int:
@@ -162,20 +193,24 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
     packs = [call.node for device_calls in steps[0].calls for call in device_calls if call.node.target is ops.pack]
     packs = [pack for pack in packs if bucket_of(pack) == bucket.index]
     sources = [source for pack in packs for source in sources_of(pack)]
-    ready = [max([step.call_of[s].end_ns - step.begun_ns for s in sources], default=0) / 1e6 for step in steps]
-    times = _means([value] * 4 + [0.0] * 3 for value in ready)
+    ready_ms = statistics.fmean(
+        max([step.call_of[source].end_ns - step.begun_ns for source in sources], default=0) / 1e6 for step in steps
+    )
     return BucketTimes(
+        label=f"b{bucket.index}",
         index=bucket.index,
         num_bytes=bucket.num_bytes,
         kind="none",
         link="",
         behind="",
         devices=(),
-        chunk=None,
-        round=None,
-        pack=None,
-        uncompressed_bytes=None,
-        **times,
+        ready_ms=ready_ms,
+        launched_ms=ready_ms,
+        waited_ms=ready_ms,
+        finished_ms=ready_ms,
+        hidden_ms=0.0,
+        skew_ms=0.0,
+        transfer_ms=0.0,
     )
 
 

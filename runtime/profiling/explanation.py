@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mirrorc.ir.links import link_named
 from mirrorc.messages.wording import counted, notebook_html
-from mirrorc.printing.printed_values import size_text
 from mirrorc.runtime.profiling.accounting import PARTS, apportioned
-from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes
+from mirrorc.runtime.profiling.bucket_rows import MODEL, bucket_rows, cells
+from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, added_up, by_kind_and_bucket
 from mirrorc.runtime.profiling.prediction import Prediction
+from mirrorc.runtime.profiling.rounding import Rounding
 
-_PARTS = "; c and r are the chunk of the bucket that is sent, and the round in which it is sent"
-_PACKS = "; p is the pack of the bucket, of which each is in flight by itself"
+FASTEST, SLOWEST = "fastest", "slowest"  # rows besides those of devices
+
 _WIDTH = 110  # of texts; rows of tables may be longer
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _BUCKET_COLUMNS = (
@@ -24,6 +25,13 @@ _BUCKET_COLUMNS = (
     "hidden (in flight while the device does something else; - where nothing moves before the wait) and exposed (in the wait) = "
     "skew + transfer; behind is what it waited for longest: a call of a device that launched late, or an earlier wait"
 )
+_MESSAGES = (
+    "; of a message, such as 0→1, ready and launched are moments of its sender, waited and finished of its receiver"
+)
+_ROUNDS = "; r and c are the round of a message, and the chunk of the bucket that is sent"
+_PACKS = "; p is the pack of the bucket, of which each is in flight by itself"
+_SUMS = "; the line above several is from the first to the last, with their sums"
+_MODEL = f"; {MODEL}: waits for collectives of the model itself, such as those of SyncBatchNorm"
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,11 @@ class Explanation:
         step_ms: from when the caller began to start the devices until the last device was done.
         parts_ms: the parts of step_ms, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices.
         hidden_ms: the sum of the buckets' ``hidden_ms``; may exceed the step, because several buckets may be in flight.
-        buckets: the collectives, in the order of their launches.
+        buckets: the collectives, in the order of their launches, and messages, by bucket, round and chunk.
         devices: the devices' times, in order of replicas.
         advice: the change with the largest estimated gain, or why there is none.
+        fastest_ms, slowest_ms: the parts of the fastest and the slowest of the steps, as means over devices.
+        start: what the part ``start`` consists of and which device begins last; empty if it takes little.
         prediction: a simulation of the step over several workers; None for a single worker or unknown costs.
         capture: why capture fell back to another front end, and why changing sizes are fixed numbers in the program.
     """
@@ -51,8 +61,21 @@ class Explanation:
     buckets: tuple[BucketTimes, ...]
     devices: tuple[DeviceTimes, ...]
     advice: str
+    fastest_ms: Mapping[str, float]
+    slowest_ms: Mapping[str, float]
+    start: str = ""
     prediction: Prediction | None = None
     capture: tuple[str, ...] = ()
+
+    @property
+    def totals(self) -> tuple[BucketTimes, ...]:
+        """The buckets, with the messages or packs of each added up."""
+        return tuple(map(added_up, by_kind_and_bucket(self.buckets)))
+
+    @property
+    def meetings_ms(self) -> float:
+        """Time in waits for the model's own collectives, as a mean over devices; part of transfer."""
+        return max(0.0, self.exposed_ms - sum(bucket.exposed_ms for bucket in self.buckets))
 
     @property
     def compute_ms(self) -> float:
@@ -78,128 +101,91 @@ class Explanation:
         return _text(self)
 
     def _repr_html_(self) -> str:
-        return notebook_html(_summary(self)[0], str(self))
+        return notebook_html(_heading(self, Rounding.for_step(self.step_ms)), str(self))
 
 
 def _text(explanation: Explanation) -> str:
+    rounding = Rounding.for_step(explanation.step_ms)
+    units = dict(
+        zip(PARTS, apportioned(_in_order(explanation.parts_ms), rounding.units(explanation.step_ms)), strict=True)
+    )
+    rows = bucket_rows(
+        explanation.buckets, explanation.meetings_ms, units["skew"], units["transfer"], rounding, width=_WIDTH
+    )
     parts = [
-        _summary(explanation),
-        _bucket_rows(explanation),
-        _device_rows(explanation),
-        _prediction_rows(explanation),
-        _definitions(explanation),
+        _summary(explanation, rounding, units),
+        rows,
+        _device_rows(explanation, rounding),
+        _prediction_rows(explanation, rounding),
+        _definitions(explanation, has_model_row=any(row.startswith(f"{MODEL} ") for row in rows)),
     ]
     parts = [lines for lines in parts if lines]
-    parts += [textwrap.wrap(text, _WIDTH, subsequent_indent="  ") for text in explanation.capture]
-    parts.append(textwrap.wrap(f"advice: {explanation.advice}", _WIDTH, subsequent_indent="  "))
+    parts += [_wrapped(text) for text in explanation.capture]
+    parts.append(_wrapped(f"advice: {explanation.advice}"))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _digits(explanation: Explanation) -> int:
-    return 3 if explanation.step_ms < 10 else 2 if explanation.step_ms < 1000 else 1
+def _in_order(parts_ms: Mapping[str, float]) -> list[float]:
+    return [parts_ms[part] for part in PARTS]
 
 
-def _ms(explanation: Explanation, value: float) -> str:
-    return f"{value:.{_digits(explanation)}f}"
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent="  ")
 
 
-def _adding_up(explanation: Explanation, values: Iterable[float], total: float) -> list[str]:
-    """Rounds so that the printed values add up to the printed total."""
-    scale = 10 ** _digits(explanation)
-    num_units = round(
-        float(_ms(explanation, total)) * scale
-    )  # of what is printed: round(total * scale) may round a tie otherwise
-    return [_ms(explanation, units / scale) for units in apportioned([*values], num_units)]
-
-
-def _summary(explanation: Explanation) -> list[str]:
-    names = ", ".join(device.device for device in explanation.devices)
-    middle = (
-        "the mean of the middle third of "
-        if explanation.num_steps > 2
-        else "the mean of "
-        if explanation.num_steps == 2
-        else ""
-    )
-    head = f"A step takes {_ms(explanation, explanation.step_ms)} ms; {middle}{counted(explanation.num_steps, 'step')} on {names}"
-    times = _adding_up(explanation, explanation.parts_ms.values(), explanation.step_ms)
-    percent = [f"{units / 10:.1f}%" for units in apportioned([*explanation.parts_ms.values()], 1000)]
-    zero = _ms(explanation, 0.0)
+def _summary(explanation: Explanation, rounding: Rounding, units: Mapping[str, int]) -> list[str]:
+    percent = apportioned(_in_order(explanation.parts_ms), 1000)
     shares = [
-        f"{part} {ms} ({share})"
-        for part, ms, share in zip(explanation.parts_ms, times, percent, strict=True)
-        if (ms, share) != (zero, "0.0%")
+        f"{part} {rounding.text_of(units[part])} ({tenths / 10:.1f}%)"
+        for part, tenths in zip(PARTS, percent, strict=True)
+        if units[part] or tenths
     ]
-    whole = ", ".join(share.replace(" ", _NO_BREAK) for share in shares)
-    wrapped = textwrap.wrap(whole, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    wrapped = _wrapped(", ".join(share.replace(" ", _NO_BREAK) for share in shares), "  ")
     return [
-        textwrap.shorten(head, _WIDTH),
+        textwrap.shorten(_heading(explanation, rounding), _WIDTH),
         *(line.replace(_NO_BREAK, " ") for line in wrapped),
-        *_hidden_lines(explanation),
+        *_hidden_lines(explanation, rounding),
+        *(_wrapped(f"start: {explanation.start}", "  ") if explanation.start else []),
     ]
 
 
-def _hidden_lines(explanation: Explanation) -> list[str]:
+def _heading(explanation: Explanation, rounding: Rounding) -> str:
+    names = spans(device.device for device in explanation.devices)
+    steps = counted(explanation.num_steps, "step")
+    takes = f"A step takes {rounding.text(explanation.step_ms)} ms"
+    if explanation.num_steps == 1:
+        return f"{takes}; {steps} on {names}"
+    least, most = (rounding.text(sum(parts.values())) for parts in (explanation.fastest_ms, explanation.slowest_ms))
+    middle = "the mean of the middle third of" if explanation.num_steps > 2 else "the mean of"
+    return f"{takes} ({least} … {most}); {middle} {steps} on {names}"
+
+
+def _hidden_lines(explanation: Explanation, rounding: Rounding) -> list[str]:
     """Not parts of the step: several buckets may be in flight at once."""
     links = list(dict.fromkeys(bucket.link for bucket in explanation.buckets if bucket.link))
     idle = [link for link in links if not link_named(link).moves_by_itself]
     reasons = []
     if len(idle) < len(links):
-        reasons.append(f"hidden behind other work: {_ms(explanation, explanation.hidden_ms)} ms, summed over buckets")
+        reasons.append(f"hidden behind other work: {rounding.text(explanation.hidden_ms)} ms, summed over buckets")
     if idle:
         reasons.append(f"{' and '.join(idle)} {'moves' if len(idle) == 1 else 'move'} nothing before the wait")
-    return textwrap.wrap("; ".join(reasons), _WIDTH, initial_indent="  ", subsequent_indent="  ") if reasons else []
+    return _wrapped("; ".join(reasons), "  ")
 
 
-def _bucket_rows(explanation: Explanation) -> list[str]:
-    columns = ("ready", "launched", "waited", "finished", "hidden", "exposed", "skew", "transfer")
-    width = max([6, *(len(bucket.label) for bucket in explanation.buckets)])
-    lines = [f"{'bucket':<{width}}{'size':>10}{_row(columns)}  behind"]
-    heading = ""
-    for bucket in explanation.buckets:
-        now = f"{bucket.kind} over {bucket.link}, ms" if bucket.link else "not communicated, ms"
-        lines += [now] if now != heading else []
-        heading = now
-        cells = _row(_bucket_cells(explanation, bucket))
-        row = f"{bucket.label:<{width}}{size_text(bucket.num_bytes):>10}{cells}  {bucket.behind}"
-        lines.append(row.rstrip())
-    return [*lines, *_compressed_lines(explanation)]
-
-
-def _compressed_lines(explanation: Explanation) -> list[str]:
-    sizes = {
-        bucket.label: (bucket.num_bytes, bucket.uncompressed_bytes)
-        for bucket in explanation.buckets
-        if bucket.uncompressed_bytes is not None
-    }
-    if not sizes:
-        return []
-    savings = {label: f"{size_text(sent)} in place of {size_text(whole)}" for label, (sent, whole) in sizes.items()}
-    total = " in place of ".join(size_text(sum(each)) for each in zip(*sizes.values(), strict=True))
-    each = [f"; {label} {text}" for label, text in savings.items()] if len(savings) > 1 else []
-    return textwrap.wrap(f"compressed: each worker gives {total}{''.join(each)}", _WIDTH, subsequent_indent="  ")
-
-
-def _bucket_cells(explanation: Explanation, bucket: BucketTimes) -> Iterator[str]:
-    for moment in ("ready", "launched", "waited", "finished"):
-        yield _ms(explanation, getattr(bucket, f"{moment}_ms"))
-    is_moving = bucket.link and link_named(bucket.link).moves_by_itself
-    yield _ms(explanation, bucket.hidden_ms) if is_moving else "-"
-    yield _ms(explanation, bucket.exposed_ms)
-    yield from _adding_up(explanation, (bucket.skew_ms, bucket.transfer_ms), bucket.exposed_ms)
-
-
-def _device_rows(explanation: Explanation) -> list[str]:
-    zero = _ms(explanation, 0.0)
-    parts = [part for part in PARTS if any(_ms(explanation, d.parts_ms[part]) != zero for d in explanation.devices)]
-    lines = [f"{'device':<10}{_row(parts)}"]
-    for device in explanation.devices:
-        values = [device.parts_ms[part] for part in parts]
-        lines.append(f"{device.device:<10}{_row(_adding_up(explanation, values, explanation.step_ms))}")
+def _device_rows(explanation: Explanation, rounding: Rounding) -> list[str]:
+    rows = {device.device: device.parts_ms for device in explanation.devices}
+    if explanation.num_steps > 1:
+        rows |= {FASTEST: explanation.fastest_ms, SLOWEST: explanation.slowest_ms}
+    zero = rounding.text(0.0)
+    parts = [part for part in PARTS if any(rounding.text(parts_ms[part]) != zero for parts_ms in rows.values())]
+    lines = [f"{'device':<10}{cells(parts)}"]
+    for name, parts_ms in rows.items():
+        total = sum(parts_ms.values()) if name in (FASTEST, SLOWEST) else explanation.step_ms
+        lines.append(f"{name:<10}{cells(rounding.adding_up([parts_ms[part] for part in parts], total))}")
     return lines
 
 
-def _prediction_rows(explanation: Explanation) -> list[str]:
+def _prediction_rows(explanation: Explanation, rounding: Rounding) -> list[str]:
     predicted = explanation.prediction
     if predicted is None:
         return []
@@ -218,26 +204,20 @@ def _prediction_rows(explanation: Explanation) -> list[str]:
     width = max([16, *(len(name) for name, _, _ in rows)])
     lines = [f"{'simulation, ms':<{width}}{'predicted':>10}{'measured':>10}"]
     lines += [
-        f"{name:<{width}}{_ms(explanation, predicted_ms):>10}{_ms(explanation, was):>10}"
-        for name, predicted_ms, was in rows
+        f"{name:<{width}}{rounding.text(predicted_ms):>10}{rounding.text(was):>10}" for name, predicted_ms, was in rows
     ]
-    return lines + textwrap.wrap(f"the prediction stands on {predicted.stands_on}", _WIDTH, subsequent_indent="  ")
+    return lines + _wrapped(f"the prediction stands on {predicted.stands_on}")
 
 
-def _definitions(explanation: Explanation) -> list[str]:
-    is_parted = any(bucket.chunk is not None or bucket.round is not None for bucket in explanation.buckets)
-    columns = _BUCKET_COLUMNS + (_PARTS if is_parted else "")
-    columns += _PACKS if any(bucket.pack is not None for bucket in explanation.buckets) else ""
-    texts = [
-        f"bucket: {columns}",
-        f"device: each row adds up to the step; parts that are 0 are left out. {_defined(PARTS)}",
-    ]
-    return [line for text in texts for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  ")]
-
-
-def _defined(parts: Mapping[str, str]) -> str:
-    return "; ".join(f"{part}: {meaning}" for part, meaning in parts.items())
-
-
-def _row(cells: Iterable[str]) -> str:
-    return "".join(f"{cell:>9}" for cell in cells)
+def _definitions(explanation: Explanation, *, has_model_row: bool) -> list[str]:
+    buckets = explanation.buckets
+    columns = _BUCKET_COLUMNS
+    columns += _MESSAGES if any(bucket.source is not None for bucket in buckets) else ""
+    columns += _ROUNDS if any(bucket.chunk is not None or bucket.round is not None for bucket in buckets) else ""
+    columns += _PACKS if any(bucket.pack is not None for bucket in buckets) else ""
+    columns += _SUMS if len(buckets) > len(explanation.totals) else ""
+    columns += _MODEL if has_model_row else ""
+    spread = f"; {FASTEST} and {SLOWEST} are single steps, as means over devices" if explanation.num_steps > 1 else ""
+    parts = "; ".join(f"{part}: {meaning}" for part, meaning in PARTS.items())
+    rows = f"each row adds up to the step{spread}; parts that are 0 are left out"
+    return [*_wrapped(f"bucket: {columns}"), *_wrapped(f"device: {rows}. {parts}")]

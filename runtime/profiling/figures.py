@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -50,39 +50,70 @@ class DeviceFlight(FlightTimes):
 class BucketTimes(FlightTimes):
     """A bucket's times over all devices, averaged over the steps.
 
-    Moments are means over the devices that take part, durations over all devices of the program. If every device takes
-    part, ``finished_ms - waited_ms`` is ``exposed_ms``. Without communication, all moments are ``ready_ms``, and all
-    durations 0.
+    Durations are means over all devices of the program. Moments are means over the devices that take part; of a message,
+    ``ready_ms`` and ``launched_ms`` are its sender's, ``waited_ms`` and ``finished_ms`` its receiver's, who may wait before it is
+    launched. Without communication, all moments are ``ready_ms``, and all durations 0.
 
     Attributes:
+        label: its bucket, pack, round, chunk and hop, if any: ``b1 p3 r2 c0 1→2``.
         index: the bucket's number. A bucket that is reduced and then sent is listed twice.
         num_bytes: bytes moved: of the bucket or its part, in the dtype sent, or of all devices' factors.
-        kind: its collective, or ``none``.
+        kind: its collective, ``send`` for a message, or ``none``.
         link: empty without communication.
         behind: the cause of the longest wait: a late device's call (``cpu:1's bwd_0``) or an earlier wait (``wait b2``);
             empty if it took less than 1% of the step.
         devices: the devices that take part.
-        chunk, round: of a send; None without.
         pack: None if the bucket is not cut.
+        round, chunk: of a message of an all-reduce; None without.
+        source, destination: a message's replicas; None for others, and for the sum of several.
         uncompressed_bytes: None if nothing is compressed.
     """
 
+    label: str
     index: int
     num_bytes: int
     kind: str
     link: str
     behind: str
     devices: tuple[DeviceFlight, ...]
-    chunk: int | None
-    round: int | None
     pack: int | None = None
+    round: int | None = None
+    chunk: int | None = None
+    source: int | None = None
+    destination: int | None = None
     uncompressed_bytes: int | None = None
 
-    @property
-    def label(self) -> str:
-        """With pack, chunk and round, if any: ``b1 p3 c0 r2``."""
-        parts = (("b", self.index), ("p", self.pack), ("c", self.chunk), ("r", self.round))
-        return " ".join(f"{letter}{number}" for letter, number in parts if number is not None)
+
+def by_kind_and_bucket(buckets: Iterable[BucketTimes]) -> list[list[BucketTimes]]:
+    groups: dict[tuple[str, str, int], list[BucketTimes]] = {}
+    for bucket in buckets:
+        groups.setdefault((bucket.kind, bucket.link, bucket.index), []).append(bucket)
+    return [*groups.values()]
+
+
+def added_up(parts: Sequence[BucketTimes]) -> BucketTimes:
+    """All of one bucket in flight by one kind: from the first part to the last, with the sums of their bytes and durations."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    whole = [part.uncompressed_bytes for part in parts if part.uncompressed_bytes is not None]
+    return BucketTimes(
+        label=f"b{first.index}",
+        index=first.index,
+        num_bytes=sum(part.num_bytes for part in parts),
+        kind=first.kind,
+        link=first.link,
+        behind=max(parts, key=lambda part: (bool(part.behind), part.exposed_ms)).behind,
+        devices=(),
+        uncompressed_bytes=sum(whole) if whole else None,
+        ready_ms=min(part.ready_ms for part in parts),
+        launched_ms=min(part.launched_ms for part in parts),
+        waited_ms=min(part.waited_ms for part in parts),
+        finished_ms=max(part.finished_ms for part in parts),
+        hidden_ms=sum(part.hidden_ms for part in parts),
+        skew_ms=sum(part.skew_ms for part in parts),
+        transfer_ms=sum(part.transfer_ms for part in parts),
+    )
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,7 @@ def _details(program: Program, node: fx.Node) -> dict[str, Any]:
 def _flight(program: Program, step: RecordedStep, collective: Collective, origin_ns: int) -> Iterator[Event]:
     launches = [step.call_of[launch.node].end_ns for launch in collective.launches]
     waits = [step.call_of[launch.wait].end_ns for launch in collective.launches if launch.wait is not None]
-    pack = f" pack {collective.pack}" if collective.pack is not None else ""
-    properties = {"cat": collective.link, "name": f"{collective.kind} b{collective.bucket}{pack}"}
+    properties = {"cat": collective.link, "name": f"{collective.kind} {collective.label}"}
     arguments = {
         "bucket": collective.bucket,
         "bytes": program.buckets[collective.bucket].num_bytes,

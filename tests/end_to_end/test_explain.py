@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,10 @@ def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:
         assert 0.0 <= device.started_ms < device.finished_ms
     assert min(found.compute_ms, found.update_ms, found.step_ms) > 0.0 and found.other_ms >= 0.0 and found.advice
     lines = str(found).split("\n")
-    assert sum(line.startswith("b") and line[1:2].isdigit() for line in lines) == len(found.buckets)
+    rows = [line.split("  ")[0] for line in lines if re.match(r"b\d", line)]
+    assert rows == [total.label for total in found.totals]
+    rows = [line.split("  ")[1] for line in lines if re.match(r"  b\d", line)]
+    assert rows == ([bucket.label for bucket in found.buckets if bucket not in found.totals])
     behind = tuple(bucket.behind for bucket in found.buckets if bucket.behind)  # never cut
     assert max(len(line) for line in lines if not line.endswith(behind)) <= 110
 
@@ -87,7 +91,7 @@ def test_an_optimizer_that_runs_by_itself(num_devices: int, without: tuple[str, 
         found = step.explain()
         check(step, found, 2)
         per_bucket = 2 if without and num_devices > 1 else 1  # reduced, and then sent
-        assert len(found.buckets) == per_bucket * len(step.program.buckets)
+        assert len(found.totals) == per_bucket * len(step.program.buckets)
 
 
 @pytest.mark.slow
@@ -100,6 +104,19 @@ def test_buffers_that_are_written_and_one_step_that_warmed_up() -> None:
         for _ in range(2):
             step(batch["x"], target=batch["target"])
         check(step, step.explain(), 2)
+
+
+def test_waits_for_the_models_own_collectives_have_a_row_and_buckets_add_up_with_it() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.SyncBatchNorm(8), nn.Linear(8, 3)).double()
+    batch = mlp_batch(8)
+    with compiled(2, model=model) as step:
+        for _ in range(2):
+            step(batch["x"], target=batch["target"])
+        found = step.explain()
+    waits = [device.parts_ms["skew"] + device.parts_ms["transfer"] for device in found.devices]
+    of_buckets = sum(total.exposed_ms for total in found.totals)
+    assert found.meetings_ms > 0 and of_buckets + found.meetings_ms == pytest.approx(sum(waits) / 2)
+    assert "\nmodel " in str(found) and "of the model itself" in " ".join(str(found).split())
 
 
 @pytest.mark.slow

@@ -133,10 +133,14 @@ def check(told: MemoryReport, measured: MeasuredMemory) -> None:
         measured.buffers,
     )
     assert told.gradients == pytest.approx(measured.gradients, **CLOSE)
+    assert all(row.gradients == sum(row.gradient_parts.values()) for row in told.rows)
     for device, peak in zip(told.devices, measured.activations, strict=True):
-        assert device.own.activations == device.peak.num_bytes == pytest.approx(peak, **CLOSE)
+        assert device.own.within_step == device.peak.num_bytes == pytest.approx(peak, **CLOSE)
+        assert device.own.activations == device.activation_peak.num_bytes <= device.peak.num_bytes
+        for moment in (device.peak, device.activation_peak):
+            assert moment.smaller_bytes >= 0 and (moment.smaller_bytes > 0) == (moment.num_smaller > 0)
     assert told.total == pytest.approx(measured.total, **CLOSE)
-    assert told.total - told.activations == pytest.approx(measured.held, **CLOSE)
+    assert told.total - told.within_step == pytest.approx(measured.held, **CLOSE)
 
 
 needs_blocks = pytest.mark.skipif(
@@ -201,6 +205,32 @@ def test_an_update_that_takes_the_most_is_named() -> None:
     told, _ = compare("mlp", 1, partial(torch.optim.NAdam, lr=1e-3))
     assert told.devices[0].peak.call.startswith("update b")
     assert told.devices[0].peak.largest[0].name == "temporaries of update"
+
+
+def test_summed_and_clipped_gradients_are_no_activations_and_lists_add_up_to_their_peaks() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    options = {"algorithm": "ring", "clip_grad_norm": 1.0, "disable": ["share-parameters"]}
+    with compiled_step(model, F.mse_loss, 3, optimizer=ADAMW, **options) as step:
+        step.prepare(torch.randn(6, 64), target=torch.randn(6, 64))
+        report = step.memory()
+    trained = sum(4 * parameter.numel() for parameter in model.parameters())
+    for device in report.devices:
+        parts = device.own.gradient_parts
+        assert parts["buckets"] == parts["kept"] == trained, "each clipped bucket is kept until the next step"
+        assert device.own.gradients == sum(parts.values()) and device.own.passing_sums > 0
+        assert device.peak.call == "scale" and device.activation_peak.call.startswith("bwd_")
+        assert device.activation_peak.num_bytes + device.own.passing_sums == device.peak.num_bytes
+        for peak in (device.peak, device.activation_peak):
+            listed = sum(value.num_bytes for value in peak.largest)
+            assert peak.num_bytes == listed + peak.smaller_bytes and f"{peak.num_smaller} smaller value" in str(report)
+    assert "KiB in buckets" in str(report) and "kept until the next step" in " ".join(str(report).split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["native", "ring"])
+@pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
+def test_sums_outside_of_buckets_agree_with_what_is_measured(algorithm: str, clip_grad_norm: float | None) -> None:
+    check(*compare("gpt", 2, disable=["share-parameters"], algorithm=algorithm, clip_grad_norm=clip_grad_norm))
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ def check_rows(step: mirrorc.Step) -> None:
     found, program = step.explain(), step.program
     sends = [bucket for bucket in found.buckets if bucket.kind == "send"]
     labels = [bucket.label for bucket in sends]
-    assert len({*labels}) == len(labels) and all(f"\n{label} " in str(found) for label in labels)
-    assert ("c and r are the chunk" in " ".join(str(found).split())) == bool(sends)
+    assert len({*labels}) == len(labels) and all(f"\n  {label} " in str(found) for label in labels)
+    assert ("r and c are the round" in " ".join(str(found).split())) == bool(sends)
     for bucket in program.buckets if sends else ():
         first_round = [sent.num_bytes for sent in sends if sent.index == bucket.index and sent.round == 0]
         assert len(first_round) == program.num_replicas and sum(first_round) == bucket.num_bytes

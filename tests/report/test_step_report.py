@@ -156,8 +156,23 @@ def test_a_bar_is_split_as_explain_splits_the_wait(made: SimpleNamespace) -> Non
             bars = [bar for bar in picture_of(report).bars if bar.line]
             assert all(bar.style in ("late", "moving") for bar in bars if bar.text.startswith("wait"))
     assert any(call.num_bytes for lane in made.report.lanes for call in lane.calls)
-    most = [device.own.activations for device in made.memory.devices]
-    assert [max(device.activations_during.values()) for device in made.memory.devices] == most
+    most = [device.peak.num_bytes for device in made.memory.devices]
+    assert [max(device.within_calls.values()) for device in made.memory.devices] == most
+
+
+def test_each_message_has_an_arrow_and_a_row_below_the_sums_of_buckets(made: SimpleNamespace) -> None:
+    report, page = made.report, Page(made.text)
+    messages = [bucket for bucket in made.explanation.buckets if bucket.kind == "send"]
+    assert bool(messages) == (len(report.lanes) == 3)
+    arrows = picture_of(report).arrows
+    assert [arrow for arrow in arrows if report.flights[arrow.flight].kind == "send"] == (arrows if messages else [])
+    assert len(page.of("line", **{"class": "arrow"})) == len(arrows) >= len(messages)
+    for message, flight in zip(messages, report.flights, strict=bool(messages)):
+        (arrival,) = flight.arrivals
+        assert (arrival.source, arrival.replica) == (message.source, message.destination)
+        assert f"<td>{message.label}</td>" in made.text and flight.label == message.label
+    assert all(f"<td>{total.label}</td>" in made.text for total in made.explanation.totals)
+    assert ("each message, ms" in made.text) == bool(messages) and "<td>slowest step</td>" in made.text
 
 
 def test_a_saved_program_has_a_predicted_step(made: SimpleNamespace) -> None:

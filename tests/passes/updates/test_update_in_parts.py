@@ -228,4 +228,4 @@ def test_gradients_take_no_memory() -> None:
     products = 40 * 30 + 30 * 20  # the last one is too small
     assert at_once.gradients - in_parts.gradients == 4 * products
     assert in_parts.rows[1].reserved == 4 * 150  # of five rows of 30; of 40, three have 120 elements
-    assert max(row.activations for row in in_parts.rows) < max(row.activations for row in at_once.rows)
+    assert max(row.within_step for row in in_parts.rows) < max(row.within_step for row in at_once.rows)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tiny_programs import SMALL_BUCKETS, handmade
 from torch import fx
 
+from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
@@ -119,6 +120,15 @@ def test_one_device_has_no_links() -> None:
     events = trace_events(program, [step_of(program)])
     check(events)
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["steps", "cpu:0"]
+
+
+def test_each_message_is_a_flight_of_its_own() -> None:
+    passes = default_pipeline(**SMALL_BUCKETS, algorithm=Ring())  # type: ignore[arg-type]
+    program = run_passes(handmade(3), [one for one in passes if one.name != "share-parameters"])
+    events = trace_events(program, [step_of(program)])
+    check(events)
+    names = [event["name"] for event in events if event["ph"] == "b"]
+    assert len(names) == len({*names}) == len(program.buckets) * 4 * 3 and "send b0 r0 c0 1→2" in names
 
 
 def test_steps_whose_clocks_overlap_are_cut() -> None:
