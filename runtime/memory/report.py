@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from mirrorc.messages.wording import counted, notebook_html
 from mirrorc.printing.printed_values import size_text
+from mirrorc.printing.spans import spans
 
 _TEXT_WIDTH = 110
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -86,8 +87,8 @@ class HeldMemory:
         reserved: memory for large values, held until the step is closed, see `mirrorc.passes.ReserveMemory`.
         passing_sums: by how much the peak of all that a step makes and frees, sums, messages and temporaries of updates
             included, exceeds that of activations.
-        gradient_parts: bytes by part, see ``GRADIENT_PARTS``: the written ranges of buckets; gradients accumulated over calls, or in ``p.grad``;
-            residuals of compression; sums that links or updates keep until the next step.
+        gradient_parts: bytes by part, see ``GRADIENT_PARTS``: the written ranges of buckets; gradients accumulated over calls, or
+            in ``p.grad``; residuals of compression; sums that links or updates keep until the next step.
     """
 
     devices: tuple[str, ...]
