@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mirrorc.errors import MirrorcError, PassError
+from mirrorc.ir.collector_pause import collector_paused
 from mirrorc.ir.program import Program, Property, Remark
 from mirrorc.messages.problem import has_code, problem
-from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.pipeline.pass_order import check_input
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 

@@ -26,6 +26,7 @@ from typing import Any
 from torch import fx, nn
 
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
+from mirrorc.ir.collector_pause import collector_paused
 from mirrorc.ir.program import Program, Region
 from mirrorc.messages.source_lines import LINE_OF_TEXT
 from mirrorc.serialization.literals import argument_of, identifier
@@ -58,6 +59,7 @@ class _Function:
     body: list[tuple[int, str]] = field(default_factory=list)
 
 
+@collector_paused()
 def parse_program(text: str) -> Program:
     """Reads a program from its complete text, whose first lines have been looked at.
 

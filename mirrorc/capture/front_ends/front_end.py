@@ -19,8 +19,8 @@ from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.capture.front_ends.state_guards import NO_GUARDS, Guards
 from mirrorc.errors import CaptureError
+from mirrorc.ir.collector_pause import collector_paused
 from mirrorc.messages.problem import problem
-from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.torch_internals import JointGraph, restored_tracing_state
 from mirrorc.user.restore import restored
 
