@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mirrorc.errors import MirrorcError, PassError
-from mirrorc.ir.collector_pause import collector_paused
+from mirrorc.ir.graph_edits import collector_paused
 from mirrorc.ir.program import Program, Property, Remark
 from mirrorc.messages.problem import has_code, problem
 from mirrorc.pipeline.pass_order import check_input

@@ -26,7 +26,7 @@ from typing import Any
 from torch import fx, nn
 
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
-from mirrorc.ir.collector_pause import collector_paused
+from mirrorc.ir.graph_edits import collector_paused
 from mirrorc.ir.program import Program, Region
 from mirrorc.messages.source_lines import LINE_OF_TEXT
 from mirrorc.serialization.literals import argument_of, identifier

@@ -19,7 +19,7 @@ from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.capture.front_ends.state_guards import NO_GUARDS, Guards
 from mirrorc.errors import CaptureError
-from mirrorc.ir.collector_pause import collector_paused
+from mirrorc.ir.graph_edits import collector_paused
 from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import JointGraph, restored_tracing_state
 from mirrorc.user.restore import restored
