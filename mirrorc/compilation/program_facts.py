@@ -41,7 +41,12 @@ def _tied(program: Program, model: ModelState) -> Iterator[str]:
 
 
 def _fewer_parts(program: Program, microbatches: int) -> Iterator[str]:
-    """If no shard has several parts, a pass says so instead."""
+    if microbatches > 1 and not program.microbatches:
+        sizes = listed(dict.fromkeys(program.num_examples))
+        yield (
+            f"microbatches={microbatches} is left out: shards have {sizes} examples, and a part has at least one, or two where "
+            "the model needs two, as BatchNorm does"
+        )
     few = [
         f"{device.name} runs {counted(len(sizes), 'part')}"
         for device, sizes in zip(program.devices, program.microbatches, strict=False)
@@ -61,7 +66,7 @@ def _written_buffers(program: Program) -> Iterator[str]:
             and not variable.name.endswith("num_batches_tracked")
         ]
         if names:
-            yield f"{numbered('buffer', names)}: each replica writes its own; {shown}"
+            yield f"{numbered('buffer', names)}: each replica reads and writes its own; after a step {shown}"
 
 
 def _norms(model: ModelState) -> Iterator[str]:

@@ -160,14 +160,14 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     written = "gradients of the user's parameters" if program.leaves_gradients else written
     who = f"{piece} is done" if program.num_replicas == 1 else f"commit waits until all devices are done with {piece}"
     here = " on this worker" if program.workers.are_several else ""
-    rest = f"nothing stops the step{here} any more"
+    rest = f"nothing is left{here} that may fail"
     if is_early(commit):
         who = f"{who}, on all other workers, too"
     if is_early(commit) or any(calls_to(graph, ops.gather_parameters)):
-        rest = "only a lost connection stops the step any more"
+        rest = "only a lost connection may fail it"
     lines = {
         commit: [
-            f"{written} may be written from here on: {who}; a failure before it changes nothing, and after it {rest}"
+            f"{written} may be written from here on: {who}; a failure before it changes nothing, and behind it {rest}"
         ]
     }
     if is_checked(commit):

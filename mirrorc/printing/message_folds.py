@@ -15,9 +15,10 @@ from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.spans import spans
 from mirrorc.printing.variants import device_column, wrapped
 
+_TITLE = "by replicas; c0, c1, ... are chunks in order; to_text(fold=False) has each line"
 _FEWEST_LINES = 3  # that are folded
 _MOST_MESSAGES = 16  # of a round that are listed
-_KINDS = {"own": "gradients", "partial": "partial sums", "sum": "sums", "share": "shares of sums"}
+_KINDS = {"own": "own gradients", "partial": "partial sums", "sum": "whole sums", "share": "shares of whole sums"}
 
 
 def message_table(names: BucketNames) -> list[str]:
@@ -30,7 +31,7 @@ def message_table(names: BucketNames) -> list[str]:
         rounds = itertools.groupby(sorted(messages, key=lambda sent: sent.route.round), lambda sent: sent.route.round)
         lines = [line for number, of_round in rounds for line in _round_lines(names, number, [*of_round])]
         alike.setdefault(tuple(lines), []).append(unit)
-    return [line for lines, units in alike.items() for line in (f"# messages of {spans(units)}, by replicas", *lines)]
+    return [line for lines, units in alike.items() for line in (f"# messages of {spans(units)}, {_TITLE}", *lines)]
 
 
 def _round_lines(names: BucketNames, number: int, messages: Sequence[SentPart]) -> list[str]:

@@ -15,7 +15,7 @@ The printed form::
     packs     = "#   packs, of elements 0 … N:" "p" NUMBER FIRST "…" LAST [ "after" REGION ], ...
     share     = "#   shares, of elements 0 … N:" DEVICE FIRST "…" LAST, ...
     optimizer = "# optimizer RULE: NAME=VALUE, ... (at compilation; a step reads param_groups anew)"
-    messages  = "# messages of" UNIT, ... ", by replicas" ( "#   round N, KIND: " [ "c" CHUNK ] FROM "→" TO, ... )+
+    messages  = "# messages of" UNIT, ... ", by replicas; TEXT" ( "#   round N, KIND: " [ "c" CHUNK ] FROM "→" TO, ... )+
     remark    = "# remark: " [ PASS ": " ] TEXT
     function  = who* "def NAME(NAME: TYPE, ...):" [ "# as NAME, but for these lines" [ "; " TEXT ] ] ( line | why )+
                 "return NAME, ..."

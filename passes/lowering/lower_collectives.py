@@ -63,8 +63,8 @@ class LowerCollectives:
             lowered = lowered.with_remarks(why or f"link {between} between workers: the best for these devices")
         if all(node.target in ops.BETWEEN_WORKERS for node in collectives):
             return lowered
-        idle = "" if link_named(link).moves_by_itself else "; nothing moves before the wait, which does all the work"
-        return lowered.with_remarks(remark + idle)
+        idle = "; nothing moves before the wait, which does all the work: no region hides it"
+        return lowered.with_remarks(remark + ("" if link_named(link).moves_by_itself else idle))
 
     def _choose(self, program: Program) -> tuple[str, str]:
         if self.link is not None:

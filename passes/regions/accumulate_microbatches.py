@@ -64,7 +64,7 @@ class AccumulateMicrobatches:
 
     def run(self, program: Program) -> Program:
         if not program.shard_of_microbatch:
-            return program.with_remarks(_none(program))
+            return program.with_remarks("no shard is run in microbatches", is_kept=False)
         kinds = list(
             dict.fromkeys(
                 pair for pair in zip(program.shard_of_microbatch, program.microbatches, strict=True) if pair[1]
@@ -80,14 +80,6 @@ class AccumulateMicrobatches:
             regions=regions.called_by(graphs),
         )
         return repeated.with_remarks(_remark(program, regions), is_kept=False)
-
-
-def _none(program: Program) -> str:
-    sizes = listed(dict.fromkeys(program.num_examples))
-    return (
-        f"no shard is run in microbatches, although they are asked for: shards have {sizes} examples, and a part has at least "
-        "one, or two where the model needs two, as BatchNorm does"
-    )
 
 
 def _remark(program: Program, regions: _Regions) -> str:

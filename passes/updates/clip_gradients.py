@@ -140,9 +140,12 @@ class ClipGradients:
 
 
 def _remark(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: bool) -> str:
-    whose = f"group {bound.group}" if bound.group is not None else "all gradients"
+    whose = f"gradients of group {bound.group}" if bound.group is not None else "all gradients"
+    whose += f" ({counted(num_buckets, 'bucket')})"
     kind = "largest element" if bound.norm_type == math.inf else f"{bound.norm_type:g}-norm"
-    then = f"scaled so that it is at most {bound.max_norm:g}" if bound.max_norm < math.inf else "only measured"
+    what = f"the {kind} of {whose} is only measured"
+    if bound.max_norm < math.inf:
+        what = f"{whose} are scaled so that their {kind} is at most {bound.max_norm:g}"
     all_devices = "all devices of all workers" if program.has_sharded_optimizer else "all"
     where = f" of its shares, and {all_devices} exchange the norms at the commit" if are_exchanged else ""
     measures = (
@@ -152,7 +155,7 @@ def _remark(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: 
     )
     if program.workers.are_several and are_exchanged and not program.has_sharded_optimizer:
         measures += "; all workers go on with worker 0's"
-    return f"the {kind} of {whose} ({counted(num_buckets, 'bucket')}) is {then}: {measures}"
+    return f"{what}: {measures}"
 
 
 def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:

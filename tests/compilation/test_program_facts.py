@@ -42,7 +42,8 @@ def test_the_facts_of_a_model_are_remarks() -> None:
     for line in (
         "# remark: embedding.weight (also head.weight) is a tied parameter: the gradients of all uses are added up before the "
         "reduction",
-        "# remark: buffers hits, norm.running_mean and norm.running_var: each replica writes its own; the model shows their mean",
+        "# remark: buffers hits, norm.running_mean and norm.running_var: each replica reads and writes its own; after a step "
+        "the model shows their mean",
         "# remark: norm normalizes over a replica's examples, as under DDP, and not over the batch as one device does",
     ):
         assert line in text
@@ -58,9 +59,9 @@ def test_norms_that_are_exact_are_not_mentioned(model: nn.Module) -> None:
 
 def test_one_device_has_no_replicas_to_speak_of() -> None:
     text = text_of(Net(), num_devices=1)
-    assert "is a tied parameter" in text and "each replica writes" not in text and "normalizes over" not in text
+    assert "is a tied parameter" in text and "each replica reads" not in text and "normalizes over" not in text
 
 
 def test_microbatches_that_are_not_run_are_mentioned() -> None:
     text = text_of(Net(), num_devices=3, num_examples=7, microbatches=2)
-    assert "no shard is run in microbatches, although they are asked for: shards have 3 and 2 examples" in text
+    assert "# remark: microbatches=2 is left out: shards have 3 and 2 examples, and a part has at least one" in text

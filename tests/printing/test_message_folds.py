@@ -19,7 +19,7 @@ from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.printing.bucket_names import BucketNames
 
 ALGORITHMS = [Ring(), Tree(), ReduceToOne(), HalvingDoubling(), HierarchicalCopy(), ReduceToOne(dtype=torch.float64)]
-_TABLE = re.compile(r"^# messages of (.*), by replicas\n((?:#   .*\n)+)", re.MULTILINE)
+_TABLE = re.compile(r"^# messages of (.*), by replicas; .*\n((?:#   .*\n)+)", re.MULTILINE)
 _FOLD = re.compile(r"… messages of \S+, rounds? .* \((\d+) lines\)")
 
 

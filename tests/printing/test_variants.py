@@ -84,9 +84,11 @@ def test_the_line_from_which_parameters_may_be_written_says_so_and_why() -> None
         before = [line for line in lines[: first or 0] if "update(" in line]
         assert not before, (name, before)
     text = stages(2)["lower-devices"].to_text()
-    FileCheck().check("all devices are done with backward, and nothing stops the step any more").check_next(
-        "commit()"
-    ).check_next("the bucket that was launched last is waited for first").check_next("wait(bucket=1").run(text)
+    FileCheck().check(
+        "commit waits until all devices are done with backward; a failure before it changes nothing, and behind it nothing"
+    ).check_next("commit()").check_next("the bucket that was launched last is waited for first").check_next(
+        "wait(bucket=1"
+    ).run(text)
     mirrored = stages(2)["schedule-overlap"].to_text()
     FileCheck().check("all devices are done with backward").check_next("commit()").check("update(bucket=0").run(
         mirrored

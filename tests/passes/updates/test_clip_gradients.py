@@ -64,7 +64,7 @@ def test_groups_are_measured_apart() -> None:
 
 def test_it_says_what_it_did() -> None:
     for weights, options, said in (
-        (MIXED, (1.0,), "the 2-norm of all gradients (3 buckets) is scaled so that it is at most 1: each device takes the norm "
+        (MIXED, (1.0,), "all gradients (3 buckets) are scaled so that their 2-norm is at most 1: each device takes the norm "
          "of its shares, and all exchange the norms at the commit"),
         (MIXED, (math.inf, math.inf), "the largest element of all gradients (3 buckets) is only measured: each device takes the "
          "norm of its shares, and all exchange the norms at the commit"),
