@@ -63,7 +63,7 @@ class LowerCollectives:
             lowered = lowered.with_remarks(why or f"link {between} between workers: the best for these devices")
         if all(node.target in ops.BETWEEN_WORKERS for node in collectives):
             return lowered
-        idle = "; nothing moves before the wait, which does all the work: no region hides it"
+        idle = "; nothing moves before the wait, which does all the work: backward hides none of it"
         return lowered.with_remarks(remark + ("" if link_named(link).moves_by_itself else idle))
 
     def _choose(self, program: Program) -> tuple[str, str]:
