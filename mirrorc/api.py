@@ -174,6 +174,8 @@ def plan(
 ) -> Program:
     """Compiles the program of a training step without running it, also for one of several workers that need not be there.
 
+    Without ``optimizer=`` it is the program of `Step.gradients`.
+
     Args:
         model: as for `compile`; it stays as it is.
         batch: this worker's examples: a tuple of positional arguments of a step, a dict of keyword arguments, or a pair of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -10,6 +10,8 @@ from mirrorc.capture.model.model_state import ModelState
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Aggregation, Role, Synchronization
 from mirrorc.messages.wording import counted, listed, numbered
+from mirrorc.passes import AllReduceAlgorithm, WorkerCompression
+from mirrorc.pipeline.protocol import Pass
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SHOWN = {
@@ -21,8 +23,17 @@ _SHOWN = {
 def remarks_on_facts(program: Program, model: ModelState, microbatches: int) -> list[str]:
     remarks = [*_tied(program, model), *_fewer_parts(program, microbatches)]
     if program.num_replicas > 1 or program.workers.are_several:
-        remarks += [*_written_buffers(program), *_norms(model)]
+        remarks += _written_buffers(program)
+    if program.num_replicas > 1 or program.workers.are_several or program.microbatches:
+        remarks += _norms(model, "a microbatch's" if program.microbatches else "a replica's")
     return remarks
+
+
+def remarks_on_whole_sums(pipeline: Sequence[Pass]) -> list[str]:
+    """For a program that leaves gradients to the user, without the passes that concern updates."""
+    kinds = (AllReduceAlgorithm, WorkerCompression)
+    names = [entry.name for entry in pipeline if isinstance(entry, kinds) and entry.name not in ("native", "auto")]
+    return [f"{listed(names)}: left out here, where sums are whole, and made by the link itself"] if names else []
 
 
 def _tied(program: Program, model: ModelState) -> Iterator[str]:
@@ -41,7 +52,7 @@ def _tied(program: Program, model: ModelState) -> Iterator[str]:
 
 
 def _fewer_parts(program: Program, microbatches: int) -> Iterator[str]:
-    if microbatches > 1 and not program.microbatches:
+    if microbatches > 1 and program.trains and not program.microbatches:
         sizes = listed(dict.fromkeys(program.num_examples))
         yield (
             f"microbatches={microbatches} is left out: shards have {sizes} examples, and a part has at least one, or two where "
@@ -69,7 +80,7 @@ def _written_buffers(program: Program) -> Iterator[str]:
             yield f"{numbered('buffer', names)}: each replica reads and writes its own; after a step {shown}"
 
 
-def _norms(model: ModelState) -> Iterator[str]:
+def _norms(model: ModelState, whose: str) -> Iterator[str]:
     names = [
         path or type(module).__name__
         for path, module in model.named_modules
@@ -77,4 +88,4 @@ def _norms(model: ModelState) -> Iterator[str]:
     ]
     if names:
         verb = "normalizes" if len(names) == 1 else "normalize"
-        yield f"{listed(names)} {verb} over a replica's examples, as under DDP, and not over the batch as one device does"
+        yield f"{listed(names)} {verb} over {whose} examples, as under DDP, and not over the batch as one device does"

@@ -32,7 +32,7 @@ from mirrorc.compilation.choices.worker_choices import WorkerChoices
 from mirrorc.compilation.edited_program import EditedProgram
 from mirrorc.compilation.instruments import instruments_for
 from mirrorc.compilation.program_cache import Specialization
-from mirrorc.compilation.program_facts import remarks_on_facts
+from mirrorc.compilation.program_facts import remarks_on_facts, remarks_on_whole_sums
 from mirrorc.compilation.progress import Progress
 from mirrorc.errors import CaptureError
 from mirrorc.ir.nodes import names_of_called_regions
@@ -278,6 +278,8 @@ class StepCompiler:
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
         refuse_over_workers(program)
         remarks = [*options.remarks, *remarks_on_facts(program, self._model, options.microbatches)]
+        if purpose is Purpose.GRADIENTS:
+            remarks += remarks_on_whole_sums(options.pipeline)
         program = with_gathered(self._choices.put_into(program.with_remarks(*remarks)), options)
         if captured.sizes is not None and program.workers.sent_as_factors:
             raise SizesGivenUp("workers send each other factors, of which they know how many there are")

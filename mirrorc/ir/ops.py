@@ -533,7 +533,7 @@ def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     called="met",
 )
 def commit(*operands: Any, otherwise: str | None = None, early: bool = False, replica: int) -> Any:
-    """A barrier of all replicas: behind it nothing is left that may fail.
+    """A barrier of all replicas: behind it nothing stops the step any more.
 
     Operations that can fail come before it, writes of variables behind it. If a truth value of any replica is false,
     the step raises (``otherwise="raise"``) or returns its loss (``otherwise="skip"``). The result has a row for each

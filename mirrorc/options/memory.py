@@ -105,10 +105,10 @@ class Memory(OptionGroup):
     """Where parameters and optimizer state live, and how much activations take, for ``memory=`` of `mirrorc.compile`.
 
     Attributes:
-        activations: the bound of each device's peak of activations, as `Step.memory` counts them: a size, ``"2GiB"`` or a
-            number of bytes; or ``"50%"`` of the peak without a bound (of the worst device, in the largest batch so far).
-            Backward recomputes the values of forward that take least time. Numbers are the same (with Inductor but for the
-            last bits). The step is compiled several times until it keeps the bound. None for no bound.
+        activations: the bound of each device's peak of activations and passing sums, as `Step.memory` counts them: a size,
+            ``"2GiB"`` or a number of bytes; or ``"50%"`` of the peak without a bound (of the worst device, in the largest
+            batch so far). Backward recomputes the values of forward that take least time. Numbers are the same (with Inductor
+            but for the last bits). The step is compiled several times until it keeps the bound. None for no bound.
         shard_optimizer: over several workers, each updates a shard of every bucket and has the optimizer's state of that
             shard alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all workers call
             `Step.gather_optimizer_state`.

@@ -160,7 +160,7 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     written = "gradients of the user's parameters" if program.leaves_gradients else written
     who = f"{piece} is done" if program.num_replicas == 1 else f"commit waits until all devices are done with {piece}"
     here = " on this worker" if program.workers.are_several else ""
-    rest = f"nothing is left{here} that may fail"
+    rest = f"nothing stops the step{here} any more"
     if is_early(commit):
         who = f"{who}, on all other workers, too"
     if is_early(commit) or any(calls_to(graph, ops.gather_parameters)):

@@ -36,7 +36,8 @@ class GradientState(EvaluationState):
         return self._state.layout + self._num_layouts
 
     def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
-        super().prepare_for(program)
+        parameters = (tensor for tensor in self.store.tensors.values() if isinstance(tensor, torch.nn.Parameter))
+        self._state.prepare_variables_for(program, [*map(id, parameters)])  # updates by hand need not count a version
         self._state.saved_buffers.write(self.store)
         if tuple(flat.bucket for flat in self._buckets) != program.buckets:
             self._buckets = [self._laid_out(bucket) for bucket in program.buckets]

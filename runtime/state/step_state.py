@@ -153,8 +153,8 @@ class StepState:
         self._held.was_behind = False
         self.is_whole = True
 
-    def prepare_variables_for(self, program: Program) -> None:
-        """Mirrors the user's writes for an evaluation, which needs no buckets.
+    def prepare_variables_for(self, program: Program, written: Collection[int] = ()) -> None:
+        """Mirrors the user's writes for an evaluation, which needs no buckets. Parameters with ids in ``written`` count as such.
 
         If the user has given a parameter new memory, all buckets of its optimizers are dropped. Until the next training
         step, the user's tensors hold their parameters. Other optimizers' buckets are kept.
@@ -172,7 +172,7 @@ class StepState:
         else:
             self._held.store.adopt(layout)
         user_steps = self.optimizers.user_steps
-        if self._held.store.mirror_changes(user_steps.stepped()):
+        if self._held.store.mirror_changes({*user_steps.stepped(), *written}):
             self._held.layout += 1
         user_steps.of_others.clear()
         self._held.is_whole = was_whole

@@ -57,6 +57,22 @@ def test_norms_that_are_exact_are_not_mentioned(model: nn.Module) -> None:
     assert "normalizes over" not in text_of(model)
 
 
+def test_norms_of_microbatches_see_a_microbatch_also_on_one_device() -> None:
+    for num_devices in (1, 2):
+        text = text_of(Net(), num_devices, num_examples=16, microbatches=2)
+        assert "norm normalizes over a microbatch's examples, as under DDP" in text
+
+
+def test_an_evaluation_leaves_no_microbatches_out() -> None:
+    model, x = Net(), torch.arange(8) % 11
+    optimizer, compiler = torch.optim.SGD(model.parameters(), lr=0.1), mirrorc.Compiler(backend="eager")
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, microbatches=2, compiler=compiler
+    ) as step:
+        step.evaluate(x, x)
+        assert all("is left out" not in str(program) for program in step.programs)
+
+
 def test_one_device_has_no_replicas_to_speak_of() -> None:
     text = text_of(Net(), num_devices=1)
     assert "is a tied parameter" in text and "each replica reads" not in text and "normalizes over" not in text

@@ -143,7 +143,7 @@ def test_what_is_left_out_is_named_and_what_changed_bits_says_so() -> None:
     for name in FLAGGED:
         assert f"{name}: this changes bits, as " in texts[False] and f"{name}: this changes bits" not in texts[True]
     assert "flagged: " not in texts[False], "it has done nothing"
-    left_out = "exact_order=True leaves out decompose-gelu, lay-channels-last, flagged, factor-gradients"
+    left_out = "Compiler(exact_order=True) leaves out decompose-gelu, lay-channels-last, flagged, factor-gradients"
     assert left_out in texts[True] and left_out not in texts[False]
 
 

@@ -438,6 +438,26 @@ def test_a_resumed_run_begins_with_the_buffers_of_each_replica() -> None:
         assert_same_model(model, resumed, 0.0)
 
 
+@pytest.mark.parametrize("placement", ["mirrored", "shared"])
+def test_updates_that_no_version_counts_are_read_on_all_devices(placement: str) -> None:
+    model = net()
+    with Both(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), placement=placement) as both:
+        both.step(*batch(7))  # from now on devices may have copies
+        for _ in range(3):
+            for model, _ in both.sides:
+                model.zero_grad()
+            both.backward(batch(7))
+            for model, _ in both.sides:
+                for parameter in model.parameters():
+                    parameter.data.add_(parameter.grad, alpha=-2.0)  # type: ignore[arg-type]
+
+
+def test_what_concerns_updates_alone_is_left_out_with_a_remark() -> None:
+    with Both(algorithm="ring", devices=3) as both:
+        both.backward(batch(7))
+        assert "# remark: ring: left out here, where sums are whole" in str(both.step.program)
+
+
 def test_a_hook_on_a_gradient_is_refused() -> None:
     for hook in ("register_hook", "register_post_accumulate_grad_hook"):
         model = net()

@@ -305,7 +305,7 @@ def test_modes_have_their_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for mode, said in (("debug", "finite"), ("slow-network", "decompress(")):
         assert [other for other, text in programs.items() if said in text] == [mode]
     for mode in ("debug", "reproducible"):
-        assert "exact_order=True leaves out" in programs[mode]
+        assert "Compiler(exact_order=True) leaves out" in programs[mode]
 
 
 def test_training_together_needs_others() -> None:

@@ -51,8 +51,8 @@ def test_gradients_are_counted_by_what_becomes_of_them() -> None:
     assert said["factor-gradients"] == [
         "2 of 4 gradients (0.2 KiB of 0.2 KiB) leave their regions as factors (0.1 KiB on each device), so that each device "
         "can make its own share of them; the others are made whole: 2 of fewer than 10 elements",
-        "this changes bits, as a share of such a gradient is one sum over the examples of all replicas; exact_order=True leaves "
-        "the pass out",
+        "this changes bits, as a share of such a gradient is one sum over the examples of all replicas; Compiler(exact_order="
+        "True) leaves the pass out",
     ]
     assert said["place-gradients"] == [
         "of 4 gradients, 0 computed into their slots by the operator that makes them, 2 written there at the end of their "

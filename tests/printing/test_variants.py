@@ -85,7 +85,7 @@ def test_the_line_from_which_parameters_may_be_written_says_so_and_why() -> None
         assert not before, (name, before)
     text = stages(2)["lower-devices"].to_text()
     FileCheck().check(
-        "commit waits until all devices are done with backward; a failure before it changes nothing, and behind it nothing"
+        "commit waits until all devices are done with backward; a failure before it changes nothing, and behind it nothing stops"
     ).check_next("commit()").check_next("the bucket that was launched last is waited for first").check_next(
         "wait(bucket=1"
     ).run(text)

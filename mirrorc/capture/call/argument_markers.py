@@ -36,7 +36,7 @@ class PerReplica:
         """The sum or mean over replicas, on the first value's device.
 
         Args:
-            op: ``"sum"`` or ``"mean"``. Sums of booleans and means of integers are those of torch's counts and quotients.
+            op: ``"sum"`` or ``"mean"``. As torch's, sums of integers and booleans are int64, and means of integers are floating.
             dim: also sum up this dim of each value, whose sizes may differ; the mean is then over all its elements.
 
         Raises:

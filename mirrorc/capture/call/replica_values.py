@@ -48,14 +48,17 @@ def _reduced(tensors: list[torch.Tensor], op: str, dim: int | None) -> torch.Ten
     if op == "mean" and any(tensor.dtype is torch.bool for tensor in tensors):
         raise problem(TypeError, "MC1307: booleans have no mean", fix="value.reduce('sum'), which counts them")
     num_terms = len(tensors) if dim is None else sum(tensor.size(dim) for tensor in tensors)
-    terms = tensors if dim is None else [tensor.sum(dim) for tensor in tensors]
-    terms = [term.to(torch.int64) if term.dtype is torch.bool else term for term in terms]
+    given = tensors[0].dtype
+    wide = torch.promote_types(given, torch.float32 if given.is_floating_point or given.is_complex else torch.int64)
+    terms = [tensor.to(wide) if dim is None else tensor.sum(dim, dtype=wide) for tensor in tensors]
     if any(term.shape != terms[0].shape for term in terms):
         raise _other_shapes(tensors, "give the dim in which they differ: value.reduce('sum', dim=0)")
     total = terms[0]
     for term in terms[1:]:
         total = total + term
-    return total / num_terms if op == "mean" else total.clone() if total is tensors[0] else total
+    total = total / num_terms if op == "mean" else total
+    total = total.to(given) if wide.is_floating_point or wide.is_complex else total
+    return total.clone() if total is tensors[0] else total
 
 
 def _gathered(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:

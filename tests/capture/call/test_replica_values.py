@@ -33,12 +33,14 @@ def test_the_examples_of_mirrored_strategy() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_they_are_torchs_own_over_all_elements(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.int64, torch.bool]))
+    dtype = data.draw(
+        st.sampled_from([torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+    )
     sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     dim = data.draw(st.integers(-2, 1))
     shapes = [(size, 3) if dim % 2 == 0 else (3, size) for size in sizes]
     values = [
-        (torch.arange(6 * 3.0)[: size * 3].reshape(shape) % 5).to(dtype)
+        (torch.arange(6 * 3.0)[: size * 3].reshape(shape) % 5 * 50).to(dtype)
         for size, shape in zip(sizes, shapes, strict=True)
     ]
     value, whole = PerReplica(values), torch.cat(values, dim)
