@@ -55,8 +55,8 @@ def _fewer_parts(program: Program, microbatches: int) -> Iterator[str]:
     if microbatches > 1 and program.trains and not program.microbatches:
         sizes = listed(dict.fromkeys(program.num_examples))
         yield (
-            f"microbatches={microbatches} is left out: shards have {sizes} examples, and a part has at least one, or two where "
-            "the model needs two, as BatchNorm does"
+            f"microbatches={microbatches} is left out: shards have size {sizes}, and a part has at least one example, or two "
+            "where the model needs two, as BatchNorm does"
         )
     few = [
         f"{device.name} runs {counted(len(sizes), 'part')}"

@@ -162,9 +162,10 @@ class Traffic:
 
     def finish(self, results: Sequence[Held]) -> None:
         for replica, wait in self._waits.items():
+            result = results[replica]
+            value = self._value(result) if result.node is not None else None  # what nobody uses is awaited, too
             if wait.users:
-                result = results[replica]
-                wait.replace_all_uses_with(self._value(result) if result.node else self._nothing(replica))
+                wait.replace_all_uses_with(value or self._nothing(replica))
             wait.graph.erase_node(wait)
         self._launch.graph.erase_node(self._launch)
 

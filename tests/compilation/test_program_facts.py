@@ -80,4 +80,4 @@ def test_one_device_has_no_replicas_to_speak_of() -> None:
 
 def test_microbatches_that_are_not_run_are_mentioned() -> None:
     text = text_of(Net(), num_devices=3, num_examples=7, microbatches=2)
-    assert "# remark: microbatches=2 is left out: shards have 3 and 2 examples, and a part has at least one" in text
+    assert "# remark: microbatches=2 is left out: shards have size 3 and 2, and a part has at least one" in text

@@ -66,10 +66,10 @@ def ring_of(num_devices: int) -> Program:
 
 
 def test_what_is_sent_is_printed_with_chunk_and_round() -> None:
-    text = str(LowerDevices().run(ring_of(3)))
-    assert "send(bucket=0, b0_slice, destination=1, chunk=2, round=0, link=copy)" in text
+    text = LowerDevices().run(ring_of(3)).to_text(fold=False)
+    assert "send(bucket=0, b0_c2_own, destination=1, chunk=2, round=0, link=copy)" in text
     assert "= recv(bucket=0, source=2, chunk=1, round=0, link=copy)" in text
-    assert "b0_chunk1_round0_received: f32[5] = wait(bucket=0, b0_chunk1_round0_incoming)" in text
+    assert "b0_c1_received: f32[5]           = wait(bucket=0, b0_c1_incoming)" in text
 
 
 def first(graph: fx.Graph, target: Any) -> fx.Node:

@@ -24,7 +24,9 @@ def test_backward_warns_and_changes_nothing() -> None:
     with sgd_step(model, 2, loss_fn=F.mse_loss, return_outputs=True) as step:
         loss, _ = step(torch.ones(4, 3), torch.ones(4, 1))
         before = copy.deepcopy(model.state_dict())
-        with pytest.warns(UserWarning, match=r"loss\.backward\(\) did nothing\n  why:  a step runs backward"):
+        with pytest.warns(
+            UserWarning, match=r"loss\.backward\(\) did nothing\n  why:  the call that returned it has run backward"
+        ):
             loss.backward(retain_graph=True)
         with pytest.warns(UserWarning, match="did nothing"):
             step.accumulate(torch.ones(4, 3), torch.ones(4, 1))[0].backward()

@@ -24,7 +24,7 @@ def fail() -> None:
     [
         ([(0, 1)], None, "bucket 0 of 3 was updated"),
         ([(0, 1), (1, 0)], None, "bucket 0 of 3 was updated, bucket 1 in part"),
-        ([(0, 1), (1, 0), (1, 1), (2, 0), (2, 1)], None, "buckets 0, 1 and 2 of 3 were updated"),
+        ([(0, 1), (1, 0), (1, 1), (2, 0), (2, 1)], None, "buckets 0 … 2 of 3 were updated"),
         ([(1, 1)], (0, 1), "buckets 0 and 1 of 3 were updated in part"),
     ],
 )
