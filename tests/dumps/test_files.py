@@ -256,7 +256,7 @@ def test_looking_at_a_broken_program_does_not_hide_what_the_verifier_says(
 
     texts = Texts()
     assert error(DumpFiles([texts]), PrintAfter(None)) == error()
-    assert [row[0] for row in texts.rows()] == ["00-capture", "01-acts, failed: VerifyError"]
+    assert [row[0] for row in texts.rows()] == ["00-given", "01-acts, failed: VerifyError"]
     assert texts["01-acts.txt"].startswith("# mirrorc · after acts · stage UPDATED")
     assert "breaks the rule" in texts.rows()[-1][4]
     assert "# mirrorc · after acts · stage UPDATED" in capfd.readouterr().err

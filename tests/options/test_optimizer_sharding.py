@@ -141,7 +141,7 @@ def test_every_worker_has_the_norms_of_all_parts() -> None:
         assert "all devices of all workers exchange the norms at the commit" in text
         assert all(f"# elements {part} of 1152" in text for part in parts)
         assert "met: f32[1, 4] " in text
-        assert "= commit(b0_part_norm)  " in text and "# norms of all 4 devices of 3 workers" in text
+        assert "= commit(norm)  " in text and "# norms of all 4 devices of 3 workers" in text
         assert "nothing stops" not in text and "only a lost connection may fail it" in text
 
 

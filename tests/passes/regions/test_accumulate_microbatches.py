@@ -136,4 +136,4 @@ def test_what_it_cannot_take_is_refused() -> None:
         verify(every_stage(captured, **SMALL_BUCKETS)["replicate"])
     alone = captured_two_layers(2, 2, 2)
     assert alone.shard_of_microbatch == ()  # each shard has one example
-    assert "none has as many examples" in str(every_stage(alone, microbatches=2)[PASS.name].remarks[-1])
+    assert "no shard is run in microbatches" in str(every_stage(alone, microbatches=2)[PASS.name].remarks[-1])

@@ -20,6 +20,7 @@ from mirrorc.ir.program import Accumulation, Program
 from mirrorc.packing import ByBytes
 from mirrorc.passes import ClipGradients, ReduceOverWorkers, ShardOptimizer, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.pipeline_edits import for_accumulation
 from mirrorc.verifier.verifier import Verify, verify
 
 LARGE = [Weight("a", (300,)), Weight("b", (300,)), Weight("c", (2,))]
@@ -138,7 +139,7 @@ def test_what_accumulates_lies_as_in_the_step_that_updates() -> None:
     for kind in (Accumulation.NONE, Accumulation.ADDS, Accumulation.ENDS):
         program = captured(World(2, 2), 0).evolve(accumulation=kind)
         pipeline = default_pipeline(over_workers=True, shard_optimizer=True, **SMALL_BUCKETS)  # type: ignore[arg-type]
-        left = [one for one in pipeline if not (program.accumulates and getattr(one, "updates_only", False))]
+        left = for_accumulation(pipeline) if program.accumulates else pipeline
         lowered = run_passes(program, left, [Verify()])
         assert all(bucket.part is not None for bucket in lowered.buckets)
 
