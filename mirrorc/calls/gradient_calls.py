@@ -1,6 +1,10 @@
-"""Options of a step that its calls for gradients cannot have, and a step without an optimizer."""
+"""What calls for gradients refuse: options, gradients that cannot be added to, and updates without an optimizer."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import problem
@@ -9,8 +13,8 @@ from mirrorc.passes import CheckFinite, ClipGradients
 
 _REFUSED = {
     "clip_grad_norm= or clip_grad_value=": (
-        "what is there in p.grad would have to be clipped with them",
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), ...) behind it, in place of the option",
+        "gradients that are in p.grad already would have to be clipped together with the new ones",
+        "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ after the call, in place of the option",
     ),
     "scaler=": (
         "a step scales the loss and divides its own gradients, and these are yours",
@@ -36,6 +40,22 @@ def refuse_gradients(options: StepOptions) -> None:
     for option, (why, fix) in _REFUSED.items():
         if present[option]:
             raise problem(ExecutionError, f"MC1003: step.gradients() cannot be used with {option}", why, fix)
+
+
+def refuse_odd_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `ExecutionError` if a parameter has a gradient that torch cannot add to: later, it would fail half-way."""
+    for name, tensor in tensors.items():
+        gradient = tensor.grad if tensor.is_leaf else None
+        if gradient is None or gradient.layout is not torch.strided:
+            continue
+        overlaps = any(size > 1 and stride == 0 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+        if overlaps or gradient.is_inference():
+            raise problem(
+                ExecutionError,
+                f"MC3209: nothing can be added to the gradient of parameter {name!r}",
+                "its elements share memory" if overlaps else "it was made in inference mode",
+                ("p.grad = None", "p.grad = p.grad.clone()"),
+            )
 
 
 def refuse_update(options: StepOptions) -> None:

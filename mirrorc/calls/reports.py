@@ -326,6 +326,7 @@ class StepReports(ABC):
         executor = self._runs.last_update if program is None else self._executor_of(program)
         if program is None and (main := self._runs.main) is not None and main.recorder is not None:
             executor = main
+        executor = executor or (self._runs.main if program is None else None)
         if self._options.cuda_graphs:
             raise problem(
                 ExecutionError,

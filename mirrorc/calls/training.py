@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.calls.call_lock import ExclusiveCalls
+from mirrorc.calls.gradient_calls import refuse_odd_gradients
 from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.shards import Shards, split_call
@@ -114,6 +115,7 @@ class TrainingCalls:
             self._check_gradients()
 
     def _check_gradients(self) -> None:
+        refuse_odd_gradients(self._state.store.tensors)
         if self._state.accumulated.num_calls:
             raise problem(
                 ExecutionError,

@@ -299,6 +299,9 @@ The first step moves parameters. Call `model.state_dict()` after it, or copy: `c
 MC3208 A mode of torch that devices do not see
 Modes belong to a thread. Use the mode on the plain model between steps.
 
+MC3209 A gradient that nothing can be added to
+`p.grad = None`, or `p.grad = p.grad.clone()`, before `step.gradients(x, y)`.
+
 MC3301 A change of an object that a captured step does not repeat
 Return the value with `return_outputs=True`, or keep it in a buffer.
 

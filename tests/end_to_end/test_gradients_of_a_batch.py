@@ -452,6 +452,24 @@ def test_updates_that_no_version_counts_are_read_on_all_devices(placement: str) 
                     parameter.data.add_(parameter.grad, alpha=-2.0)  # type: ignore[arg-type]
 
 
+def test_a_gradient_that_nothing_can_be_added_to_is_refused_before_anything_is_written() -> None:
+    with torch.inference_mode():
+        made_in_inference = torch.zeros(3, dtype=torch.float64)
+    with Both(net(nn.BatchNorm1d(8).double())) as both:
+        both.step.gradients(*batch(6))
+        for name, gradient in (
+            ("3.weight", torch.zeros(1, 1, dtype=torch.float64).expand(3, 8)),
+            ("3.bias", made_in_inference),
+        ):
+            parameter = both.model.get_parameter(name)
+            parameter.grad = gradient
+            with unchanged(both.model), pytest.raises(ExecutionError, match=rf"MC3209: .*'{name}'"):
+                both.step.gradients(*batch(6))
+            parameter.grad = None
+        with pytest.raises(ExecutionError, match="MC5005: this program leaves gradients to its caller"):
+            both.step.explain()
+
+
 def test_what_concerns_updates_alone_is_left_out_with_a_remark() -> None:
     with Both(algorithm="ring", devices=3) as both:
         both.backward(batch(7))
