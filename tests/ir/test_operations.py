@@ -85,7 +85,7 @@ def programs() -> list[Program]:
     found.append(run_passes(captured_model(Gated()), reserving))
     found += meeting_stages().values()
     found += stages_of_worker(0).values()
-    for kind in (Accumulation.ADDS, Accumulation.ENDS):
+    for kind in (Accumulation.ADDS, Accumulation.ENDS, Accumulation.GRADIENTS):
         found += every_stage(HANDMADE["buffer"]().evolve(accumulation=kind)).values()
     mirrored = handmade(2, [Weight("a", rule=MUON)])
     return [*found, run_up_to("insert-update", mirrored), run_up_to("lower-devices", mirrored)]
