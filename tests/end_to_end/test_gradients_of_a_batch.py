@@ -352,6 +352,14 @@ def test_an_option_that_would_not_touch_gradients_of_the_user_is_refused(options
         both.step.gradients(*batch(6))
 
 
+def test_without_an_optimizer_options_of_updates_are_refused() -> None:
+    for options in (*REFUSED.values(), {"cuda_graphs": True}):
+        with pytest.raises(ValueError, match=rf"MC1003: {next(iter(options))}=.* cannot be used without optimizer="):
+            Both(**options)
+    with Both(check_finite=True, scaler=torch.amp.GradScaler("cpu", enabled=False)) as both:
+        both.backward(batch(6))
+
+
 def test_gradients_in_the_middle_of_an_accumulation_are_refused() -> None:
     model = net()
     with Both(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as both:
