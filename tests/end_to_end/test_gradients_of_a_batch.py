@@ -478,6 +478,24 @@ def test_a_gradient_that_nothing_can_be_added_to_is_refused_before_anything_is_w
             both.step.explain()
 
 
+def test_memory_of_a_step_has_what_calls_for_gradients_hold() -> None:
+    model = nn.Sequential(nn.Embedding(40, 6, sparse=True), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.randint(40, (6, 2)), batch(6)[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Both(model, optimizer=optimizer, devices=2) as both:
+        both.step(x, y)
+        before = both.step.memory()
+        both.step.gradients(x, y)
+        after, gradients = both.step.memory(), both.step.memory(both.step.programs[-1])
+        linear, rows = 8 * (36 + 3), 12 * 8 * (6 + 1)
+        held = [after.devices[i].own.gradients - before.devices[i].own.gradients for i in range(2)]
+        bucket = gradients.devices[1].own.gradients
+        assert bucket >= linear and held == [linear + rows + bucket, bucket]
+        assert "in p.grad of the model" in str(after) and "this is a call for gradients" in str(gradients)
+        model.zero_grad()
+        assert both.step.memory().gradients == before.gradients + 2 * bucket
+
+
 def test_what_concerns_updates_alone_is_left_out_with_a_remark() -> None:
     with Both(algorithm="ring", devices=3) as both:
         both.backward(batch(7))
