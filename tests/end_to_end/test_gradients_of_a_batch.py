@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -378,6 +379,12 @@ def test_without_an_optimizer_a_step_cannot_update() -> None:
         assert both.step.prepare(*batch(6)).leaves_gradients
         both.backward(batch(6))
         torch.testing.assert_close(both.step.evaluate(*batch(6)), both.loss_fn(both.twin(batch(6)[0]), batch(6)[1]))
+
+
+def test_the_log_names_a_call_for_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mirrorc.compilation.step_compiler"), Both() as both:
+        both.step.prepare(*batch(6))
+    assert "compiling a call for gradients of Sequential for cpu:0, cpu:1 (" in caplog.text
 
 
 @pytest.mark.parametrize("devices", [1, 2])
