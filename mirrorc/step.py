@@ -312,7 +312,11 @@ class Step(StepReports):
         )
 
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
-        """Compiles for a batch like this one, without training on it."""
+        """Compiles for a batch like this one, without training on it.
+
+        The program is that of a training call; without an optimizer of `compile`, that of `gradients`. With one, the first call
+        of `gradients` compiles its own.
+        """
         return self._exclusively(lambda: self._training.prepare(args, kwargs, self._purpose_of_step()))
 
     def _exclusively(self, function: Callable[[], _T]) -> _T:

@@ -20,7 +20,7 @@ class Purpose(enum.Enum):
     STEP = "step"  # to update with the gradients of its batch
     ACCUMULATION = "accumulation"  # to add the batch's gradients to the accumulated ones
     END_OF_ACCUMULATION = "step after accumulation"  # to update with the sum of both
-    GRADIENTS = "gradient"  # to add the batch's gradients to those of the user's parameters
+    GRADIENTS = "call for gradients"  # to add the batch's gradients to those of the user's parameters
     EVALUATION = "evaluation"  # of forward alone
 
     @staticmethod

@@ -18,7 +18,7 @@ from mirrorc.capture.call.recompile_reasons import CallKind
 from mirrorc.capture.call.shard_types import SymbolicDims, shard_types
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.capture_errors import StateError
+from mirrorc.capture.diagnostics.capture_errors import RaisedError, StateError
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.front_ends.front_end import FrontEnd
 from mirrorc.capture.model.model_state import ModelState
@@ -39,7 +39,7 @@ from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import CAPTURE, Accumulation, Program, Remark
 from mirrorc.ir.variables import Synchronization
 from mirrorc.ir.workers import ALONE
-from mirrorc.messages.problem import problem
+from mirrorc.messages.problem import problem, with_line
 from mirrorc.messages.wording import counted
 from mirrorc.options.gradient_clipping import check_bounds_of_groups
 from mirrorc.options.placement import check_owned_names
@@ -133,6 +133,10 @@ class StepCompiler:
             if isinstance(error, CaptureError):  # its text names the user's line: our own frames add nothing
                 logger.debug("refused by the capture", exc_info=True)
                 error.with_traceback(None)
+                if isinstance(error, RaisedError) and call.unpacked:
+                    error.args = (
+                        with_line(str(error), "fix", f"{call.unpacked}, if the batch holds forward's arguments"),
+                    )
             raise
         finally:
             progress.is_over = True

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.messages.problem import problem
-from mirrorc.options.option import Exclusion, OptionGroup, Request, option
+from mirrorc.options.option import WITHOUT_OPTIMIZER, Exclusion, OptionGroup, Request, option
 from mirrorc.pipeline.pipeline_edits import Placed
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import backend_named
@@ -79,6 +79,7 @@ class Compiler(OptionGroup):
         "say True, for one GPU, or False",
         kinds=(bool,),
         excludes=(
+            WITHOUT_OPTIMIZER,
             Exclusion("over several workers yet", _over_workers, "leave it out"),
             Exclusion("on {request.device_names}", _no_gpu, "leave it out"),
             Exclusion("on {request.device_names}", _several_devices, "leave it out, or name one GPU"),

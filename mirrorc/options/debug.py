@@ -22,7 +22,8 @@ class Debug(OptionGroup):
             10 s, in one line. A log of level INFO gets the line in its place, after 2 s.
         check_replicas_every: every so many steps, compare checksums of parameters and optimizer state of all replicas, and
             raise `ExecutionError` if the memory of one has gone bad; 0 for never. Devices that share their parameters have
-            nothing to compare, with a remark. Several workers compare theirs, and all raise `CommunicationError`.
+            nothing to compare, with a remark. Several workers compare theirs, and all raise `CommunicationError`. Calls of
+            `Step.gradients` compare nothing: they copy the user's parameters to all devices.
 
     Raises:
         TypeError, ValueError: a field has another kind or value; names it and the remedy.

@@ -63,6 +63,13 @@ class Exclusion:
     needs_pipeline: bool = False
 
 
+WITHOUT_OPTIMIZER = Exclusion(
+    "without optimizer=",
+    lambda request: "it is for the step's own updates, and there are none" if request["optimizer"] is None else "",
+    "leave it out, and treat the gradients of step.gradients(x, y) by yourself",
+)
+
+
 @dataclass(frozen=True)
 class NeededPasses:
     """The passes of the default pipeline that implement an option.

@@ -15,7 +15,7 @@ from mirrorc.options.communication import Communication
 from mirrorc.options.compiler import Compiler
 from mirrorc.options.debug import Debug
 from mirrorc.options.memory import Memory
-from mirrorc.options.option import Exclusion, NeededPasses, Option, Options, Request, records_of
+from mirrorc.options.option import WITHOUT_OPTIMIZER, Exclusion, NeededPasses, Option, Options, Request, records_of
 from mirrorc.runtime.state.optimizers.loss_scale import is_in_use
 
 LossReduction = Literal["mean", "sum"]
@@ -67,8 +67,8 @@ OPTIONS = Options(
                 may_be_in_passes=True,
             ),
         ),
-        Option("clip_grad_norm", passes=_CLIP_PASSES),
-        Option("clip_grad_value", passes=_CLIP_PASSES),
+        Option("clip_grad_norm", passes=_CLIP_PASSES, excludes=(WITHOUT_OPTIMIZER,)),
+        Option("clip_grad_value", passes=_CLIP_PASSES, excludes=(WITHOUT_OPTIMIZER,)),
         Option("autocast"),
         Option(
             "scaler",
@@ -76,6 +76,7 @@ OPTIONS = Options(
             kinds=(torch.amp.GradScaler, NoneType),
             passes=NeededPasses(("unscale-gradients", "check-finite"), "leave passes out"),
             excludes=(
+                WITHOUT_OPTIMIZER,
                 Exclusion(
                     "by two steps",
                     lambda r: "each counts and changes its scale as update() does" if is_in_use(r["scaler"]) else "",
@@ -103,6 +104,13 @@ OPTIONS = Options(
             kinds=(bool,),
             texts=("skip",),
             passes=NeededPasses(("check-finite",), "put mirrorc.passes.CheckFinite() there, after ShareParameters"),
+            excludes=(
+                Exclusion(
+                    "without optimizer=",
+                    lambda r: "" if r["check_finite"] != "skip" or r["optimizer"] else "there is no update to skip",
+                    "check_finite=True, which raises an error and changes nothing",
+                ),
+            ),
         ),
         Option(
             "distributed",

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.analysis.buckets.rescaling import is_checked, numbers_of
-from mirrorc.analysis.buckets.slots_of_values import slot_arguments
+from mirrorc.analysis.buckets.slots_of_values import gradient_of, is_partial, slot_arguments
 from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
 from mirrorc.analysis.gradients.eager_gradients import taken_gradients
 from mirrorc.analysis.gradients.factored_gradients import Maker, maker_of, stays_factored
@@ -65,7 +65,7 @@ class LineComments:
             return ""
         is_forward = region.phase == "forward"
         reads = {str(node.kwargs["variable"]) for node in call.all_input_nodes if node.target is ops.read}
-        about = (name for name in (reads if is_forward else _made_by(call)) if name in self._place)
+        about = (name for name in (reads if is_forward else _made_by(program, call)) if name in self._place)
         parameters = (name for name in about if program.variables[name].role is Role.PARAMETER)
         names = sorted(parameters, key=self._place.__getitem__, reverse=not is_forward)
         modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
@@ -203,10 +203,11 @@ def _is_loss_weight(program: Program, node: fx.Node) -> bool:
     return any(argument.kind is ArgumentKind.LOSS_WEIGHT and argument.name == name for argument in program.arguments)
 
 
-def _made_by(call: fx.Node) -> set[str]:
+def _made_by(program: Program, call: fx.Node) -> set[str]:
     gradients: Any = call.kwargs.get("gradients") or {}
     factored = (user for part in call.users for user in part.users if user.target in ops.FACTORED)
-    return {*gradients, *(str(node.kwargs["variable"]) for node in factored)}
+    partial = {gradient_of(part) for part in call.users if is_partial(program, part)}
+    return {*(gradients.keys() - partial), *(str(node.kwargs["variable"]) for node in factored)}
 
 
 def _factored(program: Program, node: fx.Node) -> str:

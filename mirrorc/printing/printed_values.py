@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.slots_of_values import gradient_of, packed_slots
+from mirrorc.analysis.buckets.slots_of_values import gradient_of, is_partial, packed_slots
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.names import filled, of_all_replicas
@@ -118,7 +118,9 @@ class PrintedValues:
         of_part = part_keywords(node.target, node.args)
         if of_part is None:
             variable = gradient_of(node)
-            return ("gradient", variable) if variable is not None else (self._saved_kind(node), node.name)
+            if variable is None:
+                return self._saved_kind(node), node.name
+            return "gradient", f"{variable}, in part" if is_partial(self._program, node) else variable
         operation, words = of_part
         return operation.value, filled(operation.called, (), words)
 

@@ -288,9 +288,9 @@ def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable])
         if tensors:
             raise problem(
                 ValueError,
-                f"MC1501: cuda_graphs=True cannot capture {name_of} with {tensors[0]!r} as a tensor in group {rule.group}",
+                f"MC1501: cuda_graphs=True cannot capture {name_of} with a tensor in {tensors[0]!r} of group {rule.group}",
                 "it is read on the host in every step",
-                ("give a number", "mirrorc.Compiler(cuda_graphs=False)"),
+                ("give numbers in place of tensors", "mirrorc.Compiler(cuda_graphs=False)"),
             )
 
 

@@ -73,6 +73,8 @@ def _runs_plain(program: Program, node: fx.Node) -> bool:
 
 
 def _advice(nodes: Sequence[fx.Node], line: str) -> tuple[str, ...]:
+    if nodes and nodes[-1].target is ops.update:
+        return ("check optimizer.param_groups, which each step reads anew",)
     is_opaque = bool(nodes) and nodes[-1].op == "call_module"
     hint = ("compiler=mirrorc.Compiler(backend='eager'), which names the operator exactly",) if is_opaque else ()
     return (f"check this step's batch{' and that line' if line else ''}", *hint)

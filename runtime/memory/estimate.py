@@ -56,11 +56,14 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
             passing_sums=walk.peak.num_bytes - walk.of_activations.num_bytes,
         )
     tally.add_reserved()
+    if program.has_parameters_in_buckets:
+        tally.add_users_gradients(state)
     tally.remarks += [run.remark for run in dry_runs.values() if run.remark]
     tally.remarks += [remark.text for remark in program.remarks if remark.by == _CHOOSING]
-    if not program.trains:
+    calls = "an evaluation" if not program.trains else "a call for gradients beside a step"
+    if not program.trains or (program.leaves_gradients and state.buckets):
         tally.remarks.append(
-            "this is an evaluation: gradients, optimizer state and copies of parameters that training has laid out stay where "
+            f"this is {calls}: gradients, optimizer state and copies of parameters that training has laid out stay where "
             "they are, and are not counted; after a training step, or prepare(), this is the memory of training"
         )
     return tally.report(walks)
@@ -136,6 +139,17 @@ class _Tally:
                 self._add((name,), "users", bucket.num_bytes)
             elif self.program.accumulation in (Accumulation.ADDS, Accumulation.ENDS):
                 self._add((name,), "accumulated", bucket.num_bytes)
+
+    def add_users_gradients(self, state: StepState) -> None:
+        """Adds what earlier calls of `Step.gradients`, or the user's own backward, hold."""
+        for flat in state.users_buckets:
+            for name, gradients in zip(self.names, flat.gradients, strict=True):
+                self._add((name,), "users_buckets", gradients.nbytes)
+        present = (tensor.grad for tensor in state.store.tensors.values() if tensor.is_leaf)
+        for gradient in present:
+            if gradient is not None:
+                parts = (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,)
+                self._add(self.names[:1], "users", sum(part.nbytes for part in parts))
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
         """Elements of gradients that are made in parts; also records each device's memory for a part."""

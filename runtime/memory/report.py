@@ -66,6 +66,7 @@ GRADIENT_PARTS: Mapping[str, str] = MappingProxyType(
         "buckets": "in buckets",
         "accumulated": "accumulated over calls",
         "users": "in p.grad of the model",
+        "users_buckets": "in buckets of step.gradients()",
         "unsent": "not yet sent, present and new",
         "kept": "in sums outside of buckets, kept until the next step",
     }
@@ -88,7 +89,8 @@ class HeldMemory:
         passing_sums: by how much the peak of all that a step makes and frees, sums, messages and temporaries of updates
             included, exceeds that of activations.
         gradient_parts: bytes by part, see ``GRADIENT_PARTS``: the written ranges of buckets; gradients accumulated over calls, or
-            in ``p.grad``; residuals of compression; sums that links or updates keep until the next step.
+            in ``p.grad``; what calls of `mirrorc.Step.gradients` hold beside a step; residuals of compression; sums that links or
+            updates keep until the next step.
     """
 
     devices: tuple[str, ...]

@@ -23,13 +23,12 @@ class GradientState(EvaluationState):
 
     def __init__(self, state: StepState) -> None:
         super().__init__(state)
-        self._buckets: list[FlatBucket] = []
         self._num_layouts = 0
         self._sums: dict[str, torch.Tensor] = {}  # of this call's gradients and those that were there
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        return self._buckets
+        return self._state.users_buckets
 
     @property
     def layout(self) -> int:
@@ -39,8 +38,8 @@ class GradientState(EvaluationState):
         parameters = (tensor for tensor in self.store.tensors.values() if isinstance(tensor, torch.nn.Parameter))
         self._state.prepare_variables_for(program, [*map(id, parameters)])  # updates by hand need not count a version
         self._state.saved_buffers.write(self.store)
-        if tuple(flat.bucket for flat in self._buckets) != program.buckets:
-            self._buckets = [self._laid_out(bucket) for bucket in program.buckets]
+        if tuple(flat.bucket for flat in self.buckets) != program.buckets:
+            self._state.users_buckets = [self._laid_out(bucket) for bucket in program.buckets]
             self._num_layouts += 1
 
     def _laid_out(self, bucket: Bucket) -> FlatBucket:
@@ -53,7 +52,7 @@ class GradientState(EvaluationState):
 
     def add(self, bucket: int, reduced: torch.Tensor, unused: Set[int]) -> None:
         """Computes new gradients of a bucket's parameters, in memory of their own, for `finish`."""
-        flat = self._buckets[bucket]
+        flat = self.buckets[bucket]
         for place, slot in enumerate(flat.bucket.slots):
             if place not in unused:
                 present = self.store.tensors[slot.variable].grad

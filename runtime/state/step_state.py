@@ -47,6 +47,7 @@ class StepState:
         self._backup: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # backup of an undoable step
         self.torn: TornState | None = None
         self.saved_buffers = SavedBuffers()
+        self.users_buckets: Sequence[FlatBucket] = ()  # of calls that leave gradients to the user
 
     @property
     def _held(self) -> HeldState:

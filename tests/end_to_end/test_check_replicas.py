@@ -103,6 +103,17 @@ def test_copies_of_what_an_optimizer_by_itself_updates_are_compared_too() -> Non
         assert torch.equal(*step.variables["first.bias"].values)
 
 
+def test_calls_for_gradients_copy_parameters_in_place_of_comparing_them() -> None:
+    step, _, _ = compiled(2, 1, **UNSHARED)
+    with step:
+        step(**BATCH)
+        copies = step.variables["first.bias"].values
+        flip_a_bit(copies[1])
+        assert not torch.equal(*copies)
+        step.gradients(**BATCH)
+        assert torch.equal(*copies)
+
+
 @pytest.mark.slow
 def test_what_replicas_have_of_their_own_is_not_compared() -> None:
     step, model, _ = compiled(3, 1, **UNSHARED)

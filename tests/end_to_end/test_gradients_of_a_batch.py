@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -352,6 +353,14 @@ def test_an_option_that_would_not_touch_gradients_of_the_user_is_refused(options
         both.step.gradients(*batch(6))
 
 
+def test_without_an_optimizer_options_of_updates_are_refused() -> None:
+    for options in (*REFUSED.values(), {"cuda_graphs": True}):
+        with pytest.raises(ValueError, match=rf"MC1003: {next(iter(options))}=.* cannot be used without optimizer="):
+            Both(**options)
+    with Both(check_finite=True, scaler=torch.amp.GradScaler("cpu", enabled=False)) as both:
+        both.backward(batch(6))
+
+
 def test_gradients_in_the_middle_of_an_accumulation_are_refused() -> None:
     model = net()
     with Both(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as both:
@@ -370,6 +379,12 @@ def test_without_an_optimizer_a_step_cannot_update() -> None:
         assert both.step.prepare(*batch(6)).leaves_gradients
         both.backward(batch(6))
         torch.testing.assert_close(both.step.evaluate(*batch(6)), both.loss_fn(both.twin(batch(6)[0]), batch(6)[1]))
+
+
+def test_the_log_names_a_call_for_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mirrorc.compilation.step_compiler"), Both() as both:
+        both.step.prepare(*batch(6))
+    assert "compiling a call for gradients of Sequential for cpu:0, cpu:1 (" in caplog.text
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -468,6 +483,24 @@ def test_a_gradient_that_nothing_can_be_added_to_is_refused_before_anything_is_w
             parameter.grad = None
         with pytest.raises(ExecutionError, match="MC5005: this program leaves gradients to its caller"):
             both.step.explain()
+
+
+def test_memory_of_a_step_has_what_calls_for_gradients_hold() -> None:
+    model = nn.Sequential(nn.Embedding(40, 6, sparse=True), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.randint(40, (6, 2)), batch(6)[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Both(model, optimizer=optimizer, devices=2) as both:
+        both.step(x, y)
+        before = both.step.memory()
+        both.step.gradients(x, y)
+        after, gradients = both.step.memory(), both.step.memory(both.step.programs[-1])
+        linear, rows = 8 * (36 + 3), 12 * 8 * (6 + 1)
+        held = [after.devices[i].own.gradients - before.devices[i].own.gradients for i in range(2)]
+        bucket = gradients.devices[1].own.gradients
+        assert bucket >= linear and held == [linear + rows + bucket, bucket]
+        assert "in p.grad of the model" in str(after) and "this is a call for gradients" in str(gradients)
+        model.zero_grad()
+        assert both.step.memory().gradients == before.gradients + 2 * bucket
 
 
 def test_what_concerns_updates_alone_is_left_out_with_a_remark() -> None:

@@ -217,6 +217,24 @@ def test_every_value_of_a_collective_and_of_a_region_has_a_type() -> None:
                 assert re.search(r": (pending |share of )?(\(.*\)|[a-z]+\d*\[[\d, ]*\])\s*$", result), (name, line)
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.middle, self.head = nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.words(x.argmax(1))))
+
+
+def test_the_gradient_of_some_uses_of_a_tied_parameter_is_told_from_the_whole_and_names_no_module() -> None:
+    text = every_stage(captured_model(Tied()), **SMALL_BUCKETS)["lower-devices"].to_text()
+    assert re.search(r"d\(words.weight, in part\), .* = bwd_0\(.*# backward of the loss, middle$", text, re.MULTILINE)
+    assert re.search(
+        r" d\(words.weight\) .* = bwd_2\(.*d\(words.weight, in part\).*# backward of words$", text, re.MULTILINE
+    )
+
+
 def test_a_mirrored_program_names_the_device_of_every_line() -> None:
     text = run_up_to("insert-all-reduce", handmade(2)).to_text()
     assert re.findall(r"^    (\S+)\s+\| ", text, flags=re.MULTILINE) == ["each", "each", "each", "all", "each"]

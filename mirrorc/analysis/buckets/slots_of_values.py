@@ -39,6 +39,14 @@ def gradient_of(value: Any) -> str | None:
     return next((name for name, index in gradients.items() if index == place), None)
 
 
+def is_partial(program: Program, gradient: fx.Node) -> bool:
+    """Test for a tied parameter's gradient of some uses, to which a later region adds that of others."""
+    variable = gradient_of(gradient)
+    if variable is None or program.microbatches:  # else each microbatch adds to the earlier ones
+        return False
+    return any(variable in (user.kwargs.get("gradients") or {}) for user in gradient.users if is_region_call(user))  # type: ignore[operator]
+
+
 def slot_arguments(call: fx.Node) -> list[tuple[int, fx.Node]]:
     slots = ((place, slot_of(argument)) for place, argument in enumerate(call.args))
     return [(place, slot) for place, slot in slots if slot is not None]

@@ -75,11 +75,13 @@ class Call:
 
     Attributes:
         plain: strings, numbers, None, and lists or tuples of these, by name. A graph depends only on values that its trace reads.
+        unpacked: for a call with a batch as its one argument, the call with what is in it; else empty.
     """
 
     leaves: tuple[Leaf, ...]
     structure: Structure
     plain: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unpacked: str = ""
 
 
 def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

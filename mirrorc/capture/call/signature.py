@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -42,9 +43,10 @@ class Signature:
                 TypeError,
                 f"MC1301: {self._name}.forward{self._of_forward} cannot be called with these arguments",
                 why,
-                _fix(args, kwargs) or ("step(x, target=y)" if trains and self._takes_target else ""),
+                self._unpacked(args, kwargs, trains=trains)
+                or ("step(x, target=y)" if trains and self._takes_target else ""),
             )
-        call = flatten_call(self._names, args, kwargs)
+        call = replace(flatten_call(self._names, args, kwargs), unpacked=self._unpacked(args, kwargs, trains=trains))
         parts = self._microbatches if trains else 1
         split = functools.partial(
             split_call, call, self._num_replicas, microbatches=parts, may_be_empty=trains and self._are_several
@@ -75,7 +77,7 @@ class Signature:
                 TypeError,
                 "MC1301: target is missing: the step has a loss_fn",
                 "the loss_fn gets the outputs, then the target",
-                (_fix(args, kwargs) or "step(x, y)", "step(x, target=y)"),
+                (self._unpacked(args, kwargs, trains=trains) or "step(x, y)", "step(x, target=y)"),
             )
         return args, kwargs
 
@@ -87,11 +89,12 @@ class Signature:
             return str(error)
         return ""
 
-
-def _fix(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """For a batch that was given whole; else empty."""
-    if len(args) != 1 or kwargs:
-        return ""
-    if isinstance(args[0], Mapping):
-        return "step(**batch)" if "target" in args[0] else ""
-    return "step(*batch)" if isinstance(args[0], tuple | list) else ""
+    def _unpacked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> str:
+        """The call with the parts of a batch that was given whole; else empty."""
+        if len(args) != 1 or kwargs:
+            return ""
+        call = "step" if trains else "step.evaluate"
+        if isinstance(args[0], Mapping):
+            lacks_target = trains and self._takes_target and "target" not in args[0]
+            return "" if lacks_target else f"{call}(**batch)"
+        return f"{call}(*batch)" if isinstance(args[0], tuple | list) else ""

@@ -1,5 +1,6 @@
 """The target of a loss: the last positional argument, or by its name."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,25 @@ def test_a_model_that_takes_anything_has_an_input() -> None:
         with pytest.raises(TypeError, match="target is missing"):
             paths(model, X)
     assert paths(Named(), Y, input_ids=X) == {"input_ids": 0.0, "target": 1.0}
+
+
+def test_a_forward_that_cannot_take_a_whole_batch_is_told_of_its_parts() -> None:
+    batch = torch.ones(4, 3), torch.ones(4, 1)
+    model = nn.Linear(3, 1)
+    optimizer, eager = torch.optim.SGD(model.parameters(), lr=0.1), mirrorc.Compiler(backend="eager")
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, compiler=eager) as step:
+        for given, call in (
+            (batch, "*batch"),
+            (list(batch), "*batch"),
+            (dict(zip("xy", batch, strict=True)), "**batch"),
+        ):
+            with pytest.raises(
+                mirrorc.CaptureError, match=rf"MC2103: .*(\n.*)*\n  or:   step.evaluate\({re.escape(call)}\)"
+            ):
+                step.evaluate(given)
+        with pytest.raises(mirrorc.CaptureError, match=r"MC2103") as raised:
+            step.evaluate(torch.ones(4, 2))
+    assert "batch)" not in str(raised.value)
 
 
 def test_a_step_and_check_loss_take_it() -> None:

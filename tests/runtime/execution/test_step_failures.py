@@ -65,6 +65,17 @@ def test_the_eager_backend_is_recommended_where_it_says_more(opaque: str) -> Non
     assert advice(opaque, Table(), index) == f"check this step's batch\n  or:   {hint}"
 
 
+def test_after_a_failed_update_the_hyperparameters_are_to_be_checked_and_not_the_batch() -> None:
+    model = nn.Linear(3, 3)
+    optimizer, eager = torch.optim.AdamW(model.parameters()), mirrorc.Compiler(backend="eager")
+    with mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=F.mse_loss, compiler=eager) as step:
+        optimizer.param_groups[0]["betas"] = (0.9,)
+        with pytest.raises(
+            ExecutionError, match=r"MC5001: .* in update raised(.*\n)*  fix:  check optimizer.param_groups"
+        ):
+            step(torch.ones(4, 3), torch.zeros(4, 3))
+
+
 def accumulating(buffer: bool) -> Program:
     return handmade(2, buffer=buffer).evolve(accumulation=Accumulation.ADDS)
 
