@@ -50,6 +50,26 @@ def _mirrorc(workload: Workload, rank: int, backend: str) -> StepFunction:
     return lambda: step(x, target=y)
 
 
+def _mirrorc_module(workload: Workload, rank: int, backend: str) -> StepFunction:
+    import mirrorc
+
+    torch.set_num_threads(NUM_REPLICAS)
+    model = workload.make_model()
+    devices = [f"cpu:{i}" for i in range(NUM_REPLICAS)]
+    module = mirrorc.data_parallel(model, devices, compiler=mirrorc.Compiler(backend=backend))
+    optimizer = adamw(model)
+    x, y = workload.make_batch(workload.per_replica * NUM_REPLICAS)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = workload.loss_fn(module(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
 def _one_process(workload: Workload, rank: int, *, compiled: bool) -> StepFunction:
     torch.set_num_threads(NUM_REPLICAS)
     module = WithLoss(workload)
@@ -100,6 +120,7 @@ def _ddp(workload: Workload, rank: int, *, compiled: bool = False, sync: bool = 
 CONTENDERS: dict[str, tuple[int, Callable[..., StepFunction], dict[str, Any]]] = {
     "mirrorc": (1, _mirrorc, {"backend": "inductor"}),
     "mirrorc, eager": (1, _mirrorc, {"backend": "eager"}),
+    "mirrorc module": (1, _mirrorc_module, {"backend": "inductor"}),
     "mirrorc, autograd": (1, _mirrorc, {"backend": "eager", "capture": "autograd"}),
     "DDP": (NUM_REPLICAS, _ddp, {}),
     "DDP + compile": (NUM_REPLICAS, _ddp, {"compiled": True}),

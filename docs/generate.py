@@ -15,6 +15,7 @@ import typer
 
 import mirrorc
 from mirrorc import all_reduce_algorithms, cli, cluster, compression, errors, packing, passes
+from mirrorc.calls import data_parallel
 from mirrorc.ir.reference import reference
 from mirrorc.messages.catalogue import ENTRIES
 from mirrorc.options.option import Exclusion, Option, records_of
@@ -67,7 +68,7 @@ def for_docutils(lines: list[str]) -> list[str]:
 # --- the API ---------------------------------------------------------------------------------------------------------
 
 _TOPICS: dict[str, tuple[str, ...]] = {
-    "Compiling": ("compile", "train_step", "plan", "World"),
+    "Compiling": ("compile", "train_step", "data_parallel", "plan", "World"),
     "The step": ("Step", "join", "save_checkpoint", "load_checkpoint"),
     "Groups of options": ("Communication", "Memory", "Compiler", "Debug", "ClipGradNorm", "TopK"),
     "Arguments and outputs": ("replicated", "examples", "batch_dim", "PerReplica", "summed", "shard_batch"),
@@ -76,6 +77,7 @@ _TOPICS: dict[str, tuple[str, ...]] = {
     "Programs and pipelines": ("Program", "parse", "before", "after", "Placed"),
 }
 _MODULES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "mirrorc.calls.data_parallel": (data_parallel, ("DataParallel",)),
     "mirrorc.cluster": (cluster, ("join", "find_place", "Cluster", "Place", "Worker")),
     "mirrorc.packing": (packing, ("ByBytes", "EqualPacks", "EqualSplits", "Gradient")),
     "mirrorc.compression": (compression, ("Payload", "Gradients", "Collectives")),

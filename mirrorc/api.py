@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from mirrorc.calls.data_parallel import DataParallel, refuse_options_of_steps
 from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.capture.model.function_module import FunctionModule, module_of_function, with_trained_modules
 from mirrorc.capture.model.model_state import ModelState
@@ -49,7 +50,7 @@ from mirrorc.options.step_pipeline import step_pipeline
 from mirrorc.options.table import MODES, OPTIONS, Distributed, FiniteCheck, LossReduction, Mode, checked_arguments
 from mirrorc.options.worker_options import check_devices_of_worker, joined_workers, worker_devices
 from mirrorc.runtime.codegen.backends import Backend, backend_named
-from mirrorc.step import Step
+from mirrorc.step import Step, module_calls_of
 from mirrorc.user.optimizer_groups import OptimizerGroups, check_optimizers
 
 
@@ -163,6 +164,61 @@ def train_step(
     return lambda function: compile(function, devices, modules=modules, optimizer=optimizer, **options)
 
 
+def data_parallel(
+    model: nn.Module,
+    devices: int | Sequence[str | torch.device] | None = None,
+    *,
+    reduction: Literal["examples", "workers", "sum"] = "examples",
+    distributed: Distributed = "auto",
+    communication: Communication | None = None,
+    compiler: Compiler | None = None,
+    debug: Debug | None = None,
+) -> DataParallel:
+    """A module that runs a model on several devices, for a loop that computes the loss and updates itself.
+
+    ::
+
+        model = mirrorc.data_parallel(model, devices=2)
+        loss = loss_fn(model(x), y)  # outputs of the whole batch
+        loss.backward()              # p.grad has the gradient of the whole batch
+        optimizer.step()
+
+    Any loss is exact, as it sees the whole batch. `compile` is faster, as it has loss and update in its program.
+
+    Args:
+        model: a model written for one device. It stays the user's: its parameters are those of the module.
+        devices: as for `compile`.
+        reduction: how gradients of several workers are put together, each of which has a loss of its own batch: weighted by
+            numbers of "examples", which is exact for means; by 1 / number of "workers", as DDP does; or their "sum".
+        distributed: as for `compile`. Under torchrun, each worker runs the same loop on its own examples.
+        communication: buckets, order, link, timeout.
+        compiler: backend, symbolic sizes, passes of your own.
+        debug: dumps, prints, progress.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; names it and the remedy.
+    """
+    if not isinstance(model, nn.Module):
+        raise problem(
+            TypeError,
+            f"MC1201: model is a {type(model).__name__}, and data_parallel takes a module",
+            fix="give a torch.nn.Module",
+        )
+    if reduction not in ("examples", "workers", "sum"):
+        fix = "choose one of 'examples', 'workers', 'sum'"
+        raise problem(ValueError, f"MC1002: reduction is {reduction!r}", fix=fix)
+    shared: dict[str, Any] = {"distributed": distributed, "communication": communication}
+    shared |= {"compiler": compiler, "debug": debug}
+    arguments = {**OPTIONS.keywords, **shared, "model": model, "devices": devices}
+    arguments |= {"loss_reduction": "sum", "return_outputs": True}
+    with JointCompilation(distributed, communication) as joint:
+        options, state = step_options(arguments, {}, joint, ALONE, is_module=True)
+        refuse_options_of_steps(options)
+        step = Step(replace(options, ladder=options.ladder.first), state)
+    again = functools.partial(data_parallel, devices=devices, reduction=reduction, **shared)
+    return DataParallel(model, step, module_calls_of(step, reduction), step.close, again)
+
+
 def plan(
     model: nn.Module | Callable[..., Any],
     batch: Any,
@@ -224,11 +280,24 @@ def _call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def make_step(
     arguments: Mapping[str, Any], declared: Mapping[str, Any], joint: JointCompilation | None, workers: Workers
 ) -> Step:
-    """Makes a step.
+    """See `step_options`."""
+    return Step(*step_options(arguments, declared, joint, workers))
+
+
+def step_options(
+    arguments: Mapping[str, Any],
+    declared: Mapping[str, Any],
+    joint: JointCompilation | None,
+    workers: Workers,
+    *,
+    is_module: bool = False,
+) -> tuple[StepOptions, ModelState]:
+    """Checks the options of a step.
 
     Args:
         joint: the joined workers; None for a plan.
         workers: those of a plan.
+        is_module: whether the caller has the loss and the updates.
     """
     model, devices, loss_fn = (arguments[name] for name in ("model", "devices", "loss_fn"))
     others = {name: value for name, value in arguments.items() if name not in ("model", "devices")}
@@ -237,7 +306,14 @@ def make_step(
     check_loss_function(loss_fn)
     if asked["modules"] is not None or not isinstance(model, nn.Module):
         model = asked["model"] = _module_of(model, asked)
-    check_model(model)
+    if isinstance(model, DataParallel):
+        raise problem(
+            TypeError,
+            "MC1201: model is a module of mirrorc.data_parallel already",
+            "it runs on its devices by itself",
+            "give model.module, the plain model",
+        )
+    check_model(model, is_trained=not is_module)
     loss_fn = with_trained_modules(loss_fn, model, _optimized(asked["optimizer"]))
     longest_wait = min(seconds_of(asked["timeout"]), LONGEST_WAIT_SECONDS)
     parsed = worker_devices(workers, devices)
@@ -253,7 +329,7 @@ def make_step(
         workers = replace(workers, shards_optimizer=True)
     check_link(asked["link"], parsed)
     backend = usable_backend(asked["backend"], parsed)
-    model_state = ModelState(model, loss_fn)
+    model_state = ModelState(model, loss_fn, has_autograds_gradients=is_module)
     model_state.check_memory()
     optimizers = check_optimizers(asked["optimizer"], model_state.parameters)
     scaler = asked["scaler"] if asked["scaler"] is not None and asked["scaler"].is_enabled() else None
@@ -297,9 +373,10 @@ def make_step(
         program=asked["program"],
         dynamic=asked["dynamic"],
         remarks=(*remarks, *pipeline_remarks),
+        is_module=is_module,
     )
     check_dynamic(chosen)
-    return Step(chosen, model_state)
+    return chosen, model_state
 
 
 def _optimized(optimizers: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Every public name of mirrorc, for `mirrorc/__init__.py`, which imports them when the first is used."""
 
 from mirrorc import all_reduce_algorithms, cluster, compression, packing
-from mirrorc.api import compile, plan, train_step
+from mirrorc.api import compile, data_parallel, plan, train_step
 from mirrorc.calls.worker_batch import shard_batch
 from mirrorc.capture.call.argument_markers import PerReplica, batch_dim, examples, replicated
 from mirrorc.capture.call.traced_outputs import summed
@@ -59,6 +59,7 @@ __all__ = [
     "cluster",
     "compile",
     "compression",
+    "data_parallel",
     "examples",
     "join",
     "load_checkpoint",

@@ -14,6 +14,7 @@ import torch
 
 from mirrorc.calls.call_lock import ExclusiveCalls
 from mirrorc.calls.gradient_calls import refuse_gradients, refuse_update
+from mirrorc.calls.module_calls import ModuleCalls
 from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.reports import StepReports
 from mirrorc.calls.training import TrainingCalls
@@ -59,6 +60,7 @@ class Step(StepReports):
             len(options.devices),
             microbatches=options.microbatches,
             are_several=options.program_workers.are_several,
+            is_module=options.is_module,
         )
         held = held_state(model.tensors, options.devices, options.optimizers, is_captured=options.cuda_graphs)
         hold = held.hold(model.tensors, options.optimizers, type(options.model).__name__)
@@ -395,6 +397,21 @@ class Step(StepReports):
             if error is not None:
                 self._coordinator.note_failure(error)
             self._close()
+
+
+def module_calls_of(step: Step, reduction: str) -> ModuleCalls:
+    """The calls of the module of `mirrorc.data_parallel`; ``step`` has no loss and no optimizer."""
+    return ModuleCalls(
+        step._signature,
+        step._state,
+        step._specializer,
+        step._runs,
+        step._coordinator,
+        step._modes,
+        step._exclusively,
+        step._options.timeout_seconds,
+        reduction,
+    )
 
 
 def join(*steps: Step) -> AbstractContextManager[None]:

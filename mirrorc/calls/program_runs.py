@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,15 @@ from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
+from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The seed and the Python numbers of a run."""
+
+    seed: int | None = None
+    numbers: Sequence[Sequence[int | float]] = ()
 
 
 class ProgramRuns:
@@ -24,6 +34,7 @@ class ProgramRuns:
         last: the program of the last call, or of `prepare`.
         last_update: the last program that updates.
         num_updates: runs of programs that update.
+        draws: those of the last run.
     """
 
     def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:
@@ -33,6 +44,7 @@ class ProgramRuns:
         self.last: Executor | None = None
         self.last_update: Executor | None = None
         self.num_updates = 0
+        self.draws = Draws()
         # In the order of their last calls. Other threads read this while a step runs. Weak, as the cache may drop programs.
         self._called: tuple[weakref.ref[Executor], ...] = ()
         self._main: Executor | None = None
@@ -89,16 +101,15 @@ class ProgramRuns:
         coordinator: Coordinator,
     ) -> torch.Tensor | None:
         options, executor = self._options, compiled.executor
-        if self.pool is None:
-            self.pool = DevicePool(options.devices, self._num_threads, self._step_seconds)
         seed = coordinator.seed(int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None)
+        self.draws = Draws(seed, numbers)
         examples = coordinator.examples(sum(shards.num_examples))
         is_mean = options.loss_reduction == "mean"
         weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
         self._note_call(executor)
         with coordinator.random_stream(executor.program):
             loss = executor.run(
-                self.pool,
+                self._running_pool(),
                 shards.tensors,
                 weights,
                 examples,
@@ -110,6 +121,27 @@ class ProgramRuns:
         if executor.updates:
             self._note_update(executor)
         return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)
+
+    def run_backward(
+        self,
+        executor: Executor,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        weights: Sequence[float],
+        examples: Examples,
+        draws: Draws,
+        sizes: Sequence[Sequence[int | float]],
+    ) -> None:
+        """Runs a program of backward with what its forward has drawn."""
+        executor.commit.begin()
+        self._interrupts.commit = executor.commit
+        self._note_call(executor)
+        seed, numbers = draws.seed, draws.numbers
+        executor.run(self._running_pool(), tensors, weights, examples, seed, self._interrupts, numbers, sizes)
+
+    def _running_pool(self) -> DevicePool:
+        if self.pool is None:
+            self.pool = DevicePool(self._options.devices, self._num_threads, self._step_seconds)
+        return self.pool
 
     def interrupt(self) -> None:
         """Stops a run in another thread, unless it is committed."""

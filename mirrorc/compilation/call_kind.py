@@ -11,6 +11,7 @@ from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.state.accumulation_state import AccumulationState, ProgramState
 from mirrorc.runtime.state.evaluation_state import EvaluationState
 from mirrorc.runtime.state.gradient_state import GradientState
+from mirrorc.runtime.state.module_states import BackwardState, ForwardState
 from mirrorc.runtime.state.step_state import StepState
 
 
@@ -21,6 +22,8 @@ class Purpose(enum.Enum):
     ACCUMULATION = "accumulation"  # to add the batch's gradients to the accumulated ones
     END_OF_ACCUMULATION = "step after accumulation"  # to update with the sum of both
     GRADIENTS = "call for gradients"  # to add the batch's gradients to those of the user's parameters
+    FORWARD = "forward"  # of a module, before the caller computes a loss
+    BACKWARD = "backward"  # from the gradients of a module's outputs, to those of its parameters
     EVALUATION = "evaluation"  # of forward alone
 
     @staticmethod
@@ -37,16 +40,16 @@ class Purpose(enum.Enum):
 
     @property
     def has_optimizer(self) -> bool:
-        return self.trains and self is not Purpose.GRADIENTS
+        return self.trains and self not in (Purpose.GRADIENTS, Purpose.FORWARD, Purpose.BACKWARD)
 
     @property
     def accumulation(self) -> Accumulation:
         return _ACCUMULATION.get(self, Accumulation.NONE)
 
     def passes_of(self, pipeline: Sequence[Pass]) -> list[Pass]:
-        if self is Purpose.EVALUATION:
+        if self in (Purpose.EVALUATION, Purpose.FORWARD):
             return for_evaluation(pipeline)
-        if self is Purpose.GRADIENTS:
+        if self in (Purpose.GRADIENTS, Purpose.BACKWARD):
             return for_gradients(pipeline)
         return for_accumulation(pipeline) if self is Purpose.ACCUMULATION else list(pipeline)
 
@@ -60,6 +63,7 @@ _ACCUMULATION = {
     Purpose.ACCUMULATION: Accumulation.ADDS,
     Purpose.END_OF_ACCUMULATION: Accumulation.ENDS,
     Purpose.GRADIENTS: Accumulation.GRADIENTS,
+    Purpose.BACKWARD: Accumulation.GRADIENTS,
 }
 
 
@@ -67,6 +71,8 @@ def states_of(state: StepState) -> dict[Purpose, ProgramState]:
     states: dict[Purpose, ProgramState] = {
         Purpose.ACCUMULATION: AccumulationState(state),
         Purpose.GRADIENTS: GradientState(state),
+        Purpose.FORWARD: ForwardState(state),
+        Purpose.BACKWARD: BackwardState(state),
         Purpose.EVALUATION: EvaluationState(state),
     }
     return {purpose: states.get(purpose, state) for purpose in Purpose}

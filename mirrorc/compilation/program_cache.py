@@ -20,6 +20,7 @@ from mirrorc.capture.call.step_outputs import Outputs
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.front_ends.state_guards import AllGuards
 from mirrorc.capture.program.symbolic_inputs import SymbolicSizes
+from mirrorc.compilation.forward_and_backward import ForwardAndBackward
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.messages.problem import message, problem
@@ -90,6 +91,21 @@ def _shown(value: tuple[type, Any] | None) -> str:
 
 
 @dataclass(frozen=True, eq=False)
+class Backward:
+    """The program of backward of a module's forward.
+
+    Attributes:
+        gradients: the parameters that get one.
+        constants: the tensors that it reads and that are no variables.
+    """
+
+    executor: Executor
+    cut: ForwardAndBackward
+    gradients: tuple[str, ...]
+    constants: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Specialization:
     """A compiled program with the guards on the Python values that its capture read.
 
@@ -97,6 +113,7 @@ class Specialization:
         guards: tested with the plain values in `training_call`.
         shard_of_replica: the index of each replica's captured graph; None for a replica without examples.
         loss_dtype: None for an evaluation.
+        backward: of a module's forward.
         batch: the call for which the program was compiled.
     """
 
@@ -110,6 +127,11 @@ class Specialization:
     loss_dtype: torch.dtype | None = None
     sizes: SymbolicSizes | None = None
     symbolic: SymbolicDims = ()
+    backward: Backward | None = None
+
+    @property
+    def executors(self) -> list[Executor]:
+        return [self.executor, *([self.backward.executor] if self.backward is not None else [])]
 
     def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
         sizes = self.sizes.of_shards(shards) if self.sizes is not None else []
@@ -260,7 +282,7 @@ class Specializations:
             self._remember_home(called, key)
         else:
             self._homes.pop(called, None)
-        dropped = [instead.executor] if instead is not None else []
+        dropped = instead.executors if instead is not None else []
         if instead is not None:
             self._remove(instead)
         entries = self._by_key.setdefault(key, [])
@@ -271,7 +293,7 @@ class Specializations:
         entries.append(new)
         self._by_key.move_to_end(key)
         while len(self) > MOST_SPECIALIZATIONS:
-            dropped.append(self._drop().executor)
+            dropped += self._drop().executors
             logger.info(
                 "a step keeps %d compiled programs of a kind: the one that was not used for longest is dropped",
                 MOST_SPECIALIZATIONS,
@@ -321,7 +343,9 @@ class Specializations:
         return sum(map(len, self._by_key.values()))
 
     def __iter__(self) -> Iterator[Executor]:
-        return iter([cached.executor for entries in self._by_key.values() for cached in entries])
+        return iter(
+            [executor for entries in self._by_key.values() for cached in entries for executor in cached.executors]
+        )
 
     def _warn_of_many(self, first: list[_Compiled], reasons: Sequence[str]) -> None:
         if len(first) < _MANY_COMPILATIONS:

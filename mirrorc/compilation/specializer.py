@@ -248,7 +248,8 @@ class Specializer:
         types = (shard_types(tensors, d.torch_device) for tensors, d in zip(shards.tensors, devices, strict=True))
         of_optimizers = self._options.optimizers.structure() if purpose.has_optimizer else ()
         parts, rows = (*types, shards.microbatches), shards.rows_elsewhere
-        return call.structure, parts, self._model.fingerprint(), of_optimizers, torch_modes(), rows
+        modes = (torch_modes(), call.differentiated)
+        return call.structure, parts, self._model.fingerprint(), of_optimizers, modes, rows
 
 
 def _kind_of_call(purpose: Purpose, shards: Shards) -> str:

@@ -14,11 +14,12 @@ from torch import nn
 from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.changing_numbers import ChangingNumbers
 from mirrorc.capture.call.evaluation_call import EvaluationCall
+from mirrorc.capture.call.module_call import ModuleCall, ModuleEvaluation
 from mirrorc.capture.call.recompile_reasons import CallKind
 from mirrorc.capture.call.shard_types import SymbolicDims, shard_types
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.capture_errors import RaisedError, StateError
+from mirrorc.capture.diagnostics.capture_errors import AS_PLAIN_PYTORCH, NoGradientError, RaisedError, StateError
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.front_ends.front_end import FrontEnd
 from mirrorc.capture.model.model_state import ModelState
@@ -30,8 +31,9 @@ from mirrorc.compilation.capture_warnings import CaptureWarnings
 from mirrorc.compilation.choices.device_exchange import with_gathered
 from mirrorc.compilation.choices.worker_choices import WorkerChoices
 from mirrorc.compilation.edited_program import EditedProgram
+from mirrorc.compilation.forward_and_backward import cut_at_outputs
 from mirrorc.compilation.instruments import instruments_for
-from mirrorc.compilation.program_cache import Specialization
+from mirrorc.compilation.program_cache import Backward, Specialization
 from mirrorc.compilation.program_facts import remarks_on_facts, remarks_on_whole_sums
 from mirrorc.compilation.progress import Progress
 from mirrorc.errors import CaptureError
@@ -44,6 +46,7 @@ from mirrorc.messages.wording import counted
 from mirrorc.options.gradient_clipping import check_bounds_of_groups
 from mirrorc.options.placement import check_owned_names
 from mirrorc.options.step_options import StepOptions
+from mirrorc.passes import PlanBuckets
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pass_order import check_end
 from mirrorc.pipeline.protocol import Instrument, Pass
@@ -93,6 +96,8 @@ class StepCompiler:
         self._edited = EditedProgram(options.program) if options.program is not None else None
         self._most_activations = 0  # the peak of a device, in programs that keep everything for backward
         self.states = states_of(state)
+        if options.is_module:
+            self.states[Purpose.EVALUATION] = self.states[Purpose.FORWARD]
 
     def compile(
         self,
@@ -133,6 +138,9 @@ class StepCompiler:
             if isinstance(error, CaptureError):  # its text names the user's line: our own frames add nothing
                 logger.debug("refused by the capture", exc_info=True)
                 error.with_traceback(None)
+                if self._options.is_module:
+                    of_step = "mirrorc.compile(...), whose steps run such a model as plain PyTorch"
+                    error.args = (str(error).replace(AS_PLAIN_PYTORCH, of_step),)
                 if isinstance(error, RaisedError) and call.unpacked:
                     error.args = (
                         with_line(str(error), "fix", f"{call.unpacked}, if the batch holds forward's arguments"),
@@ -169,7 +177,13 @@ class StepCompiler:
             self._options.optimizers.check(self._model.parameters)
             check_bounds_of_groups(self._options.pipeline, self._options.optimizers)
         self._regions.prepare(self._home)
-        training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
+        try:
+            training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
+        except NoGradientError:
+            purpose = Purpose.EVALUATION  # autograd has nothing to do behind this forward
+            training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
+        if purpose is Purpose.FORWARD:
+            return self._forward_and_backward(training_call, captured, call, symbolic, progress)
         if captured.sizes is not None and self._options.program_workers.are_several:
             _refuse_counted_rows(captured.program)
         times.append(time.perf_counter())
@@ -188,6 +202,42 @@ class StepCompiler:
             captured.loss_dtype,
             captured.sizes,
             symbolic,
+        )
+
+    def _forward_and_backward(
+        self,
+        training_call: TrainingCall,
+        captured: CapturedProgram,
+        call: Call,
+        symbolic: SymbolicDims,
+        progress: Progress,
+    ) -> Specialization:
+        """Runs the passes on operators before the program is cut in two, so that they see both."""
+        prepared, _ = self._prepared(captured, Purpose.FORWARD)
+        common = [*itertools.takewhile(lambda entry: not isinstance(entry, PlanBuckets), self._options.pipeline)]
+        joint = self._passed(prepared, common, progress)
+        cut = cut_at_outputs(joint, len(call.leaves), type(self._options.model).__name__)
+        rest, executors = self._options.pipeline[len(common) :], {}
+        for purpose, program in ((Purpose.FORWARD, cut.forward), (Purpose.BACKWARD, cut.backward)):
+            passes = (purpose if program.trains else Purpose.FORWARD).passes_of(rest)
+            lowered = self._lowered(program, passes, progress)
+            regions = self._compiled_regions(lowered, progress)
+            executors[purpose] = self._executor(lowered, regions, captured, purpose)
+        gradients = [name for name, variable in cut.backward.variables.items() if variable.update is not None]
+        constants = [captured.constants[name] for name in cut.read_variables if name in captured.constants]
+        backward = Backward(executors[Purpose.BACKWARD], cut, tuple(gradients), tuple(constants))
+        return Specialization(
+            executors[Purpose.FORWARD],
+            captured.guards,
+            training_call,
+            call.plain,
+            CallKind.of_batch(call),
+            captured.outputs,
+            captured.program.shard_of_replica,
+            None,
+            captured.sizes,
+            symbolic,
+            backward,
         )
 
     def _captured(
@@ -221,11 +271,14 @@ class StepCompiler:
         self, front_end: FrontEnd, call: Call, shards: Shards, purpose: Purpose, symbolic: SymbolicDims
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
         options = self._options
-        training_call = (TrainingCall if purpose.trains else EvaluationCall)(
+        kinds = (ModuleEvaluation, ModuleCall) if options.is_module else (EvaluationCall, TrainingCall)
+        training_call = kinds[purpose.trains](
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
-        training_call.numbers, training_call.trained_elsewhere = self._numbers, parameters_in_training()
+        training_call.numbers = self._numbers
+        training_call.trained_elsewhere = parameters_in_training() if not options.is_module else frozenset()
         training_call.carried = self._carried[purpose.trains]
+        training_call.differentiated = call.differentiated
         captured = capture_program(
             training_call,
             call,
@@ -282,7 +335,7 @@ class StepCompiler:
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
         refuse_over_workers(program)
         remarks = [*options.remarks, *remarks_on_facts(program, self._model, options.microbatches)]
-        if purpose is Purpose.GRADIENTS:
+        if purpose in (Purpose.GRADIENTS, Purpose.FORWARD):
             remarks += remarks_on_whole_sums(options.pipeline)
         program = with_gathered(self._choices.put_into(program.with_remarks(*remarks)), options)
         if captured.sizes is not None and program.workers.sent_as_factors:
@@ -291,12 +344,14 @@ class StepCompiler:
         return self._edited.continued(program, pipeline) if self._edited and purpose.trains else (program, pipeline)
 
     def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress, *more: Instrument) -> Program:
-        options = self._options
-        progress.enter("passes", len(pipeline))
-        instruments = instruments_for(pipeline, options.dump, options.print_after)
-        program = run_passes(program, pipeline, [*instruments, progress, *more])
+        program = self._passed(program, pipeline, progress, *more)
         check_end(program.stage)
         return program
+
+    def _passed(self, program: Program, passes: Sequence[Pass], progress: Progress, *more: Instrument) -> Program:
+        progress.enter("passes", len(passes))
+        instruments = instruments_for(passes, self._options.dump, self._options.print_after)
+        return run_passes(program, passes, [*instruments, progress, *more])
 
     def _compiled_regions(self, program: Program, progress: Progress) -> list[dict[str, RegionFunction]]:
         places = zip(self._options.devices, program.device_graphs.values(), strict=True)
@@ -315,7 +370,7 @@ class StepCompiler:
     ) -> Executor:
         options = self._options
         step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None and purpose.updates else None
-        is_recording = purpose.updates and step_graph is None
+        is_recording = (purpose.updates or purpose is Purpose.BACKWARD) and step_graph is None
         recorder = Recorder([clock_for(d, options.timeout_seconds) for d in options.devices]) if is_recording else None
         return Executor(
             program,
@@ -325,7 +380,7 @@ class StepCompiler:
             options.timeout_seconds,
             recorder,
             step_graph,
-            self._team if purpose.trains else None,
+            self._team if program.trains else None,
         )
 
     def keep_only(self, programs: Sequence[Program]) -> None:

@@ -78,6 +78,14 @@ class Coordinator(Protocol):
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None: ...
 
+    def union(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is set on any worker."""
+        ...
+
+    def end_backward(self, program: Program) -> None:
+        """Gives the buffers that forward has written the same values on all workers."""
+        ...
+
     def joined_steps(
         self,
         take_part: Callable[[TeamCoordinator], bool],
@@ -134,6 +142,12 @@ class LocalCoordinator:
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
         return loss
+
+    def union(self, flags: Sequence[bool]) -> list[bool]:
+        return [*flags]
+
+    def end_backward(self, program: Program) -> None:
+        pass
 
     def joined_steps(
         self,

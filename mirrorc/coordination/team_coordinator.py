@@ -322,6 +322,18 @@ class TeamCoordinator:
         self.team.finish()
         return total.to(self._options.devices[0].torch_device, dtype)
 
+    def union(self, flags: Sequence[bool]) -> list[bool]:
+        if len(flags) < 2:
+            return [*flags]
+        counts = torch.tensor(flags, dtype=torch.float64)
+        self.team.control.all_reduce(counts)
+        return [bool(count) for count in counts]
+
+    def end_backward(self, program: Program) -> None:
+        self.team.end_updates()
+        show_buffers(self.team.control, program, self._state, self.agreed, self._num_present)
+        self.team.finish()
+
     # Besides training calls
 
     def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:

@@ -3,10 +3,19 @@
 from mirrorc.custom_ops import (
     eager_calls,
     out_products,
+    output_tangents,
     random,
     recurrent,
     replica_collectives,
     sequence_lengths,
 )
 
-__all__ = ["eager_calls", "out_products", "random", "recurrent", "replica_collectives", "sequence_lengths"]
+__all__ = [
+    "eager_calls",
+    "out_products",
+    "output_tangents",
+    "random",
+    "recurrent",
+    "replica_collectives",
+    "sequence_lengths",
+]

@@ -165,6 +165,19 @@ def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> 
 
 
 @operation(
+    Kind.GATHER,
+    since=Stage.CAPTURED,
+    effects=(Effect.GATHERS,),
+    gives=nothing,
+    stem="keep_{number}",
+    hidden=("number",),
+    printed=Printed.TOGETHER,
+)
+def keep(value: Any, *, number: int, replica: int | None = None) -> None:
+    """Keeps a value of forward, as it is, for the program of backward."""
+
+
+@operation(
     Kind.PACK, since=Stage.PACKED, gives=of_pack, stem="b{bucket}{pack}", value="bucket", called="b{bucket}{pack}"
 )
 def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) -> Any:

@@ -38,6 +38,11 @@ LOSS_OUTPUT = "loss"
 """Name of an evaluation's loss among the outputs; all other names begin with ``outputs``."""
 
 
+def gradient_output(argument: str) -> str:
+    """Name of an argument's gradient among the outputs."""
+    return f"gradient of {argument}"
+
+
 class Stage(enum.IntEnum):
     """SCHEDULED is UPDATED with further properties."""
 
@@ -98,6 +103,8 @@ class ArgumentKind(enum.StrEnum):
     """Saved and printed programs contain the member's value."""
 
     BATCH = "batch"  # a shard, or a tensor that is given whole
+    TANGENT = "tangent"  # a replica's part of the gradient of an output
+    SAVED = "saved"  # a value that the program of forward has kept
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
     SIZE = "size"  # a Python number computed from the sizes of the replica's shard
     NUMBER = "number"  # a Python number that may change in each step, as a scalar of 64 bits
@@ -123,9 +130,10 @@ def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: Argume
 
 @dataclass(frozen=True)
 class Program:
-    """A model's training step, or its evaluation, at one stage of compilation.
+    """A model's training step, its evaluation, or its forward or backward alone, at one stage of compilation.
 
-    An evaluation has no gradients, buckets or loss weight. Its loss is gathered with its other outputs.
+    An evaluation has no gradients, buckets or loss weight. Its loss is gathered with its other outputs. Forward alone is an
+    evaluation that keeps values. Backward alone takes these, and the gradients of outputs, in place of a loss.
 
     Up to OUTLINED, ``shard_graphs`` holds a single-device graph for each distinct shard shape.
     ``shard_of_replica`` has each replica's index into them, None without examples.
@@ -217,6 +225,16 @@ class Program:
     @functools.cached_property
     def trains(self) -> bool:
         return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
+
+    @functools.cached_property
+    def takes_tangents(self) -> bool:
+        """True for backward of a module: it begins with the gradients of outputs, and `trains` if parameters get one."""
+        return any(argument.kind is ArgumentKind.TANGENT for argument in self.arguments)
+
+    @property
+    def has_loss(self) -> bool:
+        """False in an evaluation, and in forward and backward of a module."""
+        return self.trains and not self.takes_tangents
 
     @property
     def meets_workers(self) -> bool:

@@ -79,7 +79,7 @@ MC1205 A ScriptModule that cannot be trained
 Give the module as it was before `torch.jit`, with `load_state_dict` of the scripted one's state.
 
 MC1206 A parameter that was replaced, hidden or added after compile
-Write into the old tensors, as `model.load_state_dict(state)` does, or make the optimizer and the step anew.
+Write into the old tensors, as `model.load_state_dict(state)` does, or make the optimizer and the step or module anew.
 
 MC1207 A hook on a gradient
 A captured step does not call it. Change gradients in the loss, or by `optimizer.register_step_pre_hook(...)`.
@@ -88,8 +88,7 @@ MC1208 Memory that is shared
 Tie weights by the parameter, `head.weight = embedding.weight`, not by `.data`. Share copies with other processes.
 
 MC1211 No optimizer
-`mirrorc.compile(model, devices, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=loss_fn)`. Without one, a step
-has `step.gradients(x, y)`, which leaves gradients in `p.grad`, and `step.evaluate(x)`.
+`mirrorc.compile(..., optimizer=optimizer)`. Without one, `step.gradients(x, y)` leaves gradients in `p.grad`.
 
 MC1212 An optimizer that needs a closure
 `LBFGS` evaluates the model several times in a step. Leave `optimizer=` out, and give it a closure that returns
@@ -126,11 +125,10 @@ MC1306 Nothing to split
 Give the batch as tensors whose dim 0 counts examples. A scalar tensor is passed as `mirrorc.replicated(scalar)`.
 
 MC1307 A PerReplica that does not fit
-It has a value for each device, all of one structure: `mirrorc.PerReplica([x0, x1])`. `reduce` and `gather` take tensors, and
-dicts, lists and tuples of them.
+It has a value for each device, all of one structure: `mirrorc.PerReplica([x0, x1])`. `reduce` and `gather` take tensors inside.
 
 MC1308 An argument that requires a gradient
-A step gives gradients to parameters alone: `step(x.detach(), y)`, or one module that holds both models.
+`step(x.detach(), y)`, or one module that holds both models. A module of `mirrorc.data_parallel` takes plain tensors that do.
 
 MC1309 A container that cannot be made again
 Shards need containers of their own. Pass a plain `dict`, `list` or `tuple`, or a dataclass.
@@ -174,13 +172,16 @@ Save `step.state_dict()`, or copy the model and the optimizer and compile the co
 MC1603 A wrong argument of `mirrorc.join`
 `with mirrorc.join(d_step, g_step):` takes the steps that the block calls.
 
+MC1604 A compiled module that is moved
+Its devices are fixed. Move or cast the plain model before: `mirrorc.data_parallel(model.to(...), devices=...)`.
+
 MC1701 A wrong value for other replicas
 `mirrorc.all_reduce` adds tensors of numbers, `mirrorc.all_gather` puts rows together: `mirrorc.all_gather(value[None])`.
 
 # Capture
 
 MC2101 A model that cannot be traced
-Change the line after `at:` as the message says, or run the model as plain PyTorch:
+Change the line after `at:` as the message says. A step, not a module, may also run as plain PyTorch:
 `compiler=mirrorc.Compiler(capture="autograd")`. [Capture](../concepts/capture.md) has the rules.
 
 MC2102 A branch on the values of tensors
@@ -198,8 +199,9 @@ Give `loss_fn=`, or let the model return the loss, as models of Hugging Face do 
 MC2202 A loss that is no scalar
 `loss.mean()`; or `loss.sum()` with `loss_reduction="sum"`. Of several items the first is the loss: `return loss, logits`.
 
-MC2203 A loss that reaches no trained parameter
-`.detach()`, `.item()`, `torch.no_grad()` or `argmax` cuts the graph; or the optimizer was given other parameters.
+MC2203 A loss, or outputs, without a gradient for any trained parameter
+`.detach()`, `.item()`, `torch.no_grad()` or `argmax` cuts the graph; or the optimizer has other parameters. A module's outputs
+are real: `torch.view_as_real(output)`.
 
 MC2204 A loss of another dtype
 A loss is one real number of floating point: `loss.float()`, and `loss.real` for a complex one.
@@ -239,7 +241,7 @@ MC2502 A recurrent layer with time first
 A step splits dim 0. Use `nn.LSTM(..., batch_first=True)`.
 
 MC2503 Values of other replicas that cannot be exchanged
-All replicas make the same calls of `mirrorc.all_reduce` and the like, with shapes that go together. Use even batches.
+All replicas make the same calls, with shapes that go together: use even batches. A module has none over several workers.
 
 MC2504 A graph that depends on the size of the shard
 Use batches that divide by the number of devices: `DataLoader(..., drop_last=True)`.
@@ -287,8 +289,7 @@ MC3203 Clipping without effect
 Gradients are gone when the step returns. `mirrorc.compile(..., clip_grad_norm=1.0)` clips them before the update.
 
 MC3204 Gradients of your own that were dropped
-A step trains on its own batch. Put the other loss into `loss_fn`, or make the update by an optimizer of your own, and then
-`optimizer.zero_grad()`.
+A step trains on its own batch. Put the other loss into `loss_fn`, or update by yourself, and then `optimizer.zero_grad()`.
 
 MC3206 Accumulated gradients without an update
 End an accumulation by a call of the step, or drop what is kept: `step.zero_grad()`.
@@ -301,6 +302,9 @@ Modes belong to a thread. Use the mode on the plain model between steps.
 
 MC3209 A gradient that nothing can be added to
 `p.grad = None`, or `p.grad = p.grad.clone()`, before `step.gradients(x, y)`.
+
+MC3210 A second backward, or a gradient of a gradient
+A module of `mirrorc.data_parallel` has the one with `retain_graph=True`, and the other in plain PyTorch: `model.module(x)`.
 
 MC3301 A change of an object that a captured step does not repeat
 Return the value with `return_outputs=True`, or keep it in a buffer.
@@ -438,7 +442,7 @@ MC6205 Workers that could not join
 All have the same address and number of workers, each a rank of its own, and the same versions.
 
 MC6301 Workers that differ
-All make the same calls in one order, with the same model, options and seeds.
+All make the same calls in one order, with the same model, options, seeds and updates.
 
 MC6302 A call that does not fit `step.join()`
 Workers that have left take part in the calls of others: put one block around the loop, and calls of other steps after it.

@@ -11,7 +11,8 @@ from types import MappingProxyType
 from torch import fx
 
 from mirrorc.ir.nodes import is_region_call, region_of, region_title
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import ArgumentKind, Program, Stage
+from mirrorc.messages.wording import counted
 from mirrorc.printing.bucket_names import BucketNames
 from mirrorc.printing.folding import folded
 from mirrorc.printing.graph_text import Line, graph_lines, rendered
@@ -33,6 +34,17 @@ def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) 
     return ", ".join(f"{names.get(name, name)}: {type_of(value)}" for name, value in placeholders)
 
 
+def _signature(program: Program, graph: fx.Graph) -> str:
+    """Counts activations that forward has kept, where only calls read them."""
+    kept = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SAVED}
+    if program.stage is Stage.CAPTURED or not kept:
+        return signature(graph)
+    nodes = graph.find_nodes(op="placeholder")
+    shown = [f"{node.target}: {type_of(node.meta.get('val'))}" for node in nodes if node.target not in kept]
+    number = len(nodes) - len(shown)  # 0 on a device without examples
+    return ", ".join([*shown, *([counted(number, "activation")] if number else [])])
+
+
 def function_lines(
     program: Program,
     lines_of: Callable[[fx.Graph], list[Line]],
@@ -52,7 +64,7 @@ def function_lines(
         above = heading(program, users) if users else []
         above += heading(program, absent) if absent and graph is program.shard_graphs[-1] else []
         body = rendered(lines_of(graph), sources)
-        lines += ["", *above, f"def one_device({signature(graph)}):", *_stretches(program, body, fold)]
+        lines += ["", *above, f"def one_device({_signature(program, graph)}):", *_stretches(program, body, fold)]
     if program.graph is not None:
         above = [line for replicas in variants_of_mirrored(program) for line in heading(program, replicas)]
         mirrored = lines_of(program.graph)
@@ -149,7 +161,7 @@ def function_names(program: Program) -> list[str]:
 def _functions(program: Program, lines_of: Callable[[fx.Graph], list[Line]]) -> list[_Function]:
     modules = list(program.device_graphs.values())
     lines = [lines_of(module.graph) for module in modules]
-    signatures = [signature(module.graph) for module in modules]
+    signatures = [_signature(program, module.graph) for module in modules]
     texts = [tuple((line.text, line.comment) for line in body) for body in lines]
     keys = [(signatures[r], texts[r], num_examples(program, r)) for r in range(len(modules))]
     names = device_names(program, range(len(modules)))

@@ -94,7 +94,7 @@ def _calls(program: Program, graph: fx.Graph, bucket_names: BucketNames | None) 
     output = graph.output_node()
     returned: Any = output.args[0]
     results = ["loss"] if isinstance(returned, fx.Node) else list(returned or ())
-    left_out = () if program.trains else ("loss", "losses", "gradients")  # an evaluation returns none
+    left_out = () if program.has_loss else ("loss", "losses") if program.trains else ("loss", "losses", "gradients")
     lines.append(Line(f"return {', '.join(name for name in results if name not in left_out) or None}", output))
     return lines
 

@@ -75,14 +75,14 @@ class LineComments:
             return f"forward of {span}{loss}" if span else f"forward{loss}"
         if span and taken_gradients(region.graph_module.graph):
             return f"backward of {span}, as plain PyTorch makes it"
-        has_loss = any(_is_loss_weight(program, origin_of(node)) for node in call.all_input_nodes)
+        has_loss = program.has_loss and any(_is_loss_weight(program, origin_of(node)) for node in call.all_input_nodes)
         subject = ", ".join([*(["the loss"] if has_loss else []), *([span] if span else [])])
         return f"backward of {subject}" if subject else "backward"
 
 
 def _gives_loss(program: Program, call: fx.Node) -> bool:
     """In training the last forward call gives the loss; in an evaluation, the call whose loss is gathered."""
-    if program.trains:
+    if program.has_loss:
         replica = replica_of(call)
         forward = (n for n in region_calls(call.graph) if replica_of(n) == replica and _is_forward(program, n))
         return call is list(forward)[-1]
@@ -155,7 +155,7 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     commit = next(calls_to(graph, ops.commit), None)
     if commit is None:
         return {}
-    piece, written = ("backward", "parameters") if program.trains else ("forward", "buffers")
+    piece, written = ("backward", "parameters") if program.trains or program.takes_tangents else ("forward", "buffers")
     written = "accumulated gradients" if program.accumulates else written
     written = "gradients of the user's parameters" if program.leaves_gradients else written
     who = f"{piece} is done" if program.num_replicas == 1 else f"commit waits until all devices are done with {piece}"
@@ -165,11 +165,8 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
         who = f"{who}, on all other workers, too"
     if is_early(commit) or any(calls_to(graph, ops.gather_parameters)):
         rest = "only a lost connection may fail it"
-    lines = {
-        commit: [
-            f"{written} may be written from here on: {who}; a failure before it changes nothing, and behind it {rest}"
-        ]
-    }
+    begun = "autograd gets the gradients" if program.takes_tangents else f"{written} may be written"
+    lines = {commit: [f"{begun} from here on: {who}; a failure before it changes nothing, and behind it {rest}"]}
     if is_checked(commit):
         where = "" if program.num_replicas == 1 else " on every device"
         where = " on every device of all workers" if program.workers.are_several else where
@@ -317,6 +314,8 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
     {
         ops.check: lambda program, node: f"or the step stops: {node.kwargs['text']!r}",
         ops.gather: lambda program, node: _gathered(node),
+        ops.keep: lambda program, node: "for backward",
+        ops.add_to_grad: lambda program, node: "autograd adds it to p.grad" if program.takes_tangents else "",
         ops.sum_over_replicas: lambda program, node: f"{_of_present(program)}, awaited here",
         ops.rows_of_replicas: lambda program, node: f"{_of_present(program)}, awaited here",
         ops.own_rows_of_sum: lambda program, node: f"{_of_present(program)}, awaited here; its own rows",

@@ -25,7 +25,7 @@ from mirrorc.ir.nodes import (
     replica_of,
 )
 from mirrorc.ir.operation import Kind, operation_of
-from mirrorc.ir.program import LOSS_OUTPUT, Program
+from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program, gradient_output
 from mirrorc.ir.type_rules import awaited_elements
 from mirrorc.printing.bucket_names import BucketNames
 from mirrorc.torch_internals import is_symbolic, text_of_size
@@ -90,6 +90,7 @@ class PrintedValues:
 
     def __init__(self, program: Program, graph: fx.Graph, bucket_names: BucketNames | None = None) -> None:
         self._program = program
+        self._saved = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SAVED}
         self.kinds: dict[fx.Node, tuple[str, str]] = {}  # node -> (kind, name)
         results = {node: (kind, name) for kind, name, node in _results(program, graph)}
         for node in graph.nodes:
@@ -108,11 +109,13 @@ class PrintedValues:
             return "computed", ""  # named by `_name_computed`
         if isinstance(operation.operands, str):
             return "saved", node.name
+        if operation.symbol is ops.argument and node.kwargs["name"] in self._saved:
+            return "activation", str(node.kwargs["name"])
         return operation.value, filled(operation.called, node.args, node.kwargs) or node.name
 
     def _classify_other(self, node: fx.Node) -> tuple[str, str]:
         if node.op == "placeholder":
-            return "argument", str(node.target)
+            return "activation" if node.target in self._saved else "argument", str(node.target)
         if is_compute(node):
             return "computed", ""
         of_part = part_keywords(node.target, node.args)
@@ -214,8 +217,12 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
     for node in calls_to(graph, ops.gather) if not program.trains else ():
         if node.kwargs["output"] == LOSS_OUTPUT:
             yield from (("loss", "loss", value) for value in node.all_input_nodes)
+    arguments = {gradient_output(argument.name): argument.name for argument in program.arguments}
     for node in graph.nodes:
-        if node.target is ops.pack:
+        if node.target is ops.gather and program.takes_tangents:
+            name = arguments.get(str(node.kwargs["output"]), "")
+            yield from (("gradient", name, value) for value in node.all_input_nodes)
+        elif node.target is ops.pack:
             for slot, gradient in zip(packed_slots(program, node), node.all_input_nodes, strict=False):
                 yield "gradient", slot.variable, origin_of(gradient)
         elif node.target is ops.write:

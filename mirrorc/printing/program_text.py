@@ -3,7 +3,7 @@
 The printed form::
 
     text      = heading [ change ] [ workers ] bucket* optimizer* messages* remark* function+ region*
-    heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices ·" ( "N buckets" [ "·" CALLS ] | "evaluation" )
+    heading   = "# mirrorc" [ "· after PASS" ] "· stage STAGE · N devices ·" ( "N buckets" [ "·" CALLS ] | ALONE )
                 [ "· worker N of N, replicas N … N of N" ] [ "· MS ms" ]
     workers   = "# workers: " TEXT
     change    = "# N nodes" [ "(+N): +N OPERATION, ..." ] ( "# remark of this pass: TEXT" )* [ "# the program is as before" ]
@@ -17,8 +17,8 @@ The printed form::
     optimizer = "# optimizer RULE: NAME=VALUE, ... (at compilation; a step reads param_groups anew)"
     messages  = "# messages of" UNIT, ... ", by replicas; TEXT" ( "#   round N, KIND: " [ "c" CHUNK ] FROM "→" TO, ... )+
     remark    = "# remark: " [ PASS ": " ] TEXT
-    function  = who* "def NAME(NAME: TYPE, ...):" [ "# as NAME, but for these lines" [ "; " TEXT ] ] ( line | why )+
-                "return NAME, ..."
+    function  = who* "def NAME(" ( NAME: TYPE | N "activations" ), ... "):"
+                [ "# as NAME, but for these lines" [ "; " TEXT ] ] ( line | why )+ "return NAME, ..."
     who       = "# DEVICE, ... (replicas N, ...) run this" [ "on N of the batch's N examples each" | "on none of" TEXT ]
                 ( "#   " TEXT )*
     line      = [ DEVICE, ... "|" ] [ VALUE, ... "=" ] OPERATION "(" ARGUMENT, ... ")" [ "# " COMMENT ]
@@ -30,11 +30,13 @@ The printed form::
     VALUE     = NAME ":" TYPE | NAME | N KIND
     TYPE      = DTYPE "[" SIZE, ... "]" | "pending" TYPE | "share of" TYPE | "(" TYPE, ... ")"
     CALLS     = "accumulating" | "after accumulation" | "gradients alone"
+    ALONE     = "evaluation" | "forward of a module" | "backward of a module" [ "· N buckets" ]
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-An ``evaluation`` is forward alone, and gathers loss and outputs. Only files of ``dump=`` have a ``change``; if the pass changed
-nothing, the file ends there. Of several workers, one is printed. Replica numbers count over all workers, except in ``root``,
-``source`` and ``destination``.
+An ``evaluation`` is forward alone, and gathers loss and outputs. ``forward of a module`` also keeps activations for ``backward of
+a module``, which takes the gradients of outputs, ``d_NAME``, in place of a loss (`mirrorc.data_parallel`). Only files of
+``dump=`` have a ``change``; if the pass changed nothing, the file ends there. Of several workers, one is printed. Replica numbers
+count over all workers, except in ``root``, ``source`` and ``destination``.
 
 Up to OUTLINED, the ``function`` is ``one_device``; up to SCHEDULED, ``all_devices`` with a column of devices; LOWERED has a
 function for each device. ``source`` is a line of user code, or a module. Line breaks of a ``remark`` become ``\\n``.
@@ -70,6 +72,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from mirrorc.analysis.communication.worker_schedule import schedule_hash
+from mirrorc.analysis.graph.backward import keeps_values
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of, region_title
 from mirrorc.ir.program import Accumulation, Program, Region, Stage
@@ -210,11 +213,19 @@ def _argument_names(program: Program, region: Region) -> dict[str, str]:
 def program_heading(program: Program, after: str = "", milliseconds: float | None = None) -> str:
     parts = ["mirrorc", *([f"after {after}"] if after else []), f"stage {program.stage.name}"]
     parts.append(_count(len(program.devices), "device"))
-    parts.append(_count(len(program.buckets), "bucket") if program.trains else "evaluation")
-    parts += [program.accumulation.value] if program.accumulation is not Accumulation.NONE else []
+    parts += _kind(program)
     parts += [worker_title(program)] if program.workers.are_several else []
     parts += [f"{milliseconds:.1f} ms"] if milliseconds is not None else []
     return "# " + " · ".join(parts)
+
+
+def _kind(program: Program) -> list[str]:
+    buckets = [_count(len(program.buckets), "bucket")] if program.trains else []
+    if program.takes_tangents:
+        return ["backward of a module", *buckets]
+    if not program.trains:
+        return ["forward of a module" if keeps_values(program) else "evaluation"]
+    return [*buckets, *([program.accumulation.value] if program.accumulation is not Accumulation.NONE else [])]
 
 
 def _count(number: int, noun: str) -> str:

@@ -70,6 +70,7 @@ def heading(program: Program, replicas: Sequence[int]) -> list[str]:
     return [
         f"{who} {verb} on {count} of {whose} {total} example{'s' if total > 1 else ''}{each}",
         *_example_lines(program, replicas),
+        *(_tangent_lines(program, is_first) if program.takes_tangents else []),
         *([_weight_line(program, count, total, is_first)] if program.trains else []),
         *_seed_lines(program, is_first),
     ]
@@ -92,8 +93,21 @@ _OF_CALLS = {
 }
 
 
+def _tangent_lines(program: Program, is_first: bool) -> list[str]:
+    tangents = [a.name for a in program.arguments if a.kind is ArgumentKind.TANGENT]
+    kept = sum(a.kind is ArgumentKind.SAVED for a in program.arguments)
+    if not is_first:
+        return []
+    of_outputs = wrapped("this replica's part of the gradients of outputs, which autograd gives: ", tangents)
+    return [*of_outputs, *([f"#   {counted(kept, 'activation')}: what forward of this batch has kept"] if kept else [])]
+
+
 def _weight_line(program: Program, examples: int, total: int, is_first: bool) -> str:
     name = next((a.name for a in program.arguments if a.kind is ArgumentKind.LOSS_WEIGHT), "loss_weight")
+    if program.takes_tangents:
+        why = ": the parameters' gradients of the batch's loss are sums over replicas"
+        weight = "the worker's weight in the sum over workers" if program.workers.are_several else "1"
+        return f"#   {name} = {weight}{why if is_first else ''}"
     scaled = " · loss_scale" if Property.UNSCALED in program.properties else ""
     if program.loss_reduction == "mean":
         scaled += _OF_CALLS[program.accumulation]

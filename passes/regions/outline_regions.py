@@ -154,9 +154,10 @@ def _outline(graph: fx.Graph, cut: Cut, add_region: Callable[[int, str, fx.Graph
             region.kwargs = {**region.kwargs, "gradients": gradients}
         for node in cut.meetings.get(i, ()):
             values[node] = copy_node(outer, node, values)
-        if i == len(cut.forward) - 1:
+        if i >= len(cut.forward) - 1:
             for node in calls_to(graph, *ops.OF_FORWARD):
-                values[node] = copy_node(outer, node, values)
+                if node not in values and all(source in values for source in node.all_input_nodes):
+                    values[node] = copy_node(outer, node, values)
     output = fx.node.map_arg(graph.output_node().args[0], values.__getitem__)
     outer.output(output)
     return outer
@@ -167,12 +168,13 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> Cut:
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     first = first_of_backward(program, graph)
     if first is None:
-        return cut_at_meetings(graph, body, [])
+        return cut_at_meetings(graph, [], [body]) if program.takes_tangents else cut_at_meetings(graph, body, [])
     output = graph.output_node().args[0]
     assert isinstance(output, dict)
     position = {node: i for i, node in enumerate(graph.nodes)}
-    first_backward = position[first]
-    taken = [source for node in calls_to(graph, *ops.OF_FORWARD) for source in node.all_input_nodes]
+    first_backward = position[first] if program.has_loss else 0
+    of_forward = calls_to(graph, *ops.OF_FORWARD) if program.has_loss else ()  # else they gather gradients of arguments
+    taken = [source for node in of_forward for source in node.all_input_nodes]
     must_be_forward = [n for n in (output["loss"], *output["writes"].values(), *taken) if n in position]
     assert all(position[source_of_part(n)] < first_backward for n in must_be_forward), (
         "backward starts before the loss is there"

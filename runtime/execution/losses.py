@@ -53,8 +53,8 @@ class Losses:
     def total(
         self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]
     ) -> torch.Tensor | None:
-        """The weighted sum of the losses, on the first device; None in an evaluation, and on a worker without examples."""
-        if not self._program.trains or not self._program.present:
+        """The weighted sum of the losses, on the first device; None without a loss, and on a worker without examples."""
+        if not self._program.has_loss or not self._program.present:
             return None
         home = self._program.devices[0].torch_device
         pairs = zip(results, weights, strict=True)

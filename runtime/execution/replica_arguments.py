@@ -33,6 +33,10 @@ def replica_arguments(
     for argument in program.arguments if replica in program.present else ():
         if argument.kind is ArgumentKind.BATCH:
             values.append(copies.to_device(shard[argument.leaf]))  # type: ignore[index]
+        elif argument.kind in (ArgumentKind.TANGENT, ArgumentKind.SAVED):
+            assert isinstance(shard, list)
+            values.append(copies.to_device(shard[argument.leaf]))  # type: ignore[index]
+            shard[argument.leaf] = None  # type: ignore[index]  # the program frees it behind its last use
         elif argument.kind is ArgumentKind.SIZE:
             values.append(sizes[argument.leaf])  # type: ignore[index]
         elif argument.kind is ArgumentKind.LOSS_WEIGHT:

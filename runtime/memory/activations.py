@@ -32,7 +32,7 @@ from mirrorc.ir.devices import have_shared_memory
 from mirrorc.ir.links import SumPlace, link_named
 from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, name_of, pack_of, region_of
 from mirrorc.ir.operation import Handlers
-from mirrorc.ir.program import Program
+from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.printing.printed_values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
 from mirrorc.runtime.memory.dry_run import DryRun, Held
@@ -103,6 +103,7 @@ class _Walk:
         self.device = program.devices[replica].torch_device
         self.names = PrintedValues(program, self.graph)
         self.ledger = Ledger()
+        self.saved = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SAVED}
         self.of_gradients = _nodes_of_gradients(self.graph)
         self.values: dict[fx.Node, tuple[Block, ...]] = {}
         self.kept = 0
@@ -172,6 +173,10 @@ class _Walk:
         return is_backward and bool(result.users) and all(user in self.of_gradients for user in result.users)
 
     def _call(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        if node.op == "placeholder" and node.target in self.saved:
+            blocks = self._new(node)
+            self.ledger.hold(blocks)  # by the caller, until backward ends
+            return blocks, 0
         if node.op == "placeholder":
             # the caller's memory on the CPU; a copy of the caller's on a GPU
             return (self._new(node) if self.device.type != "cpu" else ()), 0
@@ -213,6 +218,11 @@ class _Walk:
     )
     def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (), 0  # persistent, or counted elsewhere
+
+    @accounts(ops.keep)
+    def _keep(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        self.ledger.hold(self._of(node.args))  # until backward ends
+        return (), 0
 
     @accounts(ops.microbatch)
     def _microbatch(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mirrorc.analysis.gradients.factored_gradients import left_to_shares, pack_of_gradients, slots_left_as_factors
 from mirrorc.analysis.gradients.sent_factors import factors_of_shares
+from mirrorc.analysis.graph.backward import keeps_values
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, call_name, calls_to
@@ -60,13 +61,25 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
         tally.add_users_gradients(state)
     tally.remarks += [run.remark for run in dry_runs.values() if run.remark]
     tally.remarks += [remark.text for remark in program.remarks if remark.by == _CHOOSING]
-    calls = "an evaluation" if not program.trains else "a call for gradients beside a step"
-    if not program.trains or (program.leaves_gradients and state.buckets):
-        tally.remarks.append(
-            f"this is {calls}: gradients, optimizer state and copies of parameters that training has laid out stay where "
-            "they are, and are not counted; after a training step, or prepare(), this is the memory of training"
-        )
+    tally.remarks += _remarks_on_call(program, state)
     return tally.report(walks)
+
+
+def _remarks_on_call(program: Program, state: StepState) -> list[str]:
+    """What the memory of a call without an update leaves out."""
+    if program.takes_tangents or keeps_values(program):
+        way = "backward" if program.takes_tangents else "forward"
+        return [
+            f"this is {way} of a module: activations that forward keeps count in forward and in backward; earlier gradients "
+            "and the optimizer's state are the caller's, and are not counted"
+        ]
+    calls = "an evaluation" if not program.trains else "a call for gradients beside a step"
+    if program.trains and not (program.leaves_gradients and state.buckets):
+        return []
+    return [
+        f"this is {calls}: gradients, optimizer state and copies of parameters that training has laid out stay where "
+        "they are, and are not counted; after a training step, or prepare(), this is the memory of training"
+    ]
 
 
 def _dry_runs(program: Program, regions: Sequence[Mapping[str, RegionFunction]]) -> dict[str, DryRun]:

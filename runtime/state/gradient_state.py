@@ -35,8 +35,8 @@ class GradientState(EvaluationState):
         return self._state.layout + self._num_layouts
 
     def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
-        parameters = (tensor for tensor in self.store.tensors.values() if isinstance(tensor, torch.nn.Parameter))
-        self._state.prepare_variables_for(program, [*map(id, parameters)])  # updates by hand need not count a version
+        written = self.store.ids_of_parameters()  # updates by hand need not count a version
+        self._state.prepare_variables_for(program, written)
         self._state.saved_buffers.write(self.store)
         if tuple(flat.bucket for flat in self.buckets) != program.buckets:
             self._state.users_buckets = [self._laid_out(bucket) for bucket in program.buckets]

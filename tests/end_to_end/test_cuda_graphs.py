@@ -442,7 +442,7 @@ def test_nothing_is_recorded_and_explain_says_why(recorder: CallRecorder) -> Non
 
 def test_only_one_gpu() -> None:
     gpus = (Device("cuda:0", torch.device("cuda", 0)), Device("cuda:0/1", torch.device("cuda", 0)))
-    request = Request({**OPTIONS.defaults, "cuda_graphs": True}, devices=gpus)
+    request = Request({**OPTIONS.defaults, "optimizer": (), "cuda_graphs": True}, devices=gpus)
     OPTIONS.check_exclusions(replace(request, devices=gpus[:1]))
     OPTIONS.check_exclusions(Request(OPTIONS.defaults, devices=gpus))
     with refuses(ValueError, "on cuda:0, cuda:0/1", "devices wait for one another in Python", "or name one GPU"):

@@ -9,6 +9,7 @@ import torch
 from asserting import Asserting
 from broken_meetings import meeting_stages, stages_of_worker
 from broken_programs import LooksUp
+from module_programs import module_programs
 from payloads import FirstElements
 from saved_programs import HANDMADE
 from tiny_programs import MUON, Gated, Weight, captured_model, every_stage, handmade, run_up_to
@@ -85,6 +86,7 @@ def programs() -> list[Program]:
     found.append(run_passes(captured_model(Gated()), reserving))
     found += meeting_stages().values()
     found += stages_of_worker(0).values()
+    found += module_programs()
     for kind in (Accumulation.ADDS, Accumulation.ENDS, Accumulation.GRADIENTS):
         found += every_stage(HANDMADE["buffer"]().evolve(accumulation=kind)).values()
     mirrored = handmade(2, [Weight("a", rule=MUON)])

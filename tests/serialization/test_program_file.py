@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_programs import cut_programs, passes_of, run_graph, stages
 from saved_programs import (
     HANDMADE,
     LARGE_MODELS,
@@ -84,6 +85,27 @@ def test_passes_make_of_a_loaded_program_what_they_make_of_the_saved_one(name: s
         finished = run_passes(found, passes[done:])
         assert_same(finished, run_passes(program, passes[done:]))
         verify(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forward", "backward", "backward to x"])
+def test_forward_and_backward_of_a_module_are_kept_at_every_stage(name: str, tmp_path: Path) -> None:
+    captured = cut_programs()[name]
+    programs = list(stages(captured))
+    for program in programs:
+        verify(assert_kept(program, program, tmp_path))
+        text = program.to_text(complete=True)
+        assert mirrorc.parse(text).to_text(complete=True) == text
+    assert_same(run_passes(reload(captured, tmp_path), passes_of(captured)), programs[-1])
+
+
+def test_a_loaded_forward_computes_the_same_bits(tmp_path: Path) -> None:
+    program = cut_programs()["forward"]
+    torch.manual_seed(0)
+    variables = {name: torch.randn(variable.shape) for name, variable in program.variables.items()}
+    for graph, loaded in zip(program.shard_graphs, reload(program, tmp_path).shard_graphs, strict=True):
+        given = {"x": torch.randn(next(iter(graph.nodes)).meta["val"].shape), "seed": torch.tensor(7)}
+        assert str(run_graph(graph, given, variables)) == str(run_graph(loaded, given, variables))
 
 
 def lowered(name: str = "mlp") -> Program:

@@ -25,6 +25,7 @@ from broken_meetings import (
     waits_before_a_meeting,
     with_fewer_rows,
 )
+from module_programs import Noisy, cut_module, stages
 from payloads import FirstElements
 from tiny_programs import (
     MUON,
@@ -394,6 +395,49 @@ def sending(
         return every_stage(captured_model(model).evolve(workers=workers), **options)[pass_name]
 
     return changing(make, change)
+
+
+def of_module(change: Callable[[Program], object], pass_name: str = "", *, is_backward: bool = False) -> Mutation:
+    """A change of a program of forward, or of backward, of a module; without ``pass_name``, of the one that is cut."""
+
+    def make(_: Program) -> Program:
+        both = cut_module(Noisy(), torch.randn(5, 4), 2)
+        program = both.backward if is_backward else both.forward
+        made = (one for one in stages(program) if one.passes[-1:] == (pass_name,)) if pass_name else iter([program])
+        return next(made)
+
+    return changing(make, change)
+
+
+def keep_a_variable(graph: fx.Graph) -> None:
+    node = first(graph, ops.keep)
+    node.replace_input_with(node.all_input_nodes[0], first(graph, ops.read))
+
+
+def keep_a_view_of_a_region(program: Program) -> None:
+    """The first value that is kept is a view of what its region is given."""
+    part = first(program.graphs()[0], ops.keep).all_input_nodes[0]
+    body = program.regions[region_of(part.args[0])].graph_module.graph  # type: ignore[arg-type]
+    results: Any = body.output_node().args[0]
+    view = next(node for node in body.nodes if node.target is torch.ops.aten.t.default)
+    body.output_node().args = (tuple(view if i == part.args[1] else result for i, result in enumerate(results)),)
+
+
+def keep_of_training(graph: fx.Graph) -> None:
+    loss: Any = graph.output_node().args[0]
+    with graph.inserting_after(loss):
+        graph.call_function(ops.keep, (loss,), {"number": 0}).meta["val"] = None
+
+
+def exchange_inputs(one: fx.Node, other: fx.Node) -> None:
+    one.args, other.args = other.args, one.args
+
+
+def ignore_an_output(graph: fx.Graph) -> None:
+    """Backward begins with one output's gradient alone."""
+    one = next(node for node in graph.nodes if str(node.kwargs.get("name", node.target)) == "d_outputs_1")
+    weight = next(node for node in graph.nodes if str(node.kwargs.get("name", node.target)) == "loss_weight")
+    one.replace_all_uses_with(weight)
 
 
 def insert_clone(value: fx.Node) -> fx.Node:
@@ -1284,6 +1328,27 @@ BAD: dict[str, list[Mutation]] = {
         at("insert-update", gather_in_two_ways),
         at("schedule-overlap", lambda graph: [gather_losses(graph, 2) for _ in range(2)] and None),
         at("lower-devices", lambda graph: gather_losses(graph, 1)),
+    ],
+    "values_are_kept_alike": [
+        *(
+            of_module(on_first_graph(change), pass_name)
+            for change in (
+                lambda graph: erase(graph, targets(graph, ops.keep)[-1]),
+                lambda graph: with_kwargs(first(graph, ops.keep), number=1),
+                lambda graph: first(graph, ops.keep).prepend(targets(graph, ops.keep)[-1]),
+            )
+            for pass_name in ("", "replicate", "lower-devices")
+        ),
+        of_module(on_first_graph(lambda graph: exchange_inputs(*targets(graph, ops.keep)[:2])), "lower-devices"),
+        ("lower-devices", on_all_devices(keep_of_training)),
+    ],
+    "kept_values_have_memory_of_their_own": [
+        *(of_module(on_first_graph(keep_a_variable), pass_name) for pass_name in ("", "replicate", "lower-devices")),
+        of_module(keep_a_view_of_a_region, "lower-devices"),
+    ],
+    "gradients_of_outputs_are_used": [
+        of_module(on_first_graph(ignore_an_output), pass_name, is_backward=True)
+        for pass_name in ("", "replicate", "lower-devices")
     ],
     "checks_come_first": [
         ("schedule-overlap", check_after_the_commit),

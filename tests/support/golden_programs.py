@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from broken_meetings import meeting_stages
+from module_programs import cut_module, lowered
 from tiny_programs import captured_call
 from torch import nn
 from torch.nn import functional as F
@@ -62,6 +63,8 @@ PLACED = {"digits-2-mirrored.txt": 2, "digits-2-least-loaded.txt": 2, "digits-3-
 PACKS = "digits-2-packs.txt"  # the file with the program of two devices, whose one bucket is cut into three packs
 PACKS_OVER_WORKERS = "digits-worker-0-of-2-packs.txt"  # the same of one of two workers
 MEETINGS = "meetings-2.txt"  # the file with a program whose replicas meet in forward and backward
+FORWARD = "digits-2-forward.txt"  # the file with the program of forward of a module, whose loss is the caller's
+BACKWARD = "digits-2-backward.txt"  # the file with that of its backward
 PLAIN = "digits-worker-1-of-2-plain.txt"  # the file with that of one of two workers whose backward is plain PyTorch
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
@@ -308,6 +311,14 @@ def golden_texts() -> Iterator[tuple[str, str]]:
         yield file, make()
 
 
+def module_text(way: str) -> str:
+    """The lowered program of forward or of backward of a module."""
+    golden = MODELS["digits"]
+    images = golden.inputs(golden.num_examples(2))["images"]
+    program = getattr(cut_module(golden.make().train(), images, differentiated=[0]), way)
+    return lowered(program, **golden.buckets).to_text(slots=True, sources=False)
+
+
 def meetings_text() -> str:
     """A lowered program whose replicas ask each other for values, in forward and in backward."""
     return meeting_stages()["lower-devices"].to_text(slots=True, sources=False)
@@ -420,6 +431,8 @@ MADE_BY: Mapping[str, Callable[[], str]] = {
     DEALT: dealt_text,
     FACTORS: factors_text,
     GATHERED: gathered_text,
+    FORWARD: functools.partial(module_text, "forward"),
+    BACKWARD: functools.partial(module_text, "backward"),
     MEETINGS: meetings_text,
     PACKS: packs_text,
     PACKS_OVER_WORKERS: packs_over_workers_text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,13 +48,23 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Makes the ``calls`` of a case as one of the workers; an error of a call is told, and the next call made."""
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     own = {"optimizer": optimizer} if given.get("has_optimizer", True) else {}
-    step = mirrorc.compile(model, given["devices"][rank], loss_fn=F.cross_entropy, **grouped(asked(given)), **own)
+    devices, options = given["devices"][rank], grouped(asked(given))
+    step: Any = None
+    if given.get("is_module"):
+        step = mirrorc.data_parallel(model, devices, **options)
+    else:
+        step = mirrorc.compile(model, devices, loss_fn=F.cross_entropy, **options, **own)
 
     def compute(number: int, sizes: list[int]) -> torch.Tensor:
-        return step.gradients(*batch(number, rank, sizes[rank]))
+        x, y = batch(number, rank, sizes[rank])
+        if not given.get("is_module"):
+            return step.gradients(x, y)
+        loss = F.cross_entropy(step(x), y)
+        loss.backward()
+        return loss.detach()
 
     found: dict[str, Any] = {"losses": [], "gradients": [], "errors": []}
-    with step:
+    with contextlib.closing(step):
         for number, (kind, *call) in enumerate(given["calls"]):
             kind = call.pop()[rank] if kind == "unlike" else kind
             try:

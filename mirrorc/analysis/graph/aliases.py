@@ -90,23 +90,26 @@ def origins(value: fx.Node) -> set[fx.Node]:
 
 
 class ViewedVariables:
-    """Finds the variables that values outside of regions may view."""
+    """Finds the variables, and other owners of memory, that values outside of regions may view."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._shared: dict[str, dict[int, set[int]]] = {}
 
     def of(self, value: fx.Node) -> set[str]:
-        variables: set[str] = set()
+        return {str(owner.kwargs["variable"]) for owner in self.owners(value) if owner.target is ops.read}
+
+    def owners(self, value: fx.Node) -> set[fx.Node]:
+        """The nodes that may own the memory of a value: as `origins`, also through regions."""
+        owners: set[fx.Node] = set()
         waiting, seen = [value], {value}
         while waiting:
             for origin in origins(waiting.pop()):
-                if origin.target is ops.read:
-                    variables.add(str(origin.kwargs["variable"]))
+                owners.add(origin)
                 arguments = [node for node in self._shared_by_part(origin) if node not in seen]
                 seen.update(arguments)
                 waiting += arguments
-        return variables
+        return owners
 
     def _shared_by_part(self, part: fx.Node) -> list[fx.Node]:
         call: Any = part.args[0] if part.target is operator.getitem else None

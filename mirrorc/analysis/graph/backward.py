@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from torch import fx
 
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 
 
+def keeps_values(program: Program) -> bool:
+    """True for forward of a module, unless its backward needs nothing but arguments and variables."""
+    return any(True for graph in program.graphs() for _ in calls_to(graph, ops.keep))
+
+
 def first_of_backward(program: Program, graph: fx.Graph) -> fx.Node | None:
-    """The first node that uses the loss's gradient; None in an evaluation."""
-    tangents = placeholders_of(graph, program.arguments, ArgumentKind.LOSS_WEIGHT)
+    """The first node that uses the gradient of the loss or of an output; None in an evaluation."""
+    kinds = (ArgumentKind.LOSS_WEIGHT, ArgumentKind.TANGENT) if program.trains else ()
+    tangents = [node for kind in kinds for node in placeholders_of(graph, program.arguments, kind)]
     users = {user for tangent in tangents for user in tangent.users}
     return next((node for node in graph.nodes if node in users), None) if users else None

@@ -75,12 +75,14 @@ class Call:
 
     Attributes:
         plain: strings, numbers, None, and lists or tuples of these, by name. A graph depends only on values that its trace reads.
+        differentiated: the indices of the leaves that get a gradient.
         unpacked: for a call with a batch as its one argument, the call with what is in it; else empty.
     """
 
     leaves: tuple[Leaf, ...]
     structure: Structure
     plain: dict[str, Any] = dataclasses.field(default_factory=dict)
+    differentiated: frozenset[int] = frozenset()
     unpacked: str = ""
 
 

@@ -93,7 +93,7 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty:
     Consecutive shards keep their sizes when they are concatenated and split again among as many replicas.
     """
     for leaf in call.leaves:
-        tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
+        tensors = leaf.column or (leaf.per_replica if leaf.tensor is None else (leaf.tensor,))
         for tensor in tensors:
             _refuse_layout(tensor, leaf.path)
             if tensor.requires_grad:

@@ -25,15 +25,20 @@ class Signature:
         *,
         microbatches: int = 1,
         are_several: bool = False,
+        is_module: bool = False,
     ) -> None:
         self._name, self._roots = type(model).__name__, (model, loss_fn)
         self._num_replicas, self._takes_target = num_replicas, loss_fn is not None
-        self._microbatches, self._are_several = microbatches, are_several
+        self._microbatches, self._are_several, self._is_module = microbatches, are_several, is_module
         self._of_forward = forward_signature(model)
         parameters = self._of_forward.parameters.values()
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool = True) -> tuple[Call, Shards]:
+        call = self.call_of(args, kwargs, trains=trains)
+        return call, self.shards_of(call, trains=trains)
+
+    def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool = True) -> Call:
         if self._takes_target and "target" not in kwargs:
             args, kwargs = self._with_target(args, kwargs, trains=trains)
         of_model = {k: v for k, v in kwargs.items() if k != "target" or not self._takes_target}
@@ -46,7 +51,9 @@ class Signature:
                 self._unpacked(args, kwargs, trains=trains)
                 or ("step(x, target=y)" if trains and self._takes_target else ""),
             )
-        call = replace(flatten_call(self._names, args, kwargs), unpacked=self._unpacked(args, kwargs, trains=trains))
+        return replace(flatten_call(self._names, args, kwargs), unpacked=self._unpacked(args, kwargs, trains=trains))
+
+    def shards_of(self, call: Call, *, trains: bool = True) -> Shards:
         parts = self._microbatches if trains else 1
         split = functools.partial(
             split_call, call, self._num_replicas, microbatches=parts, may_be_empty=trains and self._are_several
@@ -54,7 +61,7 @@ class Signature:
         shards = split()
         if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # only then does BatchNorm matter
             shards = split(fewest=fewest_examples(*self._roots))
-        return call, shards
+        return shards
 
     def _with_target(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
@@ -93,7 +100,7 @@ class Signature:
         """The call with the parts of a batch that was given whole; else empty."""
         if len(args) != 1 or kwargs:
             return ""
-        call = "step" if trains else "step.evaluate"
+        call = "model" if self._is_module else "step" if trains else "step.evaluate"
         if isinstance(args[0], Mapping):
             lacks_target = trains and self._takes_target and "target" not in args[0]
             return "" if lacks_target else f"{call}(**batch)"

@@ -35,9 +35,13 @@ class TrainingCall(nn.Module):
         carried: the `CarriedState` of the step, for plain PyTorch.
         data: the tensors of each shard or microbatch; None if the front end needs no data.
         assigned: the buffers that forward or loss assigns, each by the names of its modules and its own.
+        takes_tangents: whether backward begins with tangents of the outputs that the caller has.
+        differentiated: the indices of the tensor arguments that get a gradient.
     """
 
     trains = True
+    takes_tangents = False
+    differentiated: frozenset[int] = frozenset()
 
     def __init__(
         self,

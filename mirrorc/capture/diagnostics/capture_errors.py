@@ -27,13 +27,14 @@ class LoneExampleError(CaptureError):
     """Raised if a torch operator refuses a shard of one example because it normalizes over the examples, or gives nan."""
 
 
+AS_PLAIN_PYTORCH = "mirrorc.Compiler(capture='autograd'), which runs it as plain PyTorch"
+
+
 class UnreadableError(CaptureError):
     """Raised for Python that a tracer cannot follow, but plain PyTorch can run. ``why`` is the reason, without a fix."""
 
     def __init__(self, refusal: str, why: str, at: str = "") -> None:
-        super().__init__(
-            with_line(refusal, "fix", "mirrorc.Compiler(capture='autograd'), which runs it as plain PyTorch")
-        )
+        super().__init__(with_line(refusal, "fix", AS_PLAIN_PYTORCH))
         self.why, self.at = why, at
 
 
@@ -51,6 +52,10 @@ class RaisedInTraceError(RaisedError, UnreadableError):
 
 class StateError(UnreadableError):
     """Raised for Python state that forward reads and changes: a step goes on from it if plain PyTorch finds it."""
+
+
+class NoGradientError(CaptureError):
+    """Raised for the forward of a module whose outputs need no gradient."""
 
 
 class HooksMissingError(CaptureError):

@@ -15,7 +15,7 @@ from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import last_users_frame, line_of
-from mirrorc.messages.wording import counted
+from mirrorc.messages.wording import counted, listed
 from mirrorc.torch_internals import guards_of, outside_tensors, reading_names, storage_key
 
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow"))}
@@ -41,6 +41,16 @@ def untrained_tensors(
                 ("compute it in forward or in the loss", "use its .detach(), if nothing before it is trained"),
                 at=line_of(frame) if frame is not None else "",
             )
+    if module.takes_tangents:
+        raise problem(
+            CaptureError,
+            f"MC3305: outputs of {model_name} depend on {listed(names)}, which would get no gradient",
+            "it is no parameter of the module",
+            (
+                "make it a parameter of the module, or an argument of forward",
+                "use its .detach(), if nothing is to train it",
+            ),
+        )
     frame = _users_frame(untrained[0][0])
     many = f" and {counted(len(names) - 3, 'other')}" if len(names) > 3 else ""
     return (Note.at(frame, untrained_text(model_name, f"{', '.join(names[:3])}{many}")),)

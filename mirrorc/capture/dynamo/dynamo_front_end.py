@@ -43,6 +43,7 @@ from mirrorc.capture.dynamo.drawn_branches import DECIDING, DrawnScalar, DrawnSc
 from mirrorc.capture.dynamo.recurrent_layers import TRACED_INSTEAD
 from mirrorc.capture.dynamo.spec_augment import masking_functions
 from mirrorc.capture.dynamo.sync_batch_norm import SYNCHRONIZED
+from mirrorc.capture.dynamo.weighted_outputs import weight_outputs
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
 from mirrorc.capture.model.external_variables import take_outside_variables
 from mirrorc.capture.model.refused_models import refuse_modules
@@ -103,6 +104,8 @@ class DynamoFrontEnd(FrontEnd):
         if isinstance(call, EvaluationCall):
             assert outputs is not None, "an evaluation keeps its outputs"
             return self._forward(stack, traced, call, leaves, decompositions, outputs, notes)
+        if call.takes_tangents and outputs is not None:
+            weight_outputs(traced, [*outputs.types], model_name)
         check_loss(traced, model_name)
         untrained = untrained_tensors(traced, call, leaves, model_name)
         outside = take_outside_variables(traced, call, leaves)

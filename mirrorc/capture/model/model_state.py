@@ -29,10 +29,13 @@ class ModelState:
         named_modules: those of the model and of a loss module, with their paths.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, *, has_autograds_gradients: bool = False
+    ) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.names: dict[str, str] = {}
         self.outside = OutsideNames()
+        self._has_autograds_gradients = has_autograds_gradients  # hooks of parameters are then called
         self._roots = roots = {"model": model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
         first: dict[int, str] = {}
         for path, tensor in _named_tensors(roots):
@@ -173,7 +176,7 @@ class ModelState:
                     ),
                 )
         for name, tensor in self.tensors.items():
-            if has_gradient_hooks(tensor):
+            if has_gradient_hooks(tensor) and not self._has_autograds_gradients:
                 raise problem(
                     ValueError,
                     f"MC1207: parameter {name!r} has a hook on its gradient, which a captured step does not call",

@@ -19,7 +19,7 @@ from mirrorc.torch_internals import hook_tables, is_script_module, object_within
 _BEFORE_SCRIPT = "give the module that it was made of, as it was before torch.jit"
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, *, is_trained: bool = True) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"MC1201: model is a {type(model).__name__}: give a torch.nn.Module")
     wrappers = _loaded(
@@ -69,7 +69,7 @@ def check_model(model: Any) -> None:
                 f"MC1203: {name!r} was made in inference mode, and takes no part in backward",
                 fix=("make the model outside of torch.inference_mode()", "copy.deepcopy(model), outside of it"),
             )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if is_trained and not any(parameter.requires_grad for parameter in model.parameters()):
         raise problem(
             ValueError,
             f"MC1204: {type(model).__name__} has no trainable parameter: there is nothing to update",

@@ -49,7 +49,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.names import identifier
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import LOSS_OUTPUT, Argument, ArgumentKind, Program, Stage
+from mirrorc.ir.program import LOSS_OUTPUT, Argument, ArgumentKind, Program, Stage, gradient_output
 from mirrorc.ir.type_rules import any_value
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.ir.workers import ALONE, Workers
@@ -119,6 +119,8 @@ def capture_program(
     examples = leaves_of(distinct, training_call.data, devices[0].torch_device, model_name)
     for tensors in examples:
         mark_symbolic_dims(tensors, symbolic)
+        for leaf in training_call.differentiated:
+            tensors[leaf].requires_grad_()
     rows = GatheredRows(shards.num_examples, runs, workers, shards.rows_elsewhere)
     capture_all = functools.partial(
         _capture_each,
@@ -143,7 +145,9 @@ def capture_program(
     parts = shards.by_microbatch(call)
     means_of = [captured[index].traced.weighted_means for indices in runs for index in indices]
     means_of = [*captured[0].traced.means_of_shards] or means_of
-    outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
+    outputs = (
+        _gathered(captured, runs, call, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
+    )
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
@@ -348,6 +352,7 @@ def _notes_on_rows(captured: CapturedGraph, call: Call, model_name: str) -> tupl
 def _gathered(
     captured: Sequence[CapturedGraph],
     runs: Sequence[Sequence[int]],
+    call: Call,
     shards: Shards,
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
@@ -368,6 +373,9 @@ def _gathered(
     if not size_of:
         refuse_outputs_apart(outputs.ways, [*traced, *([other] if other is not None else [])], has_examples=False)
     ways = {**outputs.ways, LOSS_OUTPUT: "averaged" if loss_reduction == "mean" else "summed"}
+    of_batch = [argument for argument in captured[0].arguments if argument.kind is ArgumentKind.BATCH]
+    for argument, leaf in zip(of_batch, call.leaves, strict=True):
+        ways[gradient_output(argument.name)] = "concatenated" if leaf.split else "summed"
     for graph in captured:
         for node in calls_to(graph.graph, ops.gather):
             node.kwargs = {**node.kwargs, "how": ways[str(node.kwargs["output"])]}

@@ -24,7 +24,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
 from mirrorc.ir.names import identifier
 from mirrorc.ir.nodes import calls_to
-from mirrorc.ir.program import Argument, ArgumentKind
+from mirrorc.ir.program import Argument, ArgumentKind, gradient_output
 from mirrorc.ir.rearrangements import TRANSPOSITIONS
 from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import module_of, source_line
@@ -94,6 +94,8 @@ def restructure(
         results = [joint.loss, *joint.buffer_writes.values(), *joint.outputs.values()]
         _move_before_backward(values[joint.tangent], [values[node] for node in results])
     _insert_gathers(graph, {name: values[node] for name, node in joint.outputs.items()})
+    of_leaves = {leaf_names[i]: node for i, node in joint.gradients_of_leaves.items() if node is not None}
+    _insert_gathers(graph, {gradient_output(name): values[node] for name, node in of_leaves.items()})
     _remove_dead_code(graph)
     arguments += keep_replica_values(graph)
     confine_strided_reads(graph)
@@ -297,7 +299,7 @@ def _outputs(
         gradient = _without_idle_transpositions(values[node])
         assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
         gradients[variable] = gradient
-    if joint.loss is not None and not gradients:
+    if joint.loss is not None and not gradients and not any(joint.gradients_of_leaves.values()):
         raise problem(
             CaptureError,
             f"MC2203: the loss of {model_name} does not depend on any parameter that the optimizer updates",

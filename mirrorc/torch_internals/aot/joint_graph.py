@@ -30,6 +30,7 @@ class JointGraph:
         seed: the replica's seed; None if no operator takes it.
         tangent, loss: None without backward; an evaluation's loss is in ``outputs``.
         gradients: by parameter; None if the parameter gets no gradient.
+        gradients_of_leaves: by the index of the tensor argument; None if it gets no gradient.
         buffer_writes: the new value, by buffer.
         written_inputs: other writes of forward, as ("parameter", name) or ("argument", index); also ("buffer", name)
             if the new value has a gradient.
@@ -47,6 +48,7 @@ class JointGraph:
     numbers: tuple[NumberInput, ...] = ()
     variable_of: dict[fx.Node, str] = field(default_factory=dict)
     gradients: dict[str, fx.Node | None] = field(default_factory=dict)
+    gradients_of_leaves: dict[int, fx.Node | None] = field(default_factory=dict)
     buffer_writes: dict[str, fx.Node] = field(default_factory=dict)
     written_inputs: list[tuple[str, str]] = field(default_factory=list)
     looked_up: frozenset[str] = frozenset()

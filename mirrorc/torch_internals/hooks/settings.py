@@ -226,6 +226,24 @@ def has_hooks_on_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def backward_keeps_graph() -> bool:
+    """Within a backward: True if it was called with ``retain_graph=True``."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def current_backward() -> int:
+    """A number of the backward that runs in this thread; -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def runs_transform(*tensors: torch.Tensor | None) -> bool:
+    """True within a transform of torch.func, at a level of forward-mode differentiation, and for a batch of gradients."""
+    from torch.autograd import forward_ad
+
+    is_within = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return is_within or any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """True if the elements fill the memory without gaps or overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -247,6 +247,8 @@ def _exported(
     for node, desc in results:
         if isinstance(desc, d.GradAOTOutput) and isinstance(desc.grad_of, d.ParamAOTInput):
             joint.gradients[desc.grad_of.target] = node
+        elif isinstance(desc, d.GradAOTOutput) and isinstance(desc.grad_of, d.PlainAOTInput):
+            joint.gradients_of_leaves[desc.grad_of.idx] = node
         elif isinstance(desc, d.InputMutationAOTOutput):
             _note_mutation(joint, node, desc.mutated_input, d.TangentAOTInput(desc) in placeholders, d)
     return joint, [by_index[index] for index in range(len(by_index))]

@@ -1,4 +1,4 @@
-"""Rules on examples, symbolic sizes, outputs and evaluations."""
+"""Rules on examples, symbolic sizes, outputs, evaluations, and on values that forward keeps for backward."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.graph.aliases import ViewedVariables
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, is_region_call, name_of, replica_of
-from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Stage
+from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Stage, placeholders_of
 from mirrorc.ir.routes import replica_of_graph
+from mirrorc.printing.printed_values import type_of
 from mirrorc.torch_internals import is_symbolic, raw_symbols, size_key, sizes_key, symbols_in
 from mirrorc.verifier.rules.programs import Violation, losses_of, scopes
 from mirrorc.verifier.rules.rule import Order, Scope, rule
 
-_OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.write)
+_OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.keep, ops.write)
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
@@ -49,7 +51,7 @@ def replicas_without_examples_run_nothing(program: Program) -> Iterator[Violatio
         output: Any = graph.output_node().args[0]
         here = [replica_of_graph(program, graph)] if program.graph is None else range(program.num_replicas)
         losses = output["losses"] if isinstance(output, dict) else [output]
-        for replica, loss in zip(here, losses if program.trains else (), strict=False):  # an evaluation has none
+        for replica, loss in zip(here, losses if program.has_loss else (), strict=False):  # an evaluation has none
             if (loss is not None) != (replica in program.present):
                 has = "gives no loss, but has" if loss is None else "gives a loss, but has no"
                 yield Violation(f"{where(replica)} {has} examples", graph.output_node())
@@ -62,17 +64,17 @@ def _is_of_forward_or_backward(node: fx.Node) -> bool:
 
 @rule(since=Stage.CAPTURED)
 def losses_are_for_training(program: Program) -> Iterator[Violation]:
-    """A program with a loss weight trains and returns a loss. Any other evaluates: it has no buckets, update rules, regions of
-    backward, losses or gradients.
+    """A program with a loss weight trains, and returns a loss unless it takes tangents of outputs. Any other evaluates: it has no
+    buckets, update rules, losses or gradients, and regions of backward only if it takes tangents.
     """
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
-        if program.trains is not isinstance(output["loss"], fx.Node):
+        if program.has_loss is not isinstance(output["loss"], fx.Node):
             yield Violation(f"the graph of a shard returns the loss {output['loss']}: {_kind(program)}")
         if output["gradients"] and not program.trains:
             yield Violation(f"the graph of a shard returns gradients: {_kind(program)}")
     for where, graph, replicas in scopes(program):
-        if losses_of(graph) and not program.trains:
+        if losses_of(graph) and not program.has_loss:
             yield Violation(f"{where(replicas[0])} returns a loss: {_kind(program)}")
     if not program.trains:
         yield from _signs_of_training(program)
@@ -91,7 +93,7 @@ def _signs_of_training(program: Program) -> Iterator[Violation]:
         if variable.update is not None:
             yield Violation(f"{_kind(program)}, but the optimizer updates {variable.name}")
     for region in program.regions.values():
-        if region.phase == "backward":
+        if region.phase == "backward" and not program.takes_tangents:
             yield Violation(f"{_kind(program)}, but {region.name} is a region of backward")
     if program.stage < Stage.UPDATED:
         return
@@ -204,3 +206,74 @@ def _unknown_sizes(graph: fx.Graph, where: str, names: set[str] | None) -> Itera
         unknown = symbols_in(node.meta.get("val")) - known
         if unknown:
             yield Violation(f"{where} is not told {sorted(map(str, unknown))[0]}, a size of {node.name}", node)
+
+
+@rule(since=Stage.CAPTURED, order=Order.OWNERS)
+def values_are_kept_alike(program: Program) -> Iterator[Violation]:
+    """Every replica with examples keeps the same values of forward, numbered from 0 in the order of the graph, with one dtype
+    and rank each. A program with a backward keeps none.
+    """
+    first: tuple[str, list[fx.Node]] | None = None
+    for where, nodes in _kept(program):
+        if nodes and (program.trains or program.takes_tangents):
+            yield Violation(f"{where} keeps values, but the program has the backward that reads them", nodes[0])
+        numbers = [node.kwargs.get("number") for node in nodes]
+        if numbers != [*range(len(nodes))]:
+            yield Violation(f"{where} keeps values under the numbers {numbers}, not {[*range(len(nodes))]}", nodes[0])
+        first = first or (where, nodes)
+        if len(nodes) != len(first[1]):
+            yield Violation(
+                f"{where} keeps {len(nodes)} values, and {first[0]} {len(first[1])}",
+                next(iter(nodes or first[1]), None),
+            )
+        for node, other in zip(nodes, first[1], strict=False):
+            if _type_in_forward(node) != _type_in_forward(other):
+                number = node.kwargs.get("number")
+                yield Violation(
+                    f"{where} keeps {_kept_type(node)} as value {number}, and {first[0]} {_kept_type(other)}", node
+                )
+
+
+def _kept(program: Program) -> Iterator[tuple[str, list[fx.Node]]]:
+    for i, graph in enumerate(program.shard_graphs):
+        yield f"the graph of shard {i}", list(calls_to(graph, ops.keep))
+    for place, (name_of_replica, graph, replicas) in enumerate(scopes(program)):
+        nodes = list(calls_to(graph, ops.keep))
+        for replica in replicas:
+            if (place if replica is None else replica) in program.present:  # others run nothing
+                yield name_of_replica(replica), [node for node in nodes if replica_of(node) == replica]
+
+
+def _type_in_forward(node: fx.Node) -> tuple[torch.dtype, int] | None:
+    value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    return (value.dtype, value.dim()) if isinstance(value, torch.Tensor) else None
+
+
+def _kept_type(node: fx.Node) -> str:
+    return type_of(node.all_input_nodes[0].meta.get("val")) if node.all_input_nodes else "nothing"
+
+
+@rule(since=Stage.CAPTURED)
+def kept_values_have_memory_of_their_own(program: Program) -> Iterator[Violation]:
+    """What forward keeps shares no memory with variables, arguments or reserved memory, which may be written before backward."""
+    variables = ViewedVariables(program)
+    for graph in program.graphs():
+        for node in calls_to(graph, ops.keep):
+            for owner in (owner for value in node.all_input_nodes for owner in variables.owners(value)):
+                if owner.op == "placeholder" or owner.target in (ops.read, ops.argument, ops.reserved):
+                    name = owner.kwargs.get("variable") or owner.kwargs.get("name") or owner.name
+                    yield Violation(f"value {node.kwargs.get('number')} is kept in memory of {name}", node)
+
+
+@rule(since=Stage.CAPTURED)
+def gradients_of_outputs_are_used(program: Program) -> Iterator[Violation]:
+    """In each graph of a backward that begins with gradients of outputs, something reads each of them."""
+    names = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.TANGENT}
+    for i, graph in enumerate(program.shard_graphs):
+        for node in placeholders_of(graph, program.arguments, ArgumentKind.TANGENT):
+            if not node.users:
+                yield Violation(f"the graph of shard {i} takes {node.target}, and nothing reads it", node)
+    for where, graph, _ in scopes(program):
+        for node in [*graph.find_nodes(op="placeholder"), *calls_to(graph, ops.argument)]:
+            if node.kwargs.get("name", node.target) in names and not node.users:
+                yield Violation(f"{where(replica_of(node))} takes {node.name}, and nothing reads it", node)

@@ -221,6 +221,8 @@ def _outputs(graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple
         yield "condition of the check", repr(node.kwargs["text"]), numbered[node.all_input_nodes[0]]
     for node in calls_to(graph, ops.gather):
         yield f"{node.kwargs['how']} output", str(node.kwargs["output"]), numbered[node.all_input_nodes[0]]
+    for node in calls_to(graph, ops.keep):
+        yield "kept value", str(node.kwargs["number"]), numbered[node.all_input_nodes[0]]
     for node in calls_to(graph, *ops.MEETINGS):
         yield "value for", say_meeting(node), numbered[node.all_input_nodes[0]]
 
@@ -249,6 +251,8 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
             yield "condition of the check", repr(node.kwargs["text"]), node, node.all_input_nodes[0]
         elif node.target is ops.gather:
             yield f"{node.kwargs['how']} output", str(node.kwargs["output"]), node, node.all_input_nodes[0]
+        elif node.target is ops.keep:
+            yield "kept value", str(node.kwargs["number"]), node, node.all_input_nodes[0]
         elif node.target in ops.MEETINGS:
             yield "value for", say_meeting(node), node, node.all_input_nodes[0]
 

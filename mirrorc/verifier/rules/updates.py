@@ -131,7 +131,11 @@ def _early_alike(program: Program) -> Iterator[Violation]:
 
 
 def _can_fail(variables: ViewedVariables, node: fx.Node) -> bool:
-    if is_region_call(node) or node.target in (ops.check, ops.gather, ops.pack) or node.target in ops.REDUCTIONS:
+    if (
+        is_region_call(node)
+        or node.target in (ops.check, ops.gather, ops.keep, ops.pack)
+        or node.target in ops.REDUCTIONS
+    ):
         return True
     if node.target in ops.ATTENDED or node.target in ops.EXCHANGES or _is_sum_over_workers(node):
         return True  # another replica or worker may be gone

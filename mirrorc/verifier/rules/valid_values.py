@@ -74,7 +74,7 @@ def results_belong_to_their_replicas(program: Program) -> Iterator[Violation]:
     """
     output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
     rows: list[tuple[str, int | None, Any]] = (
-        [("loss", None, output.get("losses", ()))] if program.trains and output else []
+        [("loss", None, output.get("losses", ()))] if program.has_loss and output else []
     )
     packs = [bucket.index for bucket, _ in program.packs]
     for i, values in enumerate(output.get("packed", ())):

@@ -144,6 +144,10 @@ class Binder:
     def _bind_gather(self, replica: int, node: fx.Node) -> Callable[..., None]:
         return self._outputs.part(replica, node)
 
+    @binds(ops.keep)
+    def _bind_keep(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        return self._outputs.keeping(replica)
+
     @binds(ops.ATTENDED)
     def _bind_meeting(self, replica: int, node: fx.Node) -> TwoPartCall:
         values = self._replica_values

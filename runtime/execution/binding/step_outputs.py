@@ -54,8 +54,10 @@ class StepOutputs:
         }
         self._wholes: dict[str, torch.Tensor] = {}
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
+        self._kept: list[list[torch.Tensor]] = []
 
     def begin(self) -> None:
+        self._kept = [[] for _ in self._devices]
         for name, output in self._outputs.items():
             self._parts[name] = {}
             if name in self._written:
@@ -78,6 +80,14 @@ class StepOutputs:
             self._wholes[name].narrow(0, start, size).copy_(value)
 
         return write
+
+    def keeping(self, replica: int) -> Callable[..., None]:
+        return lambda value, **_: self._kept[replica].append(value)
+
+    def take_kept(self) -> list[list[torch.Tensor]]:
+        """The values that each replica has kept, in the order of the graph."""
+        kept, self._kept = self._kept, []
+        return kept
 
     def take(self, num_examples: Sequence[int] = ()) -> dict[str, Any]:
         """Outputs by name; an output kept apart is a list of the replicas' values."""

@@ -62,6 +62,9 @@ class StepVariables:
     def buckets(self) -> Sequence[FlatBucket]:
         return self._store.buckets_of(self._owner)
 
+    def ids_of_parameters(self) -> list[int]:
+        return [id(tensor) for tensor in self.tensors.values() if isinstance(tensor, torch.nn.Parameter)]
+
     def has(self, program: Program) -> bool:
         return self._store.holds(self.in_store(program), self._owner)
 

@@ -46,6 +46,25 @@ CASES: dict[str, dict[str, Any]] = {
         options={"shard_optimizer": True},
     ),
 }
+MODULES: dict[str, dict[str, Any]] = {
+    "module": training(
+        [1, 2],
+        calls=[
+            *(
+                ["gradients", [4, 2]],
+                ["updates", [1, 5]],
+                ["updates", [4, 2]],
+                ["gradients", [2, 3]],
+                ["updates", [3, 3]],
+            ),
+            *(["closure", [3, 3]], ["updates", [4, 2]]),
+        ],
+        is_module=True,
+    ),
+    "module with a norm": training(
+        [1, 1], model="statistics", calls=[["updates", [4, 4]], ["updates", [4, 4]]], is_module=True
+    ),
+}
 UNLIKE: dict[str, Any] = training(
     [1, 1],
     calls=[
@@ -60,13 +79,14 @@ UNLIKE: dict[str, Any] = training(
 BROKEN: dict[str, Any] = training(
     [1, 2], calls=[["updates", [2, 4]], ["gradients", [2, 3]], ["fails", [2, 3]], ["updates", [2, 3]]], **ALONE
 )
-FAST = ("2 x 1", "unlike")
+FAST = ("2 x 1", "module", "unlike")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     cases = {
-        name: workers("gradients", given) for name, given in (CASES | {"unlike": UNLIKE, "broken": BROKEN}).items()
+        name: workers("gradients", given)
+        for name, given in (CASES | MODULES | {"unlike": UNLIKE, "broken": BROKEN}).items()
     }
     return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST)
 
@@ -82,6 +102,17 @@ def test_each_worker_has_the_gradient_of_all_examples(found: Mapping[str, Any], 
             assert_values(gradients, those)
         assert_values(own["values"], expected["values"])
         assert (own["gradients"], own["values"]) == (found[name][0]["gradients"], found[name][0]["values"])
+
+
+def test_a_module_has_the_gradient_of_all_examples(found: Mapping[str, Any]) -> None:
+    expected = reference(MODULES["module"])
+    for own in found["module"][:2]:
+        assert not own["errors"]
+        for gradients, those in zip(own["gradients"], expected["gradients"], strict=True):
+            assert_values(gradients, those)
+        assert_values(own["values"], expected["values"])
+    first, other = found["module with a norm"][:2]
+    assert not first["errors"] and other == {**first, "losses": other["losses"]}
 
 
 def test_calls_that_differ_and_those_that_are_not_exact_are_refused_on_all_workers(found: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ Results = dict[tuple[int, str, str], list[Any]]
 
 
 def meaning(program: Program) -> Results:
-    """A number for the loss, each gradient, output and buffer's new value of each replica: equal for equal expressions."""
+    """A number for the loss, each gradient, output, kept value and new buffer of each replica: equal for equal expressions."""
     results: Results = {}
     for replica, kind, name, value in _results(program):
         results.setdefault((replica, kind, name), []).append(value)
@@ -75,6 +75,8 @@ def _gathered(
         if node.target is ops.gather:
             name = f"{node.kwargs['output']} {node.kwargs['how']}"
             yield replica, "outputs", name, values[node.args[0]]  # type: ignore[index]
+        elif node.target is ops.keep:
+            yield replica, "kept", str(node.kwargs["number"]), values[node.args[0]]  # type: ignore[index]
 
 
 class _Values:

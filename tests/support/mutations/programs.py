@@ -8,6 +8,7 @@ import torch
 from asserting import Asserting
 from broken_meetings import Meeting
 from memory_order import first_in_memory
+from module_programs import Noisy, cut_module
 from payloads import FirstElements
 from tiny_models import MODELS, TinyModel
 from tiny_programs import MUON, SMALL_BUCKETS, Gated, Weight, captured_call, captured_model, handmade, outputs
@@ -239,6 +240,17 @@ def left_to_the_user() -> Iterator[Source]:
         yield Source(f"gradients of worker 1 of 2, on {n}", worker, over_workers | {"check_finite": True})
 
 
+def of_modules() -> Iterator[Source]:
+    """Programs of forward and of backward of a module."""
+    for n in (2, 3):
+        torch.manual_seed(0)
+        both = cut_module(Noisy(), torch.randn(5, 4), n, differentiated=[0])
+        yield Source(f"forward on {n}, uneven", both.forward, {})
+        yield Source(f"backward on {n}, uneven", both.backward, SMALL_BUCKETS)
+    frozen = Noisy().requires_grad_(False)
+    yield Source("backward to an argument on 2", cut_module(frozen, torch.randn(4, 4), differentiated=[0]).backward, {})
+
+
 def cut_into_packs() -> Iterator[Source]:
     """Buckets that are cut into three packs: gradients lie in two of them, and packs go before their bucket is complete."""
     packs = {"buckets": EqualPacks(3)}
@@ -350,6 +362,7 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
         )
         yield Source(f"pairs, {kind} on 1", handmade(1, pairs).evolve(accumulation=kind), caps)
     yield from left_to_the_user()
+    yield from of_modules()
     yield from summed_by_messages()
     yield from cut_into_packs()
     world = World(3, (1, 2, 3))

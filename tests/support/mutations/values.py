@@ -263,7 +263,7 @@ def note_another_type(program: Program) -> Iterator[Edit]:
         for node in graph.nodes:
             value = _noted(node)
             if node.op == "call_function" and value is not None and node.users:
-                has_strides = any(size > 1 for size in value.shape)
+                has_strides = any(size > 1 and stride for size, stride in zip(value.shape, value.stride(), strict=True))
                 yield from (partial(edit, node, change) for change in range(3 if has_strides else 2))
 
 

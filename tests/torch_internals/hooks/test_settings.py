@@ -393,3 +393,34 @@ def test_operators_on_a_subclass_without_torch_function_give_plain_tensors() -> 
     changed += torch.ones(2, requires_grad=True)
     assert type(changed) is Subclass and changed.requires_grad
     assert type(internals.as_subclass(torch.ones(2), Subclass) + 1) is torch.Tensor
+
+
+def test_a_backward_is_known_from_within() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append((internals.backward_keeps_graph(), internals.current_backward())))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert [keeps for keeps, _ in seen] == [True, False]
+    assert len({number for _, number in seen}) == 2 and -1 not in {number for _, number in seen}
+    assert internals.current_backward() == -1
+
+
+def test_transforms_are_seen_from_within() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(internals.runs_transform())
+        return x.sum()
+
+    function(torch.ones(2))
+    torch.func.grad(function)(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        function(torch.ones(2))
+    assert seen == [False, True, True] and not internals.runs_transform()
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(internals.runs_transform(gradient)))
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
+    assert seen[-1]

@@ -1,0 +1,209 @@
+"""Calls of a module whose loss and updates are the caller's: forward, and backward by torch's autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.calls.forward_run import ForwardRun, outputs_in_autograd
+from mirrorc.calls.program_runs import ProgramRuns
+from mirrorc.capture.call.call_arguments import Call, Leaf
+from mirrorc.capture.call.shards import Shards
+from mirrorc.capture.call.signature import Signature
+from mirrorc.compilation.call_kind import Purpose
+from mirrorc.compilation.program_cache import Backward
+from mirrorc.compilation.specializer import Specializer
+from mirrorc.coordination.coordinator import Coordinator, LocalCoordinator
+from mirrorc.coordination.team_coordinator import Retry
+from mirrorc.errors import CommunicationError, ExecutionError
+from mirrorc.ir.program import Program
+from mirrorc.messages.problem import message, problem
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
+from mirrorc.runtime.state.module_states import BackwardState
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.torch_internals import backward_keeps_graph, current_backward, runs_transform
+from mirrorc.user.thread_modes import CallersModes
+
+
+class ModuleCalls:
+    """
+    Args:
+        exclusively: runs a function while no other call over the same parameters runs.
+        reduction: see `mirrorc.data_parallel`.
+
+    Attributes:
+        programs: those of the last forward with gradients, and of its backward.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        state: StepState,
+        specializer: Specializer,
+        runs: ProgramRuns,
+        coordinator: Coordinator,
+        modes: CallersModes,
+        exclusively: Callable[[Callable[[], Any]], Any],
+        timeout_seconds: float,
+        reduction: str,
+    ) -> None:
+        self._signature, self._state, self._specializer, self._runs = signature, state, specializer, runs
+        self._coordinator, self._modes, self._exclusively = coordinator, modes, exclusively
+        self._reduction = reduction
+        self._alone = LocalCoordinator(timeout_seconds)  # of forward, which each worker runs by itself
+        self._have_met = coordinator.team is None
+        self._last_share = -1, 1.0  # the number of the last backward, and the weight of this worker in it
+        self._warns_of_shares = True
+        self.programs: tuple[Program, ...] = ()
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The outputs of the whole batch; autograd's backward of them runs the program of backward."""
+        if runs_transform():
+            raise problem(
+                ExecutionError,
+                "MC3210: a compiled module was called within torch.func or forward-mode differentiation",
+                "its program knows no such transform",
+                "call model.module, the plain model",
+            )
+        call = self._signature.call_of(args, kwargs, trains=False)
+        needs_gradient = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        asked = frozenset(i for i, leaf in enumerate(call.leaves) if _requires_gradient(leaf))
+        values = dataclasses.replace(
+            call,
+            leaves=tuple(_detached(leaf) if i in asked else leaf for i, leaf in enumerate(call.leaves)),
+            differentiated=asked if needs_gradient else frozenset(),
+        )
+        parameters = (t for t in self._state.store.tensors.values() if isinstance(t, torch.nn.Parameter))
+        trains = needs_gradient and (bool(asked) or any(parameter.requires_grad for parameter in parameters))
+        self._modes.look(trains=trains)
+        with torch.inference_mode(False), torch.no_grad():
+            run = self._exclusively(lambda: self._run(values, trains=trains))
+        assert run.compiled.outputs is not None, "a module has outputs"
+        gathered, shards = run.outputs, run.shards
+        if run.backward is not None:
+            gathered = {**gathered, **self._in_autograd(run, run.backward, call)}
+        return run.compiled.outputs.of_step(gathered, None, call, shards)
+
+    def _in_autograd(self, run: ForwardRun, backward: Backward, call: Call) -> dict[str, Any]:
+        variables, cut = self._state.store.tensors, backward.cut
+        inputs = [call.leaves[i].tensor for i in cut.gradients_of_leaves]
+        inputs += [variables[name] for name in backward.gradients]
+        read = [variables[name] for name in cut.read_variables if name in variables]
+        read += [*backward.constants, *(tensor for i in cut.read_leaves for tensor in _tensors_of(call.leaves[i]))]
+        return outputs_in_autograd(run, self._backward, read, [tensor for tensor in inputs if tensor is not None])
+
+    def _run(self, call: Call, *, trains: bool) -> ForwardRun:
+        self._state.begin_use()
+        shards = self._signature.shards_of(call, trains=False)
+        purpose = Purpose.FORWARD if trains else Purpose.EVALUATION
+        compiled, shards = self._specializer.specialization_for(call, shards, purpose=purpose)
+        if compiled.backward is not None and not self._have_met:
+            self._take_over_values(compiled.backward, call, shards)
+        executor = compiled.executor
+        executor.state.prepare_for(executor.program)
+        self._runs.run(compiled, shards, self._alone)
+        outputs = executor.outputs.take(shards.num_examples)
+        if len(shards.num_examples) == 1:
+            outputs = {name: value[0] if isinstance(value, list) else value for name, value in outputs.items()}
+        if compiled.backward is not None:
+            self.programs = (executor.program, compiled.backward.executor.program)
+        return ForwardRun(call, compiled, shards, outputs, executor.outputs.take_kept(), self._runs.draws)
+
+    def _take_over_values(self, backward: Backward, call: Call, shards: Shards) -> None:
+        """In the first call, all workers take over the values of the chief."""
+        with self._coordinator.call():
+            while self._meet(backward, call, shards) is not None:
+                self._state.begin_use()
+            backward.executor.state.prepare_for(backward.executor.program)
+            self._coordinator.end_backward(backward.executor.program)
+        self._have_met = True
+
+    def _meet(self, backward: Backward, call: Call, shards: Shards) -> Retry | None:
+        self._coordinator.note_call(call)
+        return self._coordinator.exchange_header(backward.executor, shards.num_examples, is_stale=False)
+
+    def _backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of arguments and parameters; None for what no worker's loss reaches."""
+
+        def run_with_others() -> list[torch.Tensor | None]:
+            with self._coordinator.call():
+                return self._run_backward(run, tangents)
+
+        with torch.no_grad():
+            gradients: list[torch.Tensor | None] = self._exclusively(run_with_others)
+            return gradients
+
+    def _run_backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        backward, shards = run.backward, run.shards
+        assert backward is not None and run.kept is not None
+        self._state.begin_use()
+        each = zip(shards.tensors, run.tangents_of_replicas(tangents), run.kept, strict=True)
+        tensors = [[*shard, *parts, *kept] for shard, parts, kept in each]
+        executor = backward.executor
+        if self._meet(backward, run.call, shards) is not None:
+            raise problem(
+                CommunicationError,
+                "MC6301: parameters have become different on the workers since their last backward",
+                "each worker must make the same updates",
+                "optimizer.step() on all workers, with the same hyperparameters and parameters",
+                now="the chief's values were taken over, and no gradient was computed",
+            )
+        given = {name for name, parts in run.by_output(tangents).items() if any(part is not None for part in parts)}
+        reached = self._coordinator.union([name in given for name in backward.cut.tangents])
+        if not backward_keeps_graph():
+            run.kept = None  # the program frees the values one by one
+        executor.state.prepare_for(executor.program)
+        sizes = run.compiled.sizes_of(shards)
+        examples = self._coordinator.examples(sum(shards.num_examples))
+        weight = self._weight(examples)
+        self._look_at_share(weight)
+        weights = [weight if n else 0.0 for n in shards.num_examples]
+        self._runs.run_backward(executor, tensors, weights, examples, run.draws, sizes)
+        self._coordinator.end_backward(executor.program)
+        gradients: dict[str, Any] = executor.outputs.take(shards.num_examples)
+        gradients |= executor.state.take() if isinstance(executor.state, BackwardState) else {}
+        names = (*backward.cut.gradients_of_leaves.values(), *backward.gradients)
+        is_reached = {name: any(reached[place] for place in backward.cut.reached[name]) for name in names}
+        return [gradients.get(name) if is_reached[name] else None for name in names]
+
+    def _weight(self, examples: Examples) -> float:
+        """The weight of this worker's gradient in the sum."""
+        team = self._coordinator.team
+        if team is None or self._reduction == "sum":
+            return 1.0
+        return examples.local / examples.of_all if self._reduction == "examples" else 1 / team.cluster.num_workers
+
+    def _look_at_share(self, weight: float) -> None:
+        """Warns if this worker has another share of the examples in the forwards of one loss."""
+        backward, share = self._last_share
+        self._last_share = current_backward(), weight
+        if self._last_share[0] == backward and share != weight and self._warns_of_shares:
+            self._warns_of_shares = False
+            text = message(
+                "MC3101: two forwards of one loss are weighted differently, as this worker had other shares of their examples",
+                "each forward is weighted by its own number of examples, and the loss may be a mean over all of them",
+                (
+                    "give all forwards of a loss equal shares of the examples",
+                    "mirrorc.data_parallel(..., reduction='sum'), and a loss divided by the number of examples of all workers",
+                ),
+            )
+            warnings.warn(text, stacklevel=users_stack_level())
+
+
+def _requires_gradient(leaf: Leaf) -> bool:
+    """False for lists and `PerReplica`, of which `Signature.shards_of` refuses those that do."""
+    return leaf.tensor is not None and not leaf.column and leaf.tensor.requires_grad
+
+
+def _detached(leaf: Leaf) -> Leaf:
+    assert leaf.tensor is not None
+    return dataclasses.replace(leaf, tensor=leaf.tensor.detach())
+
+
+def _tensors_of(leaf: Leaf) -> Sequence[torch.Tensor]:
+    return leaf.column or (leaf.per_replica if leaf.tensor is None else (leaf.tensor,))
