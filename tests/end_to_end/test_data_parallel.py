@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import selections
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,9 +79,11 @@ def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     made.close()
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_a_loop_trains_as_plain_pytorch(devices: int, size: int) -> None:
+@pytest.mark.parametrize(
+    "case", selections.slow_but([(2, 7)], [(devices, size) for devices in (1, 2, 3, 4) for size in (1, 2, 7)]), ids=str
+)
+def test_a_loop_trains_as_plain_pytorch(case: tuple[int, int]) -> None:
+    devices, size = case
     both = Both(devices=devices)
 
     def train(model: nn.Module) -> list[torch.Tensor]:
@@ -262,6 +265,7 @@ def test_frozen_and_thawed_parameters(both: Both) -> None:
     both.check()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_frozen_from_the_start() -> None:
     frozen = net().requires_grad_(False)
     both = Both(frozen, 2)
@@ -273,6 +277,7 @@ def test_a_model_that_is_frozen_from_the_start() -> None:
     both.close()
 
 
+@pytest.mark.slow
 def test_a_game_of_two_modules() -> None:
     torch.manual_seed(0)
     generator, discriminator = nn.Linear(4, 6).double(), net()
@@ -316,6 +321,7 @@ def test_hooks_on_parameters_get_the_gradient_of_the_whole_batch(both: Both) -> 
     both.check()
 
 
+@pytest.mark.slow
 def test_gradients_are_given_without_being_accumulated(both: Both) -> None:
     x, y = batch(7)
     own = torch.autograd.grad(F.cross_entropy(both.parallel(x), y), [*both.parallel.parameters()])
@@ -362,7 +368,7 @@ class Reading(nn.Module):
         return (a @ first) @ second.T * self.scale * b.sigmoid() + c
 
 
-@pytest.mark.parametrize("written", ["weight", "scale", "x", "part"])
+@pytest.mark.parametrize("written", selections.slow_but(["weight"], ["weight", "scale", "x", "part"]))
 def test_what_backward_reads_again_may_not_be_written_before(written: str) -> None:
     both = Both(Reading(), 2)
     x = batch(6)[0]
@@ -450,6 +456,7 @@ def test_state_has_the_names_of_the_plain_model(both: Both) -> None:
         both.parallel.load_state_dict(changed, assign=True)
 
 
+@pytest.mark.slow
 def test_copies_compile_anew(both: Both) -> None:
     x, _ = batch(5)
     averaged = torch.optim.swa_utils.AveragedModel(both.parallel)
@@ -471,6 +478,7 @@ def test_it_is_not_moved(both: Both) -> None:
             move(both.parallel)
 
 
+@pytest.mark.slow
 def test_checkpoints_autocast_and_a_scaler() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -500,6 +508,7 @@ def test_checkpoints_autocast_and_a_scaler() -> None:
     both.close()
 
 
+@pytest.mark.slow
 def test_batches_of_changing_sizes(both: Both) -> None:
     def train(model: nn.Module) -> None:
         for size in (7, 4, 9, 12, 2, 1):
@@ -526,6 +535,7 @@ def test_a_failure_leaves_it_usable(both: Both) -> None:
         both.parallel(x)
 
 
+@pytest.mark.slow
 def test_values_of_each_replica_have_gradients(both: Both) -> None:
     torch.manual_seed(0)
     both = Both(nn.LSTM(6, 4, num_layers=2, batch_first=True).double(), 2)
@@ -538,6 +548,7 @@ def test_values_of_each_replica_have_gradients(both: Both) -> None:
     both.close()
 
 
+@pytest.mark.slow
 def test_torch_compile_leaves_it_as_it_is(both: Both) -> None:
     x, y = batch(6)
     F.cross_entropy(torch.compile(both.parallel, backend="eager")(x), y).backward()
@@ -573,6 +584,7 @@ def test_models_that_cannot_be_captured_and_wrong_arguments() -> None:
         mirrorc.data_parallel(lambda x: x)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_sparse_gradients_and_tied_parameters() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -600,6 +612,7 @@ def test_sparse_gradients_and_tied_parameters() -> None:
     both.close()
 
 
+@pytest.mark.slow
 def test_arguments_that_get_a_gradient_in_several_ways(both: Both) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
