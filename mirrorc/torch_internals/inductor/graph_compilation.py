@@ -13,6 +13,7 @@ from torch import fx
 
 from mirrorc.torch_internals.fx.graphs import traced_on_fake_tensors
 from mirrorc.torch_internals.hooks.settings import is_dense
+from mirrorc.torch_internals.inductor.mutation_order import keep_mutation_order
 from mirrorc.torch_internals.inductor.output_strides import in_strides
 from mirrorc.torch_internals.inductor.scatter_indices import correct_scatter_indices
 from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, has_symbols, num_elements_now, sizes_key
@@ -153,6 +154,7 @@ def compile_with_inductor(
     from torch._inductor.virtualized import V
 
     correct_scatter_indices()
+    keep_mutation_order()
     fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
     tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
     with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing, _room_for_symbols(fake_mode):
@@ -167,7 +169,7 @@ def compile_with_inductor(
         # part of the cache key, which the lines above and below and the calls of `call_directly` are not
         graph_module.meta["mirrorc"] = (
             "all outputs keep their strides, some operators are called directly, index_put never in place,"
-            " scatters at their indices"
+            " scatters at their indices, kernels in the order of writes"
         )
         with _INDEX_PUTS.never_in_place():
             return in_strides(compile_fx_inner(graph_module, list(example_inputs)), wanted)

@@ -227,6 +227,28 @@ def test_kernels_of_several_threads_add_at_the_indices(function: Any) -> None:
     torch.testing.assert_close(_compiled(function, [x], num_threads=2), function(x))
 
 
+def _added_before_it_is_read(
+    x: torch.Tensor, y: torch.Tensor, index: torch.Tensor, out: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
+    """Least memory is used if the sums of ``y`` come first, and the values to add as late as possible."""
+    early, late = y.cumsum(0), x.cumsum(0)
+    added = x.new_zeros(20).index_put((index,), x.repeat(2, 1).cumsum(0).flatten(), accumulate=True).view(4, 5)
+    value = (late + added).exp()
+    out.copy_(value.slice_scatter(value[:3].sin(), 0, 0, 3))
+    other.copy_(early.cumsum(0))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_what_is_added_to_is_read_afterwards_though_another_order_takes_less_memory() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = list(torch.randn(4, 4, 5, dtype=torch.float64, generator=generator).unbind())
+    values.insert(2, torch.arange(40) % 20)
+    expected = _added_before_it_is_read(*[value.clone() for value in values])
+    torch.testing.assert_close(_compiled(_added_before_it_is_read, values, num_threads=1), expected)
+
+
 def test_compilations_that_overlap_keep_index_put_out_of_place_until_the_last_ends() -> None:
     from torch._inductor.fx_passes.reinplace import inplaceable_ops
 
