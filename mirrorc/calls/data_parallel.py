@@ -129,7 +129,7 @@ class DataParallel(nn.Module):
         self.close()
 
     def close(self) -> None:
-        """Ends the threads. The model keeps its values; this module cannot be called again."""
+        """Ends the threads. The model keeps its values; this module cannot be called again, and a backward that waits fails."""
         self._close()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

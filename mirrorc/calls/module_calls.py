@@ -31,7 +31,8 @@ from mirrorc.user.thread_modes import CallersModes
 
 
 class ModuleCalls:
-    """
+    """Forwards and backwards of a module.
+
     Args:
         exclusively: runs a function while no other call over the same parameters runs.
         reduction: see `mirrorc.data_parallel`.
@@ -153,8 +154,10 @@ class ModuleCalls:
                 "optimizer.step() on all workers, with the same hyperparameters and parameters",
                 now="the chief's values were taken over, and no gradient was computed",
             )
-        given = {name for name, parts in run.by_output(tangents).items() if any(part is not None for part in parts)}
-        reached = self._coordinator.union([name in given for name in backward.cut.tangents])
+        with_tangent = {
+            name for name, parts in run.by_output(tangents).items() if any(part is not None for part in parts)
+        }
+        reached = self._coordinator.union([name in with_tangent for name in backward.cut.tangents])
         if not backward_keeps_graph():
             run.kept = None  # the program frees the values one by one
         executor.state.prepare_for(executor.program)

@@ -79,10 +79,10 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
     backward_graphs = tuple(cut.backward(tangents, kept) for cut in cuts)
     forward_graphs = tuple(cut.forward() for cut in cuts)
     has_gradients = bool(first.output["gradients"])
-    given = [a for a in program.arguments if has_gradients or a.kind is not ArgumentKind.LOSS_WEIGHT]
-    seeds = {a.name for a in given if a.kind is ArgumentKind.SEED}
+    arguments = [a for a in program.arguments if has_gradients or a.kind is not ArgumentKind.LOSS_WEIGHT]
+    seeds = {a.name for a in arguments if a.kind is ArgumentKind.SEED}
     if not any(n.users for g in backward_graphs for n in g.find_nodes(op="placeholder") if n.target in seeds):
-        given = [argument for argument in given if argument.kind is not ArgumentKind.SEED]
+        arguments = [argument for argument in arguments if argument.kind is not ArgumentKind.SEED]
         for graph in backward_graphs:
             _erase(graph, seeds)
     forward = program.evolve(
@@ -92,7 +92,7 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
     )
     backward = program.evolve(
         shard_graphs=backward_graphs,
-        arguments=(*given, *tangents, *kept),
+        arguments=(*arguments, *tangents, *kept),
         variables=_variables(program.variables, backward_graphs, updates=True),
         accumulation=Accumulation.GRADIENTS if has_gradients else Accumulation.NONE,
     )
@@ -100,8 +100,10 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
     placeholders = [n for graph in backward_graphs for n in graph.find_nodes(op="placeholder") if n.users]
     leaves = frozenset(leaf for node in placeholders if (leaf := of_batch.get(str(node.target))) is not None)
     read = frozenset(str(n.kwargs["variable"]) for graph in backward_graphs for n in calls_to(graph, ops.read))
-    given_back = {str(node.kwargs["output"]) for node in calls_to(backward_graphs[0], ops.gather)}
-    of_leaves = {leaf: name for argument, leaf in of_batch.items() if (name := gradient_output(argument)) in given_back}
+    of_backward = {str(node.kwargs["output"]) for node in calls_to(backward_graphs[0], ops.gather)}
+    of_leaves = {
+        leaf: name for argument, leaf in of_batch.items() if (name := gradient_output(argument)) in of_backward
+    }
     return ForwardAndBackward(
         forward, backward, first.tangents, len(first.saved), of_leaves, first.reached(), read, leaves
     )
@@ -190,8 +192,8 @@ class _Cut:
         depends: dict[fx.Node, frozenset[int]] = {}
         for node in self._graph.nodes:
             depends[node] = tangents.get(node) or frozenset().union(*map(depends.__getitem__, node.all_input_nodes))
-        given = {str(node.kwargs["output"]): depends[node] for node in calls_to(self._graph, ops.gather)}
-        return given | {name: depends[node] for name, node in self.output["gradients"].items()}
+        outputs = {str(node.kwargs["output"]): depends[node] for node in calls_to(self._graph, ops.gather)}
+        return outputs | {name: depends[node] for name, node in self.output["gradients"].items()}
 
     def _values_to_save(self) -> list[fx.Node]:
         """Also adds to backward what is made again there."""
