@@ -196,8 +196,9 @@ class _Cut:
         return outputs | {name: depends[node] for name, node in self.output["gradients"].items()}
 
     def _values_to_save(self) -> list[fx.Node]:
-        """Also adds to backward what is made again there."""
-        inside, saved = set(self._backward), dict[fx.Node, None]()
+        """Also adds to backward what is made again there, before the first that needs it."""
+        late = set(self._backward)
+        inside, saved = set(late), dict[fx.Node, None]()
         waiting = [source for node in self._backward for source in node.all_input_nodes if not self._is_tangent(node)]
         while waiting:
             node = waiting.pop()
@@ -208,7 +209,14 @@ class _Cut:
                 waiting += node.all_input_nodes
             else:
                 saved[node] = None
-        self._backward = [node for node in self._graph.nodes if node in inside]
+        order = {node: i for i, node in enumerate(self._graph.nodes)}
+        first_use: dict[fx.Node, int] = {}
+        for node in reversed(self._graph.nodes):
+            if node in inside:
+                first_use[node] = (
+                    order[node] if node in late else min(first_use[user] for user in node.users if user in inside)
+                )
+        self._backward = sorted(inside, key=lambda node: (first_use[node], order[node]))
         return [node for node in self._graph.nodes if node in saved]
 
     def _is_tangent(self, node: fx.Node) -> bool:

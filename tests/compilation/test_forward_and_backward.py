@@ -27,7 +27,7 @@ from mirrorc.compilation.forward_and_backward import ForwardAndBackward, cut_at_
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, target_name
-from mirrorc.ir.program import ArgumentKind, Program
+from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.workers import World
 from mirrorc.packing import EqualPacks
 from mirrorc.passes import ReserveMemory, ReuseArguments
@@ -158,6 +158,24 @@ def test_values_of_nothing_are_made_again() -> None:
 
     both = check(Masked(), rows())
     assert "arange" in operators(both.backward) and "arange" not in kept(both)
+
+
+def test_what_is_made_again_stands_where_it_is_used() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    backward = cut_module(model, rows().float()).backward
+    graph = backward.shard_graphs[0]
+    tangents = [*placeholders_of(graph, backward.arguments, ArgumentKind.TANGENT)]
+    order = [node for node in graph.nodes if node.op == "call_function"]
+    behind = set(tangents)
+    for node in order:
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    again = [node for node in order if node not in behind]
+    assert "detach" in map(maker, again), "the graph has what this test is about"
+    for node in again:
+        place = order.index(node)
+        first_use = min(order.index(user) for user in node.users if user in order)
+        assert behind.isdisjoint(order[place:first_use]), f"{node} stands before the bucket that needs it"
 
 
 @pytest.mark.parametrize("is_viewed", [False, True])

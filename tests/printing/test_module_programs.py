@@ -40,7 +40,7 @@ def test_a_backward_says_what_it_takes_and_who_gets_the_gradients() -> None:
     ).check(
         "def cpu_0(x: f32[2, 4], loss_weight: f32[], d_outputs_0: f32[2, 3], d_outputs_1: f32[], 4 activations):"
     ).check(
-        "5 gradients                      = bwd_0(loss_weight, d_outputs_1, d_outputs_0, x, layer.weight, head.weight, "
+        "5 gradients                      = bwd_0(loss_weight, d_outputs_1, d_outputs_0, x, head.weight, layer.weight, "
         "4 activations, 4 slots)"
     ).check("# backward of head … layer").check("gather(d(x), output=gradient of x, how=concatenated)").check(
         "# -- autograd gets the gradients from here on: commit waits until all devices are done with backward"
@@ -50,7 +50,7 @@ def test_a_backward_says_what_it_takes_and_who_gets_the_gradients() -> None:
 
 def test_a_backward_to_an_argument_alone_has_regions_of_backward() -> None:
     FileCheck().check("# mirrorc · stage LOWERED · 2 devices · backward of a module\n").check(
-        "d(x)                             = bwd_0(d_outputs_1, d_outputs_0, layer.weight, head.weight, 4 activations)"
+        "d(x)                             = bwd_0(d_outputs_1, d_outputs_0, head.weight, layer.weight, 4 activations)"
     ).check("# backward").check("gather(d(x), output=gradient of x").check("region bwd_0(").run(
         text_of("backward to x", regions=True)
     )
@@ -62,7 +62,7 @@ def test_a_captured_backward_lists_what_it_takes_and_later_ones_count_it() -> No
     for program in stages(captured()["backward"]):
         text = program.to_text()
         assert ("layer_addmm: f32[2, 6]" in text) == (program.stage is Stage.CAPTURED)
-        assert ("head.weight, 4 activations" in text) == (program.stage >= Stage.OUTLINED)
+        assert ("layer.weight, 4 activations" in text) == (program.stage >= Stage.OUTLINED)
         assert "return loss" not in text
 
 
