@@ -214,7 +214,7 @@ def data_parallel(
     with JointCompilation(distributed, communication) as joint:
         options, state = step_options(arguments, {}, joint, ALONE, is_module=True)
         refuse_options_of_steps(options)
-        step = Step(replace(options, ladder=options.ladder.first), state)
+        step = Step(options, state)
     again = functools.partial(data_parallel, devices=devices, reduction=reduction, **shared)
     return DataParallel(model, step, module_calls_of(step, reduction), step.close, again)
 

@@ -23,14 +23,6 @@ _PREFIX = "module."
 
 def refuse_options_of_steps(options: StepOptions) -> None:
     """Raises `ValueError` for an option that a module could not keep."""
-    capture = options.ladder.names[0]
-    if capture != "dynamo":
-        raise problem(
-            ValueError,
-            f"MC1003: capture={capture!r} cannot be used by data_parallel",
-            "forward and backward are two programs, cut from one graph",
-            ("leave capture= out", "mirrorc.compile(...), whose steps run a model as plain PyTorch"),
-        )
     refused = {
         "compression=": any(isinstance(entry, WorkerCompression) for entry in options.pipeline),
         "cuda_graphs=True": options.cuda_graphs,

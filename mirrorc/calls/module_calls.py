@@ -142,6 +142,13 @@ class ModuleCalls:
     def _run_backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         backward, shards = run.backward, run.shards
         assert backward is not None and run.kept is not None
+        if backward.runs_plain and backward_keeps_graph():
+            raise problem(
+                ExecutionError,
+                "MC3210: backward of a module that runs as plain PyTorch was called with retain_graph=True",
+                "its autograd graph is used up by one backward",
+                "add the losses, and call backward once",
+            )
         self._state.begin_use()
         each = zip(shards.tensors, run.tangents_of_replicas(tangents), run.kept, strict=True)
         tensors = [[*shard, *parts, *kept] for shard, parts, kept in each]
@@ -154,10 +161,9 @@ class ModuleCalls:
                 "optimizer.step() on all workers, with the same hyperparameters and parameters",
                 now="the chief's values were taken over, and no gradient was computed",
             )
-        with_tangent = {
-            name for name, parts in run.by_output(tangents).items() if any(part is not None for part in parts)
-        }
-        reached = self._coordinator.union([name in with_tangent for name in backward.cut.tangents])
+        outputs = run.by_output(tangents)
+        absent = frozenset(name for name, parts in outputs.items() if all(part is None for part in parts))
+        reached = self._coordinator.union([name not in absent for name in backward.cut.tangents])
         if not backward_keeps_graph():
             run.kept = None  # the program frees the values one by one
         executor.state.prepare_for(executor.program)
@@ -166,6 +172,7 @@ class ModuleCalls:
         weight = self._weight(examples)
         self._look_at_share(weight)
         weights = [weight if n else 0.0 for n in shards.num_examples]
+        executor.used.absent_outputs = absent
         self._runs.run_backward(executor, tensors, weights, examples, run.draws, sizes)
         self._coordinator.end_backward(executor.program)
         gradients: dict[str, Any] = executor.outputs.take(shards.num_examples)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.communication.plain_exchanges import plain_exchange
 from mirrorc.analysis.graph.aliases import origins, shared_by
 from mirrorc.analysis.graph.backward import first_of_backward
 from mirrorc.analysis.graph.cuts import source_of_part
+from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.custom_ops.output_tangents import output_tangent
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
@@ -110,7 +112,8 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
 
 
 def _refuse_meetings_of_forward(program: Program, model_name: str) -> None:
-    if program.workers.are_several and any(True for g in program.shard_graphs for _ in calls_to(g, *ops.MEETINGS)):
+    graphs = program.shard_graphs if program.workers.are_several else ()
+    if any(plain_exchange(graph) is not None or any(True for _ in calls_to(graph, *ops.MEETINGS)) for graph in graphs):
         raise problem(
             CaptureError,
             f"MC2503: forward of {model_name} exchanges values of all replicas, and a module runs it on each worker by itself",
@@ -265,9 +268,13 @@ class _Cut:
         for node in self._backward:
             if node not in values:
                 values[node] = copy_node(graph, node, values)
+            if node.target is take_gradient and not self.output["gradients"]:
+                values[node].update_arg(2, None)  # the weight is one
             if node.target is ops.gather and is_weighted:
                 _divide(values[node], values[weight])
         gradients = {name: values[node] for name, node in self.output["gradients"].items()}
+        if not gradients and not values[weight].users:
+            graph.erase_node(values[weight])
         graph.output({"loss": None, "gradients": gradients, "writes": {}})
         return graph
 

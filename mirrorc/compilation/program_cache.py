@@ -97,12 +97,14 @@ class Backward:
     Attributes:
         gradients: the parameters that get one.
         constants: the tensors that it reads and that are no variables.
+        runs_plain: whether it runs as plain PyTorch.
     """
 
     executor: Executor
     cut: ForwardAndBackward
     gradients: tuple[str, ...]
     constants: tuple[torch.Tensor, ...]
+    runs_plain: bool
 
 
 @dataclass(frozen=True, eq=False)

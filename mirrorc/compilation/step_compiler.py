@@ -19,7 +19,7 @@ from mirrorc.capture.call.recompile_reasons import CallKind
 from mirrorc.capture.call.shard_types import SymbolicDims, shard_types
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.capture_errors import AS_PLAIN_PYTORCH, NoGradientError, RaisedError, StateError
+from mirrorc.capture.diagnostics.capture_errors import NoGradientError, RaisedError, StateError
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.front_ends.front_end import FrontEnd
 from mirrorc.capture.model.model_state import ModelState
@@ -36,8 +36,9 @@ from mirrorc.compilation.instruments import instruments_for
 from mirrorc.compilation.program_cache import Backward, Specialization
 from mirrorc.compilation.program_facts import remarks_on_facts, remarks_on_whole_sums
 from mirrorc.compilation.progress import Progress
+from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.errors import CaptureError
-from mirrorc.ir.nodes import names_of_called_regions
+from mirrorc.ir.nodes import calls_to, names_of_called_regions
 from mirrorc.ir.program import CAPTURE, Accumulation, Program, Remark
 from mirrorc.ir.variables import Synchronization
 from mirrorc.ir.workers import ALONE
@@ -138,9 +139,6 @@ class StepCompiler:
             if isinstance(error, CaptureError):  # its text names the user's line: our own frames add nothing
                 logger.debug("refused by the capture", exc_info=True)
                 error.with_traceback(None)
-                if self._options.is_module:
-                    of_step = "mirrorc.compile(...), whose steps run such a model as plain PyTorch"
-                    error.args = (str(error).replace(AS_PLAIN_PYTORCH, of_step),)
                 if isinstance(error, RaisedError) and call.unpacked:
                     error.args = (
                         with_line(str(error), "fix", f"{call.unpacked}, if the batch holds forward's arguments"),
@@ -225,7 +223,8 @@ class StepCompiler:
             executors[purpose] = self._executor(lowered, regions, captured, purpose)
         gradients = [name for name, variable in cut.backward.variables.items() if variable.update is not None]
         constants = [captured.constants[name] for name in cut.read_variables if name in captured.constants]
-        backward = Backward(executors[Purpose.BACKWARD], cut, tuple(gradients), tuple(constants))
+        runs_plain = any(True for graph in cut.backward.shard_graphs for _ in calls_to(graph, take_gradient))
+        backward = Backward(executors[Purpose.BACKWARD], cut, tuple(gradients), tuple(constants), runs_plain)
         return Specialization(
             executors[Purpose.FORWARD],
             captured.guards,

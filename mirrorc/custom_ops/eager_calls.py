@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol, cast
 
 import torch
@@ -15,9 +15,14 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 class UsedParameters:
-    """Parameters that a replica has used in this step. Other replicas give zero gradients; unused parameters get no update."""
+    """Parameters that a replica has used in this step. Other replicas give zero gradients; unused parameters get no update.
 
-    def __init__(self) -> None:
+    Attributes:
+        absent_outputs: the outputs of a module that the caller's loss does not reach.
+    """
+
+    def __init__(self, absent_outputs: Set[str] = frozenset()) -> None:
+        self.absent_outputs = absent_outputs
         self._used = set[int]()
         self._written: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
@@ -73,11 +78,15 @@ class OpaqueRuns(Protocol):
     ) -> list[torch.Tensor]:
         """As `forward`, without a token; there may be no loss."""
 
-    def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
-        """``tangent`` is the gradient of the loss."""
+    def backward(
+        self, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
+    ) -> OpaqueBackward:
+        """``tangent`` is the gradient of the loss, None for one, ``tangents`` are those of outputs of a module without a loss."""
 
-    def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """Returns a parameter's gradient, once; runs backward if it has not begun."""
+    def gradient(
+        self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns the gradient of a parameter, or behind these of an argument, once; runs backward if it has not begun."""
 
 
 _calls: weakref.WeakValueDictionary[int, OpaqueRuns] = weakref.WeakValueDictionary()
@@ -94,18 +103,23 @@ def register_call(call: OpaqueRuns) -> int:
 
 class OpaqueSteps:
     def __init__(self, graphs: Sequence[fx.Graph]) -> None:
-        nodes = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=take_gradient)]
+        found = [
+            graph.find_nodes(op="call_function", target=of) for graph in graphs for of in (run_forward, take_gradient)
+        ]
+        nodes = itertools.chain.from_iterable(found)
         self._numbers = sorted({cast("int", node.args[0]) for node in nodes})
 
-    def begin(self) -> UsedParameters:
-        used = UsedParameters()
+    def begin(self, absent_outputs: Set[str]) -> UsedParameters:
+        used = UsedParameters(absent_outputs)
         for number in self._numbers:
             _call_of(number).begin_step(used)
         return used
 
 
-def backward_of(call: int, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
-    return _call_of(call).backward(token, tangent)
+def backward_of(
+    call: int, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
+) -> OpaqueBackward:
+    return _call_of(call).backward(token, tangent, tangents)
 
 
 def _call_of(number: int) -> OpaqueRuns:
@@ -178,7 +192,7 @@ _LIBRARY.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIBRARY.define(
-    "take_gradient(int call, Tensor token, Tensor tangent, Tensor parameter, int place) -> Tensor",
+    "take_gradient(int call, Tensor token, Tensor? tangent, Tensor like, int place, Tensor[]? tangents=None) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIBRARY.impl(
@@ -195,13 +209,15 @@ _LIBRARY.impl(
 )
 _LIBRARY.impl(
     "take_gradient",
-    lambda call, token, tangent, _, place: _call_of(call).gradient(token, tangent, place),
+    lambda call, token, tangent, _, place, tangents=None: _call_of(call).gradient(
+        token, tangent, place, tangents or ()
+    ),
     "CompositeExplicitAutograd",
 )
 torch.library.register_fake("mirrorc::run_forward", _fake_forward, lib=_LIBRARY)
 torch.library.register_fake("mirrorc::run_evaluation", _fake_evaluation, lib=_LIBRARY)
 torch.library.register_fake(
-    "mirrorc::take_gradient", lambda call, token, tangent, parameter, place: _like([parameter])[0], lib=_LIBRARY
+    "mirrorc::take_gradient", lambda call, token, tangent, like, place, tangents=None: _like([like])[0], lib=_LIBRARY
 )
 
 run_forward = torch.ops.mirrorc.run_forward.default
@@ -213,9 +229,11 @@ Results: the loss, a scalar; a token, an int64 on the CPU; new values of the buf
 """
 
 take_gradient = torch.ops.mirrorc.take_gradient.default
-"""``take_gradient(call, token, tangent, parameter, place)`` is `OpaqueRuns.gradient` for the parameter at ``place``.
+"""``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueRuns.gradient` for the tensor at ``place``, which is
+``like``.
 
-``tangent``, the gradient of the loss, is the same for all gradients of a token.
+``tangent``, the gradient of the loss, None for one, and ``tangents``, those of outputs, are the same for all gradients of a
+token.
 Each gradient may be taken once, in any order, also while backward computes the others.
 """
 

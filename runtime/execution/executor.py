@@ -58,6 +58,9 @@ class Executor:
         timeout_seconds: the longest wait of a replica for other replicas.
         step_graph: captures and replays the steps of a single device; None to run all calls in every step.
         team: None for a process that trains alone.
+
+    Attributes:
+        used: the parameters that replicas have used, where backward runs as plain PyTorch.
     """
 
     def __init__(
@@ -79,11 +82,11 @@ class Executor:
         self._communicators = communicators_of(program, timeout_seconds) | exchanges_of(program, team)
         self._is_exchanged = team is not None  # others' rows come into the buckets
         self._progress = progress_of(program)
-        self._used = UsedVariables(program, state)
+        self.used = UsedVariables(program, state)
         workers = None
         if team is not None:
             workers = OtherWorkers(functools.partial(self._vote, team, Columns.of(program)), team.hear)
-        self.commit = commit_point_of(program, timeout_seconds, self._used.settle, workers)
+        self.commit = commit_point_of(program, timeout_seconds, self.used.settle, workers)
         self.outputs = StepOutputs(program)
         self._replica_values = (
             WorkerValues(program, timeout_seconds, team.launch_value)
@@ -107,7 +110,7 @@ class Executor:
             self.outputs,
             self._replica_values,
             self._progress,
-            self._used.unused,
+            self.used.unused,
         )
         self.functions = BoundFunctions(program, self._binder, recorder)
         self.trial = InterleavingTrial(can_interleave(program))
@@ -123,9 +126,9 @@ class Executor:
 
     def _vote(self, team: Team, columns: Columns, vote: Vote) -> tuple[bool, torch.Tensor | None]:
         """Called by one replica, when all replicas have arrived at the commit."""
-        vote = dataclasses.replace(vote, used=self._used.tell())
+        vote = dataclasses.replace(vote, used=self.used.tell())
         outcome = team.vote(vote, columns=columns, is_early=self._progress is not None)
-        self._used.hear(outcome.used)
+        self.used.hear(outcome.used)
         return outcome.takes_place, outcome.numbers
 
     def run(
@@ -163,7 +166,7 @@ class Executor:
         ]
         self.state.begin()
         self.outputs.begin()
-        self._used.begin()
+        self.used.begin()
         if self._progress is not None:
             self._progress.begin()
         results: list[tuple[bool, Any] | None] = []

@@ -35,7 +35,8 @@ def replica_arguments(
             values.append(copies.to_device(shard[argument.leaf]))  # type: ignore[index]
         elif argument.kind in (ArgumentKind.TANGENT, ArgumentKind.SAVED):
             assert isinstance(shard, list)
-            values.append(copies.to_device(shard[argument.leaf]))  # type: ignore[index]
+            value = shard[argument.leaf]  # type: ignore[index]
+            values.append(copies.to_device(value) if argument.kind is ArgumentKind.TANGENT else value)
             shard[argument.leaf] = None  # type: ignore[index]  # the program frees it behind its last use
         elif argument.kind is ArgumentKind.SIZE:
             values.append(sizes[argument.leaf])  # type: ignore[index]

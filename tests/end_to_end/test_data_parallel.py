@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import selections
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from module_twins import EAGER, PLAIN, QUIET, Both, assert_close, batch, net
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,61 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import mirrorc
 from mirrorc.errors import CaptureError, ExecutionError
 
-TOLERANCE = 1e-12
-EAGER = mirrorc.Compiler(backend="eager")
-QUIET = mirrorc.Debug(progress=False)
 
-
-def net(*between: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def batch(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randint(3, (size,), generator=generator)
-
-
-class Both:
-    """A module on several devices, and its twin in plain PyTorch."""
-
-    def __init__(self, model: nn.Module | None = None, devices: int = 2, compiler: mirrorc.Compiler = EAGER) -> None:
-        model = net() if model is None else model
-        self.plain = copy.deepcopy(model)
-        self.parallel = mirrorc.data_parallel(model, devices, compiler=compiler, debug=QUIET)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter((self.parallel, self.plain))
-
-    def run(self, use: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
-        """What a function of the model returns for both, with one random stream."""
-        torch.manual_seed(1)
-        own = use(self.parallel)
-        torch.manual_seed(1)
-        return own, use(self.plain)
-
-    def check(self, tolerance: float = TOLERANCE) -> None:
-        for (name, own), other in zip(self.parallel.module.named_parameters(), self.plain.parameters(), strict=True):
-            assert_close(own, other, tolerance, name)
-            assert (own.grad is None) == (other.grad is None), name
-            if own.grad is not None and other.grad is not None:
-                assert_close(own.grad, other.grad, tolerance, f"gradient of {name}")
-        for own, other in zip(self.parallel.buffers(), self.plain.buffers(), strict=True):
-            assert_close(own, other, tolerance, "buffer")
-
-    def close(self) -> None:
-        self.parallel.close()
-
-
-def assert_close(own: Any, other: Any, tolerance: float = TOLERANCE, what: str = "") -> None:
-    assert own.shape == other.shape and own.dtype == other.dtype, what
-    assert torch.allclose(own.double(), other.double(), rtol=tolerance, atol=tolerance), what
-
-
-@pytest.fixture
+@pytest.fixture(params=[EAGER, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["compiled", "plain"])
 def both(request: pytest.FixtureRequest) -> Iterator[Both]:
-    made = Both(*getattr(request, "param", ()))
+    made = Both(compiler=request.param)
     yield made
     made.close()
 
@@ -149,7 +99,8 @@ def test_several_forwards_before_one_backward(both: Both) -> None:
     both.check()
 
 
-def test_a_part_of_the_outputs_may_reach_the_loss() -> None:
+@pytest.mark.parametrize("compiler", [EAGER, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["compiled", "plain"])
+def test_a_part_of_the_outputs_may_reach_the_loss(compiler: mirrorc.Compiler) -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -165,7 +116,7 @@ def test_a_part_of_the_outputs_may_reach_the_loss() -> None:
             }
 
     torch.manual_seed(0)
-    both = Both(Heads(), 2)
+    both = Both(Heads(), 2, compiler)
     for use in (
         lambda out: out["a"].sum(),
         lambda out: out["mean"] * 3,
@@ -266,9 +217,10 @@ def test_frozen_and_thawed_parameters(both: Both) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_frozen_from_the_start() -> None:
+@pytest.mark.parametrize("compiler", [EAGER, PLAIN], ids=["compiled", "plain"])
+def test_a_model_that_is_frozen_from_the_start(compiler: mirrorc.Compiler) -> None:
     frozen = net().requires_grad_(False)
-    both = Both(frozen, 2)
+    both = Both(frozen, 2, compiler)
     own, other = (batch(5)[0].requires_grad_() for _ in range(2))
     both.parallel(own).square().sum().backward()
     both.plain(other).square().sum().backward()
@@ -331,7 +283,9 @@ def test_gradients_are_given_without_being_accumulated(both: Both) -> None:
     assert all(p.grad is None for p in both.parallel.parameters())
 
 
-def test_a_graph_is_kept_if_asked(both: Both) -> None:
+def test_a_graph_is_kept_if_asked() -> None:
+    both = Both()
+
     def twice(model: nn.Module) -> None:
         x, y = batch(7)
         loss = F.cross_entropy(model(x), y)
@@ -353,6 +307,7 @@ def test_a_graph_is_kept_if_asked(both: Both) -> None:
         both.parallel.module[2].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+    both.close()
 
 
 class Reading(nn.Module):
@@ -556,20 +511,8 @@ def test_torch_compile_leaves_it_as_it_is(both: Both) -> None:
     both.check()
 
 
-def test_models_that_cannot_be_captured_and_wrong_arguments() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3).double()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) * 2 if x.sum() > 0 else self.layer(x)
-
-    model = Branching()
-    with pytest.raises(CaptureError, match=r"MC2102[^~]*mirrorc\.compile\(\.\.\.\), whose steps run"):
-        mirrorc.data_parallel(model, 2, compiler=EAGER)(batch(4)[0])
-    with pytest.raises(ValueError, match="MC1003"):
-        mirrorc.data_parallel(model, 2, compiler=mirrorc.Compiler(capture="autograd"))
+def test_wrong_arguments() -> None:
+    model = net()
     compressed = mirrorc.Communication(compression="bfloat16")
     for options in ({"communication": compressed}, {"debug": mirrorc.Debug(check_replicas_every=1)}):
         with pytest.raises(ValueError, match="MC1003"):
@@ -659,9 +602,15 @@ ACTIONS = st.sampled_from(
 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(ACTIONS, st.integers(1, 7)), min_size=3, max_size=12), st.integers(1, 3))
-def test_any_loop_is_that_of_plain_pytorch(actions: list[tuple[str, int]], devices: int) -> None:
-    both = Both(net(), devices)
+@given(
+    st.lists(st.tuples(ACTIONS, st.integers(1, 7)), min_size=3, max_size=12),
+    st.integers(1, 3),
+    st.sampled_from([EAGER, PLAIN]),
+)
+def test_any_loop_is_that_of_plain_pytorch(
+    actions: list[tuple[str, int]], devices: int, compiler: mirrorc.Compiler
+) -> None:
+    both = Both(net(), devices, compiler)
 
     def loop(model: nn.Module) -> None:
         inner, waiting = getattr(model, "module", model), []

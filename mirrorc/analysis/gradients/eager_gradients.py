@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,24 +19,33 @@ class TakenGradients:
 
     Attributes:
         token: the token of the forward run ``call``.
-        tangent: the loss's gradient: backward begins with it.
-        nodes: the gradients of the parameters at ``places``.
+        tangent: the loss's gradient: backward begins with it; None for one.
+        tangents: the gradients of outputs of a module without a loss.
+        nodes: the gradients at ``places``.
     """
 
     call: int
     token: fx.Node
-    tangent: fx.Node
+    tangent: fx.Node | None
+    tangents: tuple[fx.Node, ...]
     places: tuple[int, ...]
     nodes: tuple[fx.Node, ...]
 
+    @property
+    def sources(self) -> list[fx.Node]:
+        """The token and the tangents."""
+        return [self.token, *([self.tangent] if self.tangent is not None else []), *self.tangents]
+
 
 def taken_gradients(graph: fx.Graph) -> list[TakenGradients]:
-    takes: dict[Any, list[fx.Node]] = {}
+    takes: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in calls_to(graph, take_gradient):
-        takes.setdefault(node.args[:3], []).append(node)
+        arguments: Any = node.args
+        call, token, tangent, _, _, *tangents = arguments
+        takes.setdefault((call, token, tangent, tuple(itertools.chain(*tangents))), []).append(node)
     return [
-        TakenGradients(call, token, tangent, tuple(cast("int", node.args[4]) for node in nodes), tuple(nodes))
-        for (call, token, tangent), nodes in takes.items()
+        TakenGradients(call, token, tangent, tangents, tuple(cast("int", n.args[4]) for n in nodes), tuple(nodes))
+        for (call, token, tangent, tangents), nodes in takes.items()
     ]
 
 

@@ -58,6 +58,15 @@ class NoGradientError(CaptureError):
     """Raised for the forward of a module whose outputs need no gradient."""
 
 
+def complex_output(name: str, model_name: str) -> CaptureError:
+    return problem(
+        CaptureError,
+        f"MC2203: output {name!r} of {model_name} is complex, and gets no gradient",
+        "a program of backward takes real gradients",
+        "torch.view_as_real(output) at the end of forward",
+    )
+
+
 class HooksMissingError(CaptureError):
     """Raised if forward would install Hugging Face's hooks for hidden states, which cannot be traced."""
 

@@ -42,18 +42,21 @@ def untrained_tensors(
                 at=line_of(frame) if frame is not None else "",
             )
     if module.takes_tangents:
-        raise problem(
-            CaptureError,
-            f"MC3305: outputs of {model_name} depend on {listed(names)}, which would get no gradient",
-            "it is no parameter of the module",
-            (
-                "make it a parameter of the module, or an argument of forward",
-                "use its .detach(), if nothing is to train it",
-            ),
-        )
+        raise CaptureError(outside_of_module(model_name, listed(names)))
     frame = _users_frame(untrained[0][0])
     many = f" and {counted(len(names) - 3, 'other')}" if len(names) > 3 else ""
     return (Note.at(frame, untrained_text(model_name, f"{', '.join(names[:3])}{many}")),)
+
+
+def outside_of_module(model_name: str, what: str) -> str:
+    return message(
+        f"MC3305: outputs of {model_name} depend on {what}, which would get no gradient",
+        "it is no parameter of the module",
+        (
+            "make it a parameter of the module, or an argument of forward",
+            "use its .detach(), if nothing is to train it",
+        ),
+    )
 
 
 def untrained_text(model_name: str, what: str) -> str:

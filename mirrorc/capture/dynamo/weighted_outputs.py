@@ -8,10 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mirrorc.capture.diagnostics.capture_errors import NoGradientError
+from mirrorc.capture.diagnostics.capture_errors import NoGradientError, complex_output
 from mirrorc.custom_ops.output_tangents import output_tangent
-from mirrorc.errors import CaptureError
-from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import give_values
 
 
@@ -49,12 +47,7 @@ def _attached(detached: fx.Node) -> fx.Node:
 
 def _product(graph: fx.Graph, output: fx.Node, name: str, model_name: str) -> fx.Node:
     if output.meta["example_value"].is_complex():
-        raise problem(
-            CaptureError,
-            f"MC2203: output {name!r} of {model_name} is complex, and gets no gradient",
-            "a program of backward takes real gradients",
-            "torch.view_as_real(output) at the end of forward",
-        )
+        raise complex_output(name, model_name)
     own = _added(graph, torch.Tensor.detach, output)
     tangent = _added(graph, output_tangent, own, name)
     return _added(graph, torch.sum, _added(graph, torch.mul, output, tangent))

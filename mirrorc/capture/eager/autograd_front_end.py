@@ -21,6 +21,7 @@ from mirrorc.capture.eager.trial_run import first_runs
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
 from mirrorc.capture.model.transient_attributes import CARRIED
 from mirrorc.custom_ops.eager_calls import register_call, run_evaluation, run_forward, sizes_of, take_gradient
+from mirrorc.custom_ops.output_tangents import output_tangent
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.messages.problem import problem
@@ -237,17 +238,22 @@ def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph
     device = next(iter(call.parameters.values())).device
     tangent = built.placeholder_like("tangent", torch.empty((), dtype=recorded.loss_dtype, device=device))
     loss, token, *others = built.parts_of_forward(run_forward)
-    gradients = [
-        built.result_of(take_gradient, built.number, token, tangent, built.parameters[place], place)
+    about = built.writes_and_outputs(others)
+    tangents = [built.result_of(output_tangent, about["outputs"][name], name) for name in recorded.differentiable]
+    of_outputs = [tangents] if tangents else []
+    inputs = [*built.parameters, *built.arguments]
+    gradients = {
+        place: built.result_of(take_gradient, built.number, token, tangent, inputs[place], place, *of_outputs)
         for place in recorded.gradients
-    ]
+    }
     names = [*call.parameters]
     return built.joint(
-        (loss, *others, *gradients),
+        (loss, *others, *gradients.values()),
         tangent=tangent,
         loss=loss,
-        gradients={names[place]: node for place, node in zip(recorded.gradients, gradients, strict=True)},
-        **built.writes_and_outputs(others),
+        gradients={names[place]: node for place, node in gradients.items() if place < len(names)},
+        gradients_of_leaves={place - len(names): node for place, node in gradients.items() if place >= len(names)},
+        **about,
     )
 
 

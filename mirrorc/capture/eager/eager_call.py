@@ -15,6 +15,7 @@ from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_mar
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
 from mirrorc.capture.diagnostics.python_effects import cached_parametrizations, is_like, other_buffer
+from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import (
     Recorded,
@@ -26,6 +27,7 @@ from mirrorc.capture.eager.eager_run import (
     reached_text,
 )
 from mirrorc.capture.eager.module_copies import ModuleCopy
+from mirrorc.capture.eager.output_loss import loss_of_outputs
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_exchange import Others, RunExchange, not_joined
 from mirrorc.capture.eager.run_outputs import difference, read_run
@@ -114,15 +116,24 @@ class OpaqueCall:
             *(tensor.to(run.parameters[0].device) for tensor in outputs),
         ]
 
-    def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> RunGradients:
+    def backward(
+        self, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
+    ) -> RunGradients:
         run = self._runs[token]
         if isinstance(run, Run):
+            each = zip(self.recorded.differentiable, tangents, strict=True)
+            run.tangents = {name: value for name, value in each if name not in self._used.absent_outputs}
             run = self._runs[token] = self.gradients_of(run, tangent, self.recorded.late)
         return run
 
-    def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """Zeros if this replica has not used the parameter."""
-        gradient = self.backward(token, tangent).take(place)
+    def gradient(
+        self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Zeros if this replica has not used the parameter or the argument."""
+        gradients = self.backward(token, tangent, tangents)
+        gradient = gradients.take(place)
+        if place >= len(self._originals):
+            return _as_typed(gradient, gradients.input_at(place))
         original = self._originals[place]
         if gradient is not None:
             self._used.note(original)
@@ -158,7 +169,10 @@ class OpaqueCall:
                 for parameter, value in zip(self.parameters.values(), parameters, strict=True)
             ],
             [value.detach().clone() for value in buffers],
-            [value.detach() for value in leaves],
+            [
+                value.detach().requires_grad_(self._call.trains and place in self._call.differentiated)
+                for place, value in enumerate(leaves)
+            ],
             stream,
         )
         run.note_inputs((*parameters, *buffers, *leaves))
@@ -179,6 +193,8 @@ class OpaqueCall:
         if self._call.keeps_outputs:
             parameter = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
             run.outputs = read_run(outputs, run.loss, run.leaves, parameter, marked)
+            if self._call.takes_tangents:
+                run.loss = loss_of_outputs(run, run.outputs, self._model_name)
         self._take_assigned_buffers(run, is_first=is_first)
         replaced = copy.replaced()
         assigned = [attribute for attribute in copy.assigned() if attribute not in carried]
@@ -204,16 +220,17 @@ class OpaqueCall:
                 raise other_buffer(kind, self._model_name, name, value, buffer)
             run.assign(place, value)
 
-    def gradients_of(self, run: Run, tangent: torch.Tensor, late: Set[int] = frozenset()) -> RunGradients:
+    def gradients_of(self, run: Run, tangent: torch.Tensor | None, late: Set[int] = frozenset()) -> RunGradients:
+        tangent = tangent if tangent is not None else torch.ones_like(run.loss)
         return RunGradients(
             run, functools.partial(self._run_backward, run, tangent), late, self._model_name, self.state
         )
 
     def _run_backward(self, run: Run, tangent: torch.Tensor) -> None:
-        trainable = [parameter for parameter in run.parameters if parameter.requires_grad]
-        for parameter in trainable:
-            if parameter.grad is not None:  # from a backward() inside of forward, which the loss weight did not reach
-                parameter.grad.mul_(tangent.to(parameter.grad))
+        trainable = [tensor for tensor in run.inputs if tensor.requires_grad]
+        for tensor in trainable:
+            if tensor.grad is not None:  # from a backward() inside of forward, which the loss weight did not reach
+                tensor.grad.mul_(tangent.to(tensor.grad))
         meets = exchanging(run.exchange)
         with torch.enable_grad(), self.state.alone(), self._drawing(run, "backward"), meets:
             run.loss.backward(tangent.reshape(run.loss.shape), inputs=trainable)
@@ -274,14 +291,20 @@ class OpaqueCall:
             )
 
     def _check_reach(self, run: Run) -> None:
-        name = reached_otherwise(note_reach(run), self.parameters) if self._call.trains else None
+        besides = note_reach(run) if self._call.trains else []
+        name = reached_otherwise(besides, self.parameters)
         if name is not None:
             raise ExecutionError(reached_text(self._model_name, _short(name)))
+        if besides and self._call.takes_tangents:
+            what = f"a tensor of shape {list(besides[0].shape)}"
+            raise ExecutionError(outside_of_module(self._model_name, what))
 
     def _check_outputs(self, run: Run) -> None:
         if run.outputs is None or self.recorded.outputs is None:
             return
         name = difference(run.outputs.record, self.recorded.outputs)
+        if not name and self._call.takes_tangents:
+            name = next((name for name in run.outputs.differentiable if name not in self.recorded.differentiable), "")
         if name:
             raise ExecutionError(
                 self._changed(
@@ -348,8 +371,8 @@ def _short(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _as_typed(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    if gradient is not None and gradient.layout is torch.strided and gradient.stride() == parameter.stride():
+def _as_typed(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    if gradient is not None and gradient.layout is torch.strided and gradient.stride() == like.stride():
         return gradient
-    laid = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+    laid = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     return laid.copy_(gradient) if gradient is not None else laid.zero_()

@@ -49,11 +49,12 @@ class Run:
 
     Attributes:
         copy: the modules that ran forward; backward may run them again.
-        parameters, buffers, leaves: the inputs; parameters have gradients after backward.
+        parameters, buffers, leaves: the inputs; parameters, and leaves that require one, have gradients after backward.
         loss: keeps its autograd graph until backward; an empty tensor in an evaluation without a loss.
+        tangents: of the outputs of a module without a loss that the caller's loss reaches, once backward begins.
         before: for the id of each input, its value, version and address before forward.
         exchange: that of a first run is with replicas that are like it.
-        unreached: in training, the indices of parameters outside of the graph of the loss.
+        unreached: in training, the places of `inputs` outside of the graph of the loss.
     """
 
     copy: ModuleCopy
@@ -66,6 +67,12 @@ class Run:
     unreached: Set[int] = frozenset()
     outputs: RunOutputs | None = None
     exchange: ReplicaExchange = field(default_factory=AlikeReplicas)
+    tangents: Mapping[str, torch.Tensor] | None = None
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """What may have gradients; `take_gradient` gives their places."""
+        return [*self.parameters, *self.leaves]
 
     def note_inputs(self, values: Sequence[torch.Tensor]) -> None:
         inputs = zip((*self.parameters, *self.buffers, *self.leaves), values, strict=True)
@@ -101,8 +108,9 @@ class Recorded:
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
-        gradients: the trainable parameters, in the order of backward.
+        gradients: the trainable parameters, in the order of backward, and the arguments that get a gradient behind them.
         late: parameters whose gradient comes in several parts, or from outside of the loss's graph.
+        differentiable: the outputs of a module without a loss that need a gradient.
         transient: the attributes that are assigned before each read.
         alike: the buffers with one value in all runs of a step.
     """
@@ -116,6 +124,7 @@ class Recorded:
     transient: frozenset[Attribute] = frozenset()
     alike: frozenset[int] = frozenset()
     exchanges: bool = False
+    differentiable: tuple[str, ...] = ()
 
 
 def reached_text(model_name: str, name: str) -> str:
@@ -134,19 +143,19 @@ def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Paramete
     return parameter
 
 
-def note_reach(run: Run) -> list[nn.Parameter]:
-    """Sets ``run.unreached``; returns the parameters in the graph of the loss that are not inputs of the run."""
+def note_reach(run: Run) -> list[torch.Tensor]:
+    """Sets ``run.unreached``; returns the leaves of the graph of the loss that are not inputs of the run."""
     known = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
     leaves = _leaves_of_loss(run.loss)
     reached = set(map(id, leaves))
-    run.unreached = frozenset(place for place, parameter in enumerate(run.parameters) if id(parameter) not in reached)
-    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
+    run.unreached = frozenset(place for place, tensor in enumerate(run.inputs) if id(tensor) not in reached)
+    return [leaf for leaf in leaves if id(leaf) not in known]
 
 
-def reached_otherwise(besides: Sequence[nn.Parameter], originals: Mapping[str, nn.Parameter]) -> str | None:
+def reached_otherwise(besides: Sequence[torch.Tensor], originals: Mapping[str, nn.Parameter]) -> str | None:
     """The name of a user's parameter that forward has used instead of the run's own; None if there is none."""
     names = {id(original): name for name, original in originals.items()}
-    return next((names[id(parameter)] for parameter in besides if id(parameter) in names), None)
+    return next((names[id(leaf)] for leaf in besides if id(leaf) in names), None)
 
 
 def _leaves_of_loss(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -19,10 +19,21 @@ from mirrorc.torch_internals import storage_key
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """The outputs of one run other than its loss. The tensors own their memory and have no gradient."""
+    """The outputs of one run other than its loss.
+
+    Attributes:
+        tensors: own their memory and have no gradient.
+        attached: as forward gave them.
+    """
 
     record: TracedOutputs
     tensors: Mapping[str, torch.Tensor]
+    attached: Mapping[str, torch.Tensor]
+
+    @property
+    def differentiable(self) -> list[str]:
+        """The outputs that need a gradient."""
+        return [name for name, value in self.attached.items() if value.requires_grad]
 
 
 def read_run(
@@ -50,7 +61,7 @@ def read_run(
         tensors[name] = detached.clone() if storage_key(detached) in taken else detached
         taken.add(storage_key(tensors[name]))
     types = {name: (value.shape, value.dtype) for name, value in tensors.items()}
-    return RunOutputs(TracedOutputs(structure, tuple(reader.leaves), types, names), tensors)
+    return RunOutputs(TracedOutputs(structure, tuple(reader.leaves), types, names), tensors, reader.gathered)
 
 
 def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:

@@ -22,7 +22,7 @@ class RunGradients:
     parameter may come in parts or from a nested backward, and is complete at the end of backward.
 
     Attributes:
-        arrived: the indices of parameters in the order of their gradients; repeated if a gradient was added to.
+        arrived: the places of parameters and arguments in the order of their gradients; repeated if a gradient was added to.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class RunGradients:
         assert not self._has_begun, "a run has one backward"
         self._has_begun, self._on_gradient, self._thread = True, on_gradient, threading.get_ident()
         hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, place))
-            for place, parameter in enumerate(self._run.parameters)
-            if parameter.requires_grad
+            tensor.register_post_accumulate_grad_hook(functools.partial(self._note, place))
+            for place, tensor in enumerate(self._run.inputs)
+            if tensor.requires_grad
         ]
         try:
             self._backward()
@@ -67,7 +67,7 @@ class RunGradients:
         if place in self._taken:
             raise problem(
                 ExecutionError,
-                f"MC2602: a gradient of shape {list(self._run.parameters[place].shape)} changed after it had been sent",
+                f"MC2602: a gradient of shape {list(self.input_at(place).shape)} changed after it had been sent",
                 f"something in the backward of {self._model_name} calls backward() itself, and did not in the first call",
                 (
                     "return the gradients from your autograd.Function instead of calling .backward() in it",
@@ -80,12 +80,15 @@ class RunGradients:
         if threading.get_ident() == self._thread:
             self._on_gradient()
 
+    def input_at(self, place: int) -> torch.Tensor:
+        return self._run.inputs[place]
+
     def take(self, place: int) -> torch.Tensor | None:
-        """Removes a gradient; None for an unused parameter. Runs backward if it has not begun."""
+        """Removes a gradient; None for an unused parameter or argument. Runs backward if it has not begun."""
         if not self._has_begun:
             self.run()
         assert self.has(place), "a gradient is taken when it is there"
-        parameter = self._run.parameters[place]
-        gradient, parameter.grad = parameter.grad, None
+        tensor = self.input_at(place)
+        gradient, tensor.grad = tensor.grad, None
         self._taken.add(place)
         return gradient

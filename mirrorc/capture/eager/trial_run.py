@@ -24,7 +24,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
 )
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute, unkept_attributes
-from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
+from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module, untrained_text
 from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.capture.diagnostics.written_rows import writes_rows
 from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
@@ -111,7 +111,7 @@ def first_runs(
     outputs = _common_outputs(recorded, parts, leaves, model_name) if call.keeps_outputs else None
     common = Recorded(
         recorded[0].loss_dtype,
-        _order(opaque, recorded),
+        _order(opaque, call, recorded),
         tuple(written),
         any(record.draws for record in recorded),
         outputs,
@@ -119,6 +119,7 @@ def first_runs(
         transient=frozenset(transient),
         exchanges=any(record.exchanges for record in recorded),
         alike=_alike(opaque, call, each) & frozenset(written),
+        differentiable=tuple(dict.fromkeys(name for record in recorded for name in record.differentiable)),
     )
     if common.exchanges and opaque.state.is_advanced:
         raise problem(CaptureError, *advances_state(model_name))
@@ -141,10 +142,12 @@ def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) ->
     return frozenset(alike | {i for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids})
 
 
-def _order(opaque: OpaqueCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
-    arrived = [place for run in recorded for place in run.gradients]
+def _order(opaque: OpaqueCall, call: TrainingCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
+    # Workers agree on the order of a step's gradients before they compile; those of a module compile each by itself.
+    arrived = [place for run in recorded for place in run.gradients] if not call.takes_tangents else []
     trained = [place for place, parameter in enumerate(opaque.parameters.values()) if parameter.requires_grad]
-    return tuple(dict.fromkeys([*arrived, *reversed(trained)]))
+    arguments = [len(opaque.parameters) + leaf for leaf in sorted(call.differentiated)]
+    return tuple(dict.fromkeys([*arrived, *reversed(trained), *arguments]))
 
 
 def _type_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -217,7 +220,7 @@ def _first_run(
     written_inputs, written = _written(run, opaque, (leaves, buffers), observed)
     arrived: list[int] = []
     if call.trains:
-        gradients = opaque.gradients_of(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
+        gradients = opaque.gradients_of(run, None)
         gradients.run()
         arrived = gradients.arrived
         _refuse_changes_of_backward(changes[-1], opaque.state.changes(), model_name)
@@ -230,9 +233,19 @@ def _first_run(
             )
     late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
+    differentiable = tuple(run.outputs.differentiable) if run.outputs is not None and call.takes_tangents else ()
     exchanges = run.exchange.number > 0
     draws = stream.has_advanced(untouched)
-    recorded = Recorded(loss, tuple(arrived), tuple(written), draws, outputs, late, exchanges=exchanges)
+    recorded = Recorded(
+        loss,
+        tuple(arrived),
+        tuple(written),
+        draws,
+        outputs,
+        late,
+        exchanges=exchanges,
+        differentiable=differentiable,
+    )
     return FirstRuns(recorded, written_inputs, notes, observed.undefined, (), [observed.means], run.buffers, vectors)
 
 
@@ -318,7 +331,9 @@ def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str
     name = reached_otherwise(besides, opaque.parameters)
     if name is not None:
         raise CaptureError(reached_text(model_name, name.removeprefix("model.")))
-    unknown = [parameter for parameter in besides if id(parameter) not in call.trained_elsewhere]
+    if besides and call.takes_tangents:
+        raise CaptureError(outside_of_module(model_name, f"a tensor of shape {list(besides[0].shape)}"))
+    unknown = [p for p in besides if isinstance(p, torch.nn.Parameter) and id(p) not in call.trained_elsewhere]
     if not unknown:
         return ()
     shapes = ", ".join(str(list(parameter.shape)) for parameter in unknown[:3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -37,10 +38,10 @@ def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
     for graph in program.graphs():
         taken, begun = set[tuple[Any, ...]](), dict[Any, Any]()
         for node, of in _takes(program, graph):
-            call, token, tangent, place = of
+            call, token, tangents, place = of
             if (token, place) in taken:
                 yield Violation(f"{node.name} takes gradient {place} of a backward from which it is taken before", node)
-            if begun.setdefault(token, (call, tangent)) != (call, tangent):
+            if begun.setdefault(token, (call, tangents)) != (call, tangents):
                 yield Violation(
                     f"{node.name} takes a gradient of a backward that has begun with another gradient of the loss", node
                 )
@@ -49,12 +50,12 @@ def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def regions_take_gradients_by_tokens(program: Program) -> Iterator[Violation]:
-    """A region takes gradients of a plain PyTorch backward by a token and a tangent among its arguments, so that its caller can
+    """A region takes gradients of a plain PyTorch backward by a token and tangents among its arguments, so that its caller can
     wait for them.
     """
     for region in program.regions.values():
         for taken in taken_gradients(region.graph_module.graph):
-            if any(value.op != "placeholder" for value in (taken.token, taken.tangent)):
+            if any(value.op != "placeholder" for value in taken.sources):
                 yield Violation(
                     f"region {region.name} computes by itself of which backward it takes gradients", taken.nodes[0]
                 )
@@ -63,15 +64,15 @@ def regions_take_gradients_by_tokens(program: Program) -> Iterator[Violation]:
 def _takes(program: Program, graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
     for node in graph.nodes:
         if node.target is take_gradient:
-            call, token, tangent, _, place = node.args
-            yield node, (call, _part(token), tangent, place)
+            call, token, tangent, _, place, *tangents = node.args
+            yield node, (call, _part(token), (tangent, *itertools.chain(*tangents)), place)
         elif is_region_call(node) and region_of(node) in program.regions:
             body = program.regions[region_of(node)].graph_module.graph
             arguments = dict(zip(body.find_nodes(op="placeholder"), node.args, strict=True))
             for taken in taken_gradients(body):
-                token, tangent = (arguments.get(value, value) for value in (taken.token, taken.tangent))
+                token, *tangents = (arguments.get(value, value) for value in taken.sources)
                 for place in taken.places:
-                    yield node, (taken.call, _part(token), tangent, place)
+                    yield node, (taken.call, _part(token), tuple(tangents), place)
 
 
 def _part(value: Any) -> Any:

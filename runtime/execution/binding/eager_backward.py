@@ -23,10 +23,12 @@ class Asked:
 
     Args:
         are_last: True to wait for the end of the backward, so that its exceptions precede the region's call.
+        token, *tangents: the values of ``taken.sources``.
     """
 
-    def __init__(self, taken: TakenGradients, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
-        self.backward = backward_of(taken.call, token, tangent)
+    def __init__(self, taken: TakenGradients, are_last: bool, token: torch.Tensor, *tangents: torch.Tensor) -> None:
+        of_loss, of_outputs = (tangents[0], tangents[1:]) if taken.tangent is not None else (None, tangents)
+        self.backward = backward_of(taken.call, token, of_loss, of_outputs)
         self._are_last, self._missing = are_last, list(reversed(taken.places))
 
     def are_there(self) -> bool:
@@ -42,7 +44,7 @@ def asking(program: Program, node: fx.Node, call: Callable[..., Any]) -> Any:
     graph = program.regions[region_of(node)].graph_module.graph
     asks = []
     for taken in taken_gradients(graph):
-        places = places_of_arguments(graph, [taken.token, taken.tangent])
+        places = places_of_arguments(graph, taken.sources)
         token = node.args[places[0]]
         assert isinstance(token, fx.Node)
         are_last = not any(node < user for user in token.users)

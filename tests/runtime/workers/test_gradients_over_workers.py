@@ -61,6 +61,15 @@ MODULES: dict[str, dict[str, Any]] = {
         ],
         is_module=True,
     ),
+    "plain module": training(
+        [1, 2],
+        model="branching",
+        calls=[["updates", [4, 3]], ["gradients", [3, 5]], ["updates", [2, 4]]],
+        is_module=True,
+    ),
+    "plain module with branches": training(
+        [1, 1], model="mixture", calls=[["updates", [1, 2]], ["gradients", [3, 1]], ["updates", [2, 2]]], is_module=True
+    ),
     "module with a norm": training(
         [1, 1], model="statistics", calls=[["updates", [4, 4]], ["updates", [4, 4]]], is_module=True
     ),
@@ -79,7 +88,7 @@ UNLIKE: dict[str, Any] = training(
 BROKEN: dict[str, Any] = training(
     [1, 2], calls=[["updates", [2, 4]], ["gradients", [2, 3]], ["fails", [2, 3]], ["updates", [2, 3]]], **ALONE
 )
-FAST = ("2 x 1", "module", "unlike")
+FAST = ("2 x 1", "module", "module with a norm", "unlike")
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +113,17 @@ def test_each_worker_has_the_gradient_of_all_examples(found: Mapping[str, Any], 
         assert (own["gradients"], own["values"]) == (found[name][0]["gradients"], found[name][0]["values"])
 
 
-def test_a_module_has_the_gradient_of_all_examples(found: Mapping[str, Any]) -> None:
-    expected = reference(MODULES["module"])
-    for own in found["module"][:2]:
+@pytest.mark.parametrize("name", selections.slow_but(FAST, ["module", "plain module", "plain module with branches"]))
+def test_a_module_has_the_gradient_of_all_examples(found: Mapping[str, Any], name: str) -> None:
+    expected = reference(MODULES[name])
+    for own in found[name][:2]:
         assert not own["errors"]
         for gradients, those in zip(own["gradients"], expected["gradients"], strict=True):
             assert_values(gradients, those)
         assert_values(own["values"], expected["values"])
+
+
+def test_a_module_has_the_mean_of_statistics(found: Mapping[str, Any]) -> None:
     first, other = found["module with a norm"][:2]
     assert not first["errors"] and other == {**first, "losses": other["losses"]}
 

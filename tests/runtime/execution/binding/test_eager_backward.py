@@ -40,7 +40,7 @@ class Call:
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
 
-    def backward(self, token: object, tangent: object) -> Backward:
+    def backward(self, token: object, tangent: object, tangents: object) -> Backward:
         return self._backward
 
 
@@ -75,7 +75,7 @@ def function_of(
             if raises_at in places:
                 raise RuntimeError("cannot launch")
 
-        taken = TakenGradients(number, *given, places, ())
+        taken = TakenGradients(number, *given, (), places, ())
         is_last = node is list(nodes)[-1]
         return Asking(take, [(lambda token, tangent: Asked(taken, is_last, token, tangent), (0, 1))])
 
