@@ -37,9 +37,8 @@ from mirrorc.ir.value_types import value_type
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.verifier import verifier
-from mirrorc.verifier.checked_graphs import VerifiedGraphs
 from mirrorc.verifier.rules.updates import every_bucket_is_updated_once
-from mirrorc.verifier.verifier import Verify, verify
+from mirrorc.verifier.verifier import VerifiedGraphs, Verify, verify
 
 
 def test_the_message_names_the_rule_and_says_what_it_demands() -> None:
