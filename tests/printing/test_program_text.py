@@ -36,7 +36,7 @@ from mirrorc.ir.program import Stage
 from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.printed_values import type_of
-from mirrorc.printing.program_text import program_to_text
+from mirrorc.printing.program_text import ProgramPrinter
 
 # Stages of programs without a bucket plan.
 BEFORE_BUCKETS = (
@@ -73,7 +73,7 @@ def step_with_dump(**options: object) -> mirrorc.Step:
 
 def test_the_heading_names_pass_stage_devices_buckets_and_time() -> None:
     program = run_up_to("pack-gradients", handmade(2), **SMALL_BUCKETS)
-    first, *_ = program_to_text(program, after="pack-gradients", milliseconds=3.14159).splitlines()
+    first, *_ = ProgramPrinter(program).text(after="pack-gradients", milliseconds=3.14159).splitlines()
     assert first == "# mirrorc · after pack-gradients · stage PACKED · 2 devices · 2 buckets · 3.1 ms"
     assert handmade(1).to_text().splitlines()[0] == "# mirrorc · stage CAPTURED · 1 device · 0 buckets"
 
@@ -245,7 +245,7 @@ def test_a_mirrored_program_names_the_device_of_every_line() -> None:
 
 def test_every_stage_prints() -> None:
     for name, program in every_stage(handmade(2, buffer=True, uneven=True), **SMALL_BUCKETS).items():
-        text = program_to_text(program, after=name, regions=True)
+        text = ProgramPrinter(program).text(after=name, regions=True)
         num_buckets = len(program.buckets)
         assert text.startswith(
             f"# mirrorc · after {name} · stage {program.stage.name} · 2 devices · {num_buckets} buckets\n"

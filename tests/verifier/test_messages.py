@@ -253,14 +253,6 @@ def test_a_missing_keyword_and_a_missing_type_are_said_with_the_remedy() -> None
     assert "no type is noted: make nodes with mirrorc.ir.graph_edits.insert" in refusal(program)[0]
 
 
-def test_a_region_that_calls_itself_is_refused() -> None:
-    program = run_up_to("outline-regions", captured_two_layers())
-    body = program.regions["fwd_0"].graph_module.graph
-    with body.inserting_before(body.output_node()):
-        body.call_function(ops.call_region, (), {"region": "fwd_0", "gradients": {}})
-    assert "regions_hold_operators_alone" in refusal(program)[0]
-
-
 def test_torch_does_not_log_what_the_message_says(caplog: pytest.LogCaptureFixture) -> None:
     program = run_up_to("plan-buckets", captured_two_layers())
     node = first(program.shard_graphs[0], torch.ops.aten.mm.default)
