@@ -115,24 +115,8 @@ def _call_of(number: int) -> OpaqueRuns:
     return call
 
 
-def _fake_forward(
-    call: int,
-    seed: torch.Tensor | None,
-    leaves: list[torch.Tensor],
-    parameters: list[torch.Tensor],
-    buffers: list[torch.Tensor],
-    loss_dtype: torch.dtype,
-    written: list[int],
-    output_dtypes: list[torch.dtype],
-    output_sizes: list[int],
-    exchanges: bool = False,
-) -> list[torch.Tensor]:
-    loss, token = parameters[0].new_empty((), dtype=loss_dtype), torch.empty((), dtype=torch.int64, device="cpu")
-    outputs = _outputs(parameters[0], output_dtypes, output_sizes)
-    return [loss, token, *_like([buffers[place] for place in written]), *outputs]
-
-
-def _fake_evaluation(
+def _fake_results(
+    tokens: Sequence[torch.Tensor],
     call: int,
     seed: torch.Tensor | None,
     leaves: list[torch.Tensor],
@@ -142,11 +126,10 @@ def _fake_evaluation(
     written: list[int],
     output_dtypes: list[torch.dtype],
     output_sizes: list[int],
-    exchanges: bool = False,
 ) -> list[torch.Tensor]:
     loss = [parameters[0].new_empty((), dtype=loss_dtype)] if loss_dtype is not None else []
     outputs = _outputs(parameters[0], output_dtypes, output_sizes)
-    return [*loss, *_like([buffers[place] for place in written]), *outputs]
+    return [*loss, *tokens, *_like([buffers[place] for place in written]), *outputs]
 
 
 def sizes_of(shapes: Sequence[Sequence[int]]) -> list[int]:
@@ -198,8 +181,12 @@ _LIBRARY.impl(
     lambda call, token, tangent, _, place: _call_of(call).gradient(token, tangent, place),
     "CompositeExplicitAutograd",
 )
-torch.library.register_fake("mirrorc::run_forward", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("mirrorc::run_evaluation", _fake_evaluation, lib=_LIBRARY)
+torch.library.register_fake(
+    "mirrorc::run_forward",
+    lambda *args, **_: _fake_results([torch.empty((), dtype=torch.int64, device="cpu")], *args),
+    lib=_LIBRARY,
+)
+torch.library.register_fake("mirrorc::run_evaluation", lambda *args, **_: _fake_results([], *args), lib=_LIBRARY)
 torch.library.register_fake(
     "mirrorc::take_gradient", lambda call, token, tangent, parameter, place: _like([parameter])[0], lib=_LIBRARY
 )

@@ -24,6 +24,7 @@ from tiny_programs import (
     every_stage,
     handmade,
     run_up_to,
+    sgd_step,
     targets,
 )
 from torch import fx, nn
@@ -33,7 +34,6 @@ import mirrorc
 from mirrorc.capture.rewrites.value_names import with_stable_names
 from mirrorc.ir import ops
 from mirrorc.ir.program import Stage
-from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.program_text import ProgramPrinter
@@ -59,14 +59,7 @@ def functions(text: str) -> list[str]:
 
 
 def step_with_dump(**options: object) -> mirrorc.Step:
-    model = TwoLayers()
-    step = mirrorc.compile(
-        model,
-        ["cpu:0", "cpu:1"],
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        loss_fn=torch.nn.functional.cross_entropy,
-        **grouped({"backend": "eager", **options}),
-    )
+    step = sgd_step(TwoLayers(), loss_fn=torch.nn.functional.cross_entropy, **options)
     step.prepare(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0]))
     return step
 
