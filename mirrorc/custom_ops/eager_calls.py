@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import fx
@@ -51,26 +51,21 @@ class OpaqueBackward(Protocol):
         """May be called once; calls ``on_gradient`` in this thread after each gradient."""
 
 
+class RunInputs(NamedTuple):
+    seed: torch.Tensor | None
+    leaves: Sequence[torch.Tensor]
+    parameters: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
+
+
 class OpaqueRuns(Protocol):
     def begin_step(self, used: UsedParameters) -> None:
         pass
 
-    def forward(
-        self,
-        seed: torch.Tensor | None,
-        leaves: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
+    def forward(self, inputs: RunInputs) -> list[torch.Tensor]:
         """Returns the loss, a token for backward, new values of written buffers, and outputs."""
 
-    def evaluation(
-        self,
-        seed: torch.Tensor | None,
-        leaves: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
+    def evaluation(self, inputs: RunInputs) -> list[torch.Tensor]:
         """As `forward`, without a token; there may be no loss."""
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
@@ -166,14 +161,12 @@ _LIBRARY.define(
 )
 _LIBRARY.impl(
     "run_forward",
-    lambda call, seed, leaves, parameters, buffers, *_, **__: _call_of(call).forward(seed, leaves, parameters, buffers),
+    lambda call, *args, **_: _call_of(call).forward(RunInputs(*args[:4])),
     "CompositeExplicitAutograd",
 )
 _LIBRARY.impl(
     "run_evaluation",
-    lambda call, seed, leaves, parameters, buffers, *_, **__: _call_of(call).evaluation(
-        seed, leaves, parameters, buffers
-    ),
+    lambda call, *args, **_: _call_of(call).evaluation(RunInputs(*args[:4])),
     "CompositeExplicitAutograd",
 )
 _LIBRARY.impl(
