@@ -24,8 +24,7 @@ from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Instrument, Pass
-from mirrorc.verifier.checked_graphs import VerifiedGraphs
-from mirrorc.verifier.verifier import verify
+from mirrorc.verifier.verifier import VerifiedGraphs, verify
 
 
 class Stopwatch(Instrument):

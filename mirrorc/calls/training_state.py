@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.calls.random_streams import load_random_state, random_state
 from mirrorc.capture.call.dynamic_sizes import ChangingSizes
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.choices.saved_choices import SavedChoices
 from mirrorc.coordination.residual_checkpoint import unsent_of_worker
 from mirrorc.errors import ExecutionError
+from mirrorc.ir.devices import Device
 from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import listed
@@ -222,3 +224,35 @@ def _told(verb: str, names: Iterable[str]) -> list[str]:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def random_state(devices: Sequence[Device]) -> dict[str, Any]:
+    """The states of the default generators, as tensors and numbers alone: ``weights_only=True`` loads them."""
+    numpy_state = np.random.get_state(legacy=False)
+    numpy_state["state"]["key"] = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(gpu) for gpu in _gpus(devices)],
+        "python": random.getstate(),
+        "numpy": numpy_state,
+    }
+
+
+def load_random_state(state: Mapping[str, Any], devices: Sequence[Device]) -> None:
+    """GPUs that the earlier run did not have keep their streams."""
+    numpy_state = {**state["numpy"], "state": {**state["numpy"]["state"]}}
+    numpy_state["state"]["key"] = numpy_state["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state(numpy_state)
+    random.setstate(_as_tuples(state["python"]))
+    torch.set_rng_state(state["torch"])
+    for gpu, own in zip(_gpus(devices), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(own, gpu)
+
+
+def _gpus(devices: Sequence[Device]) -> list[torch.device]:
+    """Each GPU once: several logical devices may share a GPU."""
+    return list(dict.fromkeys(device.torch_device for device in devices if device.torch_device.type == "cuda"))
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value

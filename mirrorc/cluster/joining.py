@@ -17,7 +17,6 @@ from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.lost_in_rounds import Lookout, Presence, pace_of_rounds
 from mirrorc.cluster.membership import Worker, call_roll
 from mirrorc.cluster.place import Place
-from mirrorc.cluster.restarts import Start, await_start
 from mirrorc.cluster.rounds import Round
 from mirrorc.cluster.stores import SEE_STORE, open_store
 from mirrorc.cluster.tf_config import place_by_tf_config
@@ -184,10 +183,10 @@ def _roll_call_in_start(opened: Any, place: Place, deadline: float, number: int)
     if place.store_persists:
         starts = distributed.PrefixStore("mirrorc", opened)
         if place.rank == 0:
-            start = Start(starts)
+            start = _Start(starts)
             number, answer = start.number, start.answer
         else:
-            number = await_start(starts, place, deadline)
+            number = _await_start(starts, place, deadline)
     store = distributed.PrefixStore(f"mirrorc/{number}", opened)
     workers = call_roll(store, place, deadline, while_waiting=answer)
     Presence(distributed.PrefixStore(_LIFE, store), place.num_workers, place.rank, pace_of_rounds(place.num_workers))
@@ -215,3 +214,50 @@ def _place_in(process_group: Any) -> Place:
             fix="give a group of all workers that train together",
         )
     return Place(rank, num_workers, _BY_GROUP, store_persists=True)
+
+
+_SECONDS_BETWEEN_LOOKS = 0.02
+_NUM_STARTS, _NUM_KNOCKS = "starts", "knocks"
+
+
+class _Start:
+    """A numbered start of the workers, opened by the chief.
+
+    torchrun's agents restart failed workers but keep the store. Each agent counts only its own workers' restarts. So
+    other workers knock, and join the start whose chief answers.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._num_heard = store, -1
+        self.number: int = store.add(_NUM_STARTS, 1)
+
+    def answer(self) -> None:
+        """Answers new knocks. The chief calls this repeatedly while it waits."""
+        knocks = self._store.add(_NUM_KNOCKS, 0)
+        if knocks != self._num_heard:
+            self._store.set(_heard(self.number), str(knocks))
+            self._num_heard = knocks
+
+
+def _await_start(store: Any, place: Place, deadline: float) -> int:
+    """Waits for the present chief; returns the number of its start.
+
+    Raises:
+        CommunicationError: the chief did not answer in time.
+    """
+    number_of_knock = store.add(_NUM_KNOCKS, 1)
+    while True:
+        number = store.add(_NUM_STARTS, 0)
+        if number and store.check([_heard(number)]) and int(store.get(_heard(number))) >= number_of_knock:
+            return number
+        if time.monotonic() > deadline:
+            raise problem(
+                CommunicationError,
+                f"MC6205: {place}: worker 0 did not come in time",
+                fix="see whether it runs, and was told the same address",
+            )
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _heard(number: int) -> str:
+    return f"heard/{number}"

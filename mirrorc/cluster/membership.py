@@ -66,7 +66,6 @@ def call_roll(
     store: Any,
     place: Place,
     deadline: float,
-    worker: Worker | None = None,
     while_waiting: Callable[[], object] = lambda: None,
 ) -> list[Worker]:
     """Waits for all workers, and returns them by rank.
@@ -77,7 +76,7 @@ def call_roll(
         CommunicationError: a worker is late or does not match, or the store was lost. All present workers raise it.
     """
     try:
-        return _call_roll(store, place, deadline, worker or Worker(place.rank, place.num_workers), while_waiting)
+        return _call_roll(store, place, deadline, Worker(place.rank, place.num_workers), while_waiting)
     except RuntimeError as error:  # torch's errors of stores; CommunicationError is none of them
         where = f" at {place.address}" if place.host else ""
         raise problem(

@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence, Set
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import fx
@@ -56,26 +56,21 @@ class OpaqueBackward(Protocol):
         """May be called once; calls ``on_gradient`` in this thread after each gradient."""
 
 
+class RunInputs(NamedTuple):
+    seed: torch.Tensor | None
+    leaves: Sequence[torch.Tensor]
+    parameters: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
+
+
 class OpaqueRuns(Protocol):
     def begin_step(self, used: UsedParameters) -> None:
         pass
 
-    def forward(
-        self,
-        seed: torch.Tensor | None,
-        leaves: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
+    def forward(self, inputs: RunInputs) -> list[torch.Tensor]:
         """Returns the loss, a token for backward, new values of written buffers, and outputs."""
 
-    def evaluation(
-        self,
-        seed: torch.Tensor | None,
-        leaves: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
+    def evaluation(self, inputs: RunInputs) -> list[torch.Tensor]:
         """As `forward`, without a token; there may be no loss."""
 
     def backward(
@@ -129,24 +124,8 @@ def _call_of(number: int) -> OpaqueRuns:
     return call
 
 
-def _fake_forward(
-    call: int,
-    seed: torch.Tensor | None,
-    leaves: list[torch.Tensor],
-    parameters: list[torch.Tensor],
-    buffers: list[torch.Tensor],
-    loss_dtype: torch.dtype,
-    written: list[int],
-    output_dtypes: list[torch.dtype],
-    output_sizes: list[int],
-    exchanges: bool = False,
-) -> list[torch.Tensor]:
-    loss, token = parameters[0].new_empty((), dtype=loss_dtype), torch.empty((), dtype=torch.int64, device="cpu")
-    outputs = _outputs(parameters[0], output_dtypes, output_sizes)
-    return [loss, token, *_like([buffers[place] for place in written]), *outputs]
-
-
-def _fake_evaluation(
+def _fake_results(
+    tokens: Sequence[torch.Tensor],
     call: int,
     seed: torch.Tensor | None,
     leaves: list[torch.Tensor],
@@ -156,11 +135,10 @@ def _fake_evaluation(
     written: list[int],
     output_dtypes: list[torch.dtype],
     output_sizes: list[int],
-    exchanges: bool = False,
 ) -> list[torch.Tensor]:
     loss = [parameters[0].new_empty((), dtype=loss_dtype)] if loss_dtype is not None else []
     outputs = _outputs(parameters[0], output_dtypes, output_sizes)
-    return [*loss, *_like([buffers[place] for place in written]), *outputs]
+    return [*loss, *tokens, *_like([buffers[place] for place in written]), *outputs]
 
 
 def sizes_of(shapes: Sequence[Sequence[int]]) -> list[int]:
@@ -197,14 +175,12 @@ _LIBRARY.define(
 )
 _LIBRARY.impl(
     "run_forward",
-    lambda call, seed, leaves, parameters, buffers, *_, **__: _call_of(call).forward(seed, leaves, parameters, buffers),
+    lambda call, *args, **_: _call_of(call).forward(RunInputs(*args[:4])),
     "CompositeExplicitAutograd",
 )
 _LIBRARY.impl(
     "run_evaluation",
-    lambda call, seed, leaves, parameters, buffers, *_, **__: _call_of(call).evaluation(
-        seed, leaves, parameters, buffers
-    ),
+    lambda call, *args, **_: _call_of(call).evaluation(RunInputs(*args[:4])),
     "CompositeExplicitAutograd",
 )
 _LIBRARY.impl(
@@ -214,8 +190,12 @@ _LIBRARY.impl(
     ),
     "CompositeExplicitAutograd",
 )
-torch.library.register_fake("mirrorc::run_forward", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("mirrorc::run_evaluation", _fake_evaluation, lib=_LIBRARY)
+torch.library.register_fake(
+    "mirrorc::run_forward",
+    lambda *args, **_: _fake_results([torch.empty((), dtype=torch.int64, device="cpu")], *args),
+    lib=_LIBRARY,
+)
+torch.library.register_fake("mirrorc::run_evaluation", lambda *args, **_: _fake_results([], *args), lib=_LIBRARY)
 torch.library.register_fake(
     "mirrorc::take_gradient", lambda call, token, tangent, like, place, tangents=None: _like([like])[0], lib=_LIBRARY
 )

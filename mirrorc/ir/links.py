@@ -79,8 +79,8 @@ def unregister_link(name: str) -> None:
     del _links[name]
 
 
-def link_names(spans: Span = Span.DEVICES) -> tuple[str, ...]:
-    return tuple(name for name, link in _links.items() if link.spans is spans)
+def link_names() -> tuple[str, ...]:
+    return tuple(name for name, link in _links.items() if link.spans is Span.DEVICES)
 
 
 def link_named(name: object) -> Link:

@@ -293,9 +293,9 @@ class Program:
             from mirrorc.serialization import text_of
 
             return text_of(self)
-        from mirrorc.printing.program_text import program_to_text
+        from mirrorc.printing.program_text import ProgramPrinter
 
-        return program_to_text(self, regions=regions, slots=slots, sources=sources, fold=fold)
+        return ProgramPrinter(self).text(regions=regions, slots=slots, sources=sources, fold=fold)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the program's complete text, at any stage, to a file; compressed if its name ends in ``.gz``.

@@ -19,7 +19,6 @@ from mirrorc.capture.model.refused_models import check_model
 from mirrorc.custom_ops.replica_collectives import exchanging, refused_exchange
 from mirrorc.errors import MirrorcError
 from mirrorc.loss_check.evaluation import Evaluated, Evaluation
-from mirrorc.loss_check.reasons import reasons_for
 from mirrorc.messages.problem import message, problem
 
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -142,7 +141,7 @@ def check_loss(
         normalized = [evaluation.run(batch, by_running_statistics=True) for batch in (_joined(call), *shards.tensors)]
         is_normalization = _agree(normalized[0], _summed(normalized[1:], weights[loss_reduction]), allowed)
         is_repeatable = not math.isfinite(whole.loss) or _agree(whole, evaluation.run(_joined(call)), allowed)
-        reasons = reasons_for(whole, parts, other if fits_other else None, is_normalization, is_repeatable)
+        reasons = _reasons_for(whole, parts, other if fits_other else None, is_normalization, is_repeatable)
     result = LossCheck(is_same, whole.loss, by_shards.loss, shards.num_examples, differences, allowed, reasons)
     if raises and not is_same:
         what, _, figures = str(replace(result, reasons=())).partition("\n")
@@ -214,3 +213,78 @@ def _agree(whole: Evaluated, by_shards: Evaluated, tolerance: float) -> bool:
     scale = max(abs(whole.loss), by_shards.scale)
     is_same_loss = abs(whole.loss - by_shards.loss) <= tolerance * scale
     return is_same_loss and all(d <= tolerance for d in _differences(whole, by_shards).values())
+
+
+def _reasons_for(
+    whole: Evaluated,
+    parts: Sequence[Evaluated],
+    fitting_reduction: str | None,
+    is_normalization: bool,
+    is_repeatable: bool,
+) -> tuple[str, ...]:
+    """``fitting_reduction``: the other ``loss_reduction`` if batch and shards agree with it, else None."""
+    if fitting_reduction is not None:
+        return (
+            f"with loss_reduction={fitting_reduction!r} they are the same: the loss is a {fitting_reduction} over its examples",
+        )
+    reasons = [
+        *_normalizations(whole, is_normalization),
+        *_weighted_means(whole, parts),
+        *_means_of_nothing(whole, parts),
+    ]
+    if not is_repeatable:
+        reasons.append(
+            "the loss of the same batch changes from call to call: forward or the loss reads Python state that it changes where "
+            "check_loss cannot put it back, such as an iterator or a queue; compare with that held fixed"
+        )
+    if whole.observed.unequal_draws:
+        names = ", ".join(sorted(whole.observed.unequal_draws))
+        reasons.append(
+            f"random numbers of {names} differ from run to run: compare with them switched off to see what else differs"
+        )
+    if not reasons:
+        reasons.append(
+            "something compares or normalizes examples across the batch (a contrastive term, a statistic over dim 0), or a term "
+            "that does not depend on the examples is added once for each replica (with loss_reduction='sum')"
+        )
+    return tuple(reasons)
+
+
+def _means_of_nothing(whole: Evaluated, parts: Sequence[Evaluated]) -> list[str]:
+    places = [str(i) for i, part in enumerate(parts) if math.isnan(part.loss)]
+    if not places or math.isnan(whole.loss):
+        return []
+    shards = f"shard {places[0]} is" if len(places) == 1 else f"shards {', '.join(places)} is"
+    return [
+        f"the loss of {shards} not a number, as a mean of nothing is: look for a shard whose examples are all left out, as "
+        "padding or by a mask, and divide by a number that is at least 1"
+    ]
+
+
+def _normalizations(whole: Evaluated, is_normalization: bool) -> list[str]:
+    num = whole.observed.num_batch_norms
+    if not num:
+        return []
+    calls = "one BatchNorm normalizes" if num == 1 else f"{num} calls of BatchNorm normalize"
+    alone = "this is all: with running statistics they are the same" if is_normalization else "this is not all"
+    return [
+        f"{calls} by the statistics of each replica's shard, not of the whole batch, as in DistributedDataParallel ({alone}); "
+        "GroupNorm and LayerNorm do not look at other examples"
+    ]
+
+
+def _weighted_means(whole: Evaluated, parts: Sequence[Evaluated]) -> list[str]:
+    reasons: list[str] = []
+    for i, (mean, left_out, num_targets) in enumerate(whole.observed.weighted):
+        if mean.is_weighted:
+            reasons.append(
+                f"{mean.function} is a mean weighted by class: a replica divides by the weights of its own targets"
+            )
+        counts = [part.observed.weighted[i][1:] for part in parts if i < len(part.observed.weighted)]
+        if left_out and len({few / many for few, many in counts}) > 1:
+            reasons.append(
+                f"{mean.function} leaves out the {left_out} of {num_targets} targets that are {mean.ignore_index}, and a replica "
+                f"divides by the number that its shard keeps: {', '.join(str(many - few) for few, many in counts)}"
+            )
+    remedy = "use reduction='sum', and divide by a number that is the same for all shards"
+    return [f"{text}; {remedy}" for text in dict.fromkeys(reasons)]

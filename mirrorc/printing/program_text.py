@@ -167,25 +167,8 @@ class ProgramPrinter:
         return self._lines[graph]
 
 
-def program_to_text(
-    program: Program,
-    *,
-    regions: bool = False,
-    slots: bool = False,
-    sources: bool = True,
-    fold: bool | None = None,
-    after: str = "",
-    milliseconds: float | None = None,
-) -> str:
-    """For the arguments see `ProgramPrinter.text`."""
-    printer = ProgramPrinter(program)
-    return printer.text(
-        regions=regions, slots=slots, sources=sources, fold=fold, after=after, milliseconds=milliseconds
-    )
-
-
-def region_to_text(region: Region, *, sources: bool = True) -> str:
-    return printable("\n".join(_region_lines(region, sources, {})) + "\n")
+def region_to_text(region: Region) -> str:
+    return printable("\n".join(_region_lines(region, True, {})) + "\n")
 
 
 def _region_lines(region: Region, sources: bool, names: Mapping[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, call_name, is_of, is_region_call, pack_of
 from mirrorc.ir.operation import Kind, Selection
 from mirrorc.ir.program import CAPTURE, Program
+from mirrorc.messages.wording import counted
 from mirrorc.runtime.profiling.accounting import PARTS, mean_parts_ms, typical
 from mirrorc.runtime.profiling.advice import advise
 from mirrorc.runtime.profiling.collectives import Collective, Launch, collectives_of, skew_ns, sources_of
@@ -24,7 +26,6 @@ from mirrorc.runtime.profiling.explanation import Explanation
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceFlight, DeviceTimes
 from mirrorc.runtime.profiling.prediction import Foundations, predicted_of_steps
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep
-from mirrorc.runtime.profiling.start import start_of
 
 _UPDATES = Selection(lambda selected: selected.kind in (Kind.UPDATE, Kind.WRITE))
 _NEGLIGIBLE = 0.01  # the smallest part of a step for which a bucket's cause of waiting is named
@@ -57,7 +58,7 @@ def explain_steps(
         parts_ms=_mean_over([device.parts_ms for device in devices]),
         fastest_ms=_parts_of_step(program, by_duration[0]),
         slowest_ms=_parts_of_step(program, by_duration[-1]),
-        start=start_of(program, devices, step_ms, is_interleaved),
+        start=_start_of(program, devices, step_ms, is_interleaved),
         hidden_ms=sum(bucket.hidden_ms for bucket in buckets),
         buckets=tuple(buckets),
         devices=devices,
@@ -239,3 +240,28 @@ def _within(calls: Iterable[Call], start_ns: int, end_ns: int) -> Iterator[tuple
         shared_ns = min(call.end_ns, end_ns) - max(call.start_ns, start_ns)
         if shared_ns > 0:
             yield call, shared_ns
+
+
+_LARGE = 0.1  # of the step, from where it is explained
+
+
+def _start_of(program: Program, devices: Sequence[DeviceTimes], step_ms: float, is_interleaved: bool = False) -> str:
+    """What happens until the devices' functions begin, and which device is last; empty if it takes little."""
+    last = max(devices, key=lambda device: device.started_ms)
+    if last.started_ms < _LARGE * step_ms:
+        return ""
+    if is_interleaved:
+        return "the devices take turns in the caller's thread, and each begins with its first turn"
+    on_cpus = [device for device in program.devices if device.torch_device.type == "cpu"]
+    has_copies = len(on_cpus) < len(program.devices)
+    text = "the caller wakes the devices' threads"
+    text += ", and the batch is copied to the devices" if has_copies else ""
+    text += f"; a thread begins when it gets a core and Python's lock. {last.device} is the last, at {last.started_ms:.3f} ms"
+    cores = _num_cores()
+    if len(on_cpus) > cores:
+        text += f": {len(on_cpus)} devices share {counted(cores, 'core')}"
+    return text
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

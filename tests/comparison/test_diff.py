@@ -23,7 +23,7 @@ from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pipeline_edits import select_passes
-from mirrorc.printing.program_text import program_to_text
+from mirrorc.printing.program_text import ProgramPrinter
 
 LARGE = [Weight("large", (512,))]  # every device has a share of it
 THREE_BUCKETS = {"buckets": ByBytes(0.0005, 0.0005)}
@@ -57,8 +57,8 @@ def test_a_program_is_equal_to_itself_at_every_stage_and_in_every_form(models: l
                 model,
                 name,
             )
-            text = program_to_text(program, regions=True)
-            again = program_to_text(program, regions=True, after=name, milliseconds=17.5)
+            text = ProgramPrinter(program).text(regions=True)
+            again = ProgramPrinter(program).text(regions=True, after=name, milliseconds=17.5)
             assert diff_texts(text, again) == "" and diff_texts(again, text) == "", (model, name)
 
 

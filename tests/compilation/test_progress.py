@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 from rich.live import Live
+from tiny_programs import sgd_step
 from torch import nn
 from tqdm import tqdm
 
@@ -24,7 +25,6 @@ import mirrorc
 from mirrorc.compilation import progress
 from mirrorc.compilation.progress import free_terminal
 from mirrorc.ir.program import Program, Region, Stage
-from mirrorc.options.table import grouped
 from mirrorc.runtime.codegen.backends import RegionFunction
 from mirrorc.runtime.codegen.regions import RegionCompiler
 
@@ -69,11 +69,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 
 def compiled(action: Callable[[], object], size: int = 4, **options: Any) -> mirrorc.step.Step:
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gate = mirrorc.before("plan-buckets", Gate(action))
-    options = {"add": [gate], "loss_fn": nn.functional.mse_loss, "backend": "eager", **options}
-    step = mirrorc.compile(model, 2, optimizer=optimizer, **grouped(options))
+    step = sgd_step(nn.Linear(3, 1), **{"add": [gate], "loss_fn": nn.functional.mse_loss, **options})
     step(torch.ones(size, 3), target=torch.ones(size, 1))
     return step
 

@@ -5,12 +5,19 @@ import gc
 import pytest
 import torch
 
-from mirrorc.custom_ops.eager_calls import register_call, run_evaluation, run_forward, sizes_of, take_gradient
+from mirrorc.custom_ops.eager_calls import (
+    RunInputs,
+    register_call,
+    run_evaluation,
+    run_forward,
+    sizes_of,
+    take_gradient,
+)
 from mirrorc.torch_internals import FakeTensorMode
 
 
 class Counts:
-    def forward(self, seed: object, leaves: object, parameters: object, buffers: object) -> list[torch.Tensor]:
+    def forward(self, inputs: RunInputs) -> list[torch.Tensor]:
         return [torch.ones(()), torch.tensor(0)]
 
     def backward(self, token: object, tangent: object) -> list[torch.Tensor]:

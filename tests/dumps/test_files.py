@@ -36,7 +36,6 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.options import step_options
-from mirrorc.options.table import grouped
 from mirrorc.passes import PlanBuckets, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Instrument, Pass
@@ -86,14 +85,7 @@ def dumped(passes: list[Pass] | None = None, program: Program | None = None) -> 
 
 
 def step_with(**options: object) -> mirrorc.Step:
-    model = TwoLayers()
-    step = mirrorc.compile(
-        model,
-        ["cpu:0", "cpu:1"],
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        loss_fn=torch.nn.functional.cross_entropy,
-        **grouped({"backend": "eager", **options}),
-    )
+    step = sgd_step(TwoLayers(), loss_fn=torch.nn.functional.cross_entropy, **options)
     step.prepare(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0]))
     return step
 

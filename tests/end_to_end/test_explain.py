@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from references import CountedSigns
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
-from mirrorc.options.table import grouped
 from mirrorc.packing import ByBytes
 from mirrorc.runtime.profiling.explanation import Explanation
 
@@ -29,9 +29,8 @@ SHARE = "share-parameters"
 def compiled(
     num_devices: int = 2, make_optimizer: Any = SGD, model: nn.Module | None = None, **options: Any
 ) -> mirrorc.Step:
-    model = model or make_mlp()
-    options = {"loss_fn": F.cross_entropy, "backend": "eager", "timeout": 60.0, **options}
-    return mirrorc.compile(model, num_devices, optimizer=make_optimizer(model.parameters()), **grouped(options))
+    options = {"loss_fn": F.cross_entropy, "timeout": 60.0, **options}
+    return compiled_step(model or make_mlp(), devices=num_devices, optimizer=make_optimizer, **options)
 
 
 def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:

@@ -103,22 +103,6 @@ def test_replicas_that_draw_wait_for_each_other() -> None:
             pair.train(doubles(size, 5), target=doubles(size, 3))
 
 
-@pytest.mark.parametrize("num_devices", NUM_DEVICES)
-def test_synchronized_statistics_are_those_of_the_whole_batch(num_devices: int) -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
-    with Twins(
-        nn.SyncBatchNorm.convert_sync_batchnorm(model),
-        loss_fn=F.mse_loss,
-        devices=num_devices,
-        capture="autograd",
-        tolerance=TOLERANCE,
-    ) as pair:
-        for size in (7, 2, 6):
-            pair.train(doubles(size, 5), target=doubles(size, 3))
-        pair.on_both(lambda model, _: model.eval())
-        pair.train(doubles(6, 5), target=doubles(6, 3))
-
-
 class Asks(nn.Module):
     """Asks as often as the first example of the shard says, and may fail afterwards."""
 
@@ -272,15 +256,3 @@ def test_a_buffer_that_some_replicas_would_not_write_is_refused() -> None:
         pytest.raises(mirrorc.CaptureError, match="'center' for a batch of fewer examples than devices"),
     ):
         step(doubles(2, 5), target=doubles(2, 3))
-
-
-@pytest.mark.slow
-def test_calls_that_accumulate_exchange_values_of_their_own_batch() -> None:
-    x, y = doubles(7, 5), doubles(7, 3)
-    with Twins(net(), loss_fn=reduced_loss, devices=3, capture="autograd", tolerance=TOLERANCE) as pair:
-        pair.step.accumulate(x[:4], target=y[:4])
-        pair.step(x[4:], target=y[4:])
-        pair.backward(x[:4], target=y[:4], loss_scale=4 / 7)
-        pair.backward(x[4:], target=y[4:], loss_scale=3 / 7)
-        pair.update()
-        pair.check()

@@ -6,20 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_programs import sgd_step
 from torch import nn
 from torch.profiler import profile
 
 import mirrorc
-from mirrorc.options.table import grouped
 from mirrorc.step import Step
 
 
 def compiled(devices: int = 2, **options: Any) -> Step:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"loss_fn": nn.functional.mse_loss, "backend": "eager", **options}
-    return mirrorc.compile(model, devices, optimizer=optimizer, **grouped(options))
+    return sgd_step(model, devices, loss_fn=nn.functional.mse_loss, **options)
 
 
 def train(step: Step) -> float:

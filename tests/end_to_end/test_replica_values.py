@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +13,10 @@ from torch.nn import functional as F
 from twins import Twins, compiled_step
 
 import mirrorc
-from mirrorc.options.table import grouped
 from mirrorc.packing import ByBytes, EqualPacks
 
 SIZES = (11, 2, 11)  # uneven, and too small for all devices
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 NUM_DEVICES = [pytest.param(n, marks=[pytest.mark.slow] if n in (1, 2, 4) else []) for n in (1, 2, 3, 4)]
 
 
@@ -40,40 +39,22 @@ def coupled_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(outputs, target) + (mean**2).sum() + F.mse_loss(mean.expand_as(outputs), target)
 
 
-def trained(
-    devices: Any, sizes: tuple[int, ...], model: Callable[[], nn.Module], loss_fn: Any, **options: Any
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    net = model().double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    batches = [(torch.randn(n, 5, dtype=torch.float64), torch.randn(n, 3, dtype=torch.float64)) for n in sizes]
-    losses = []
-    if devices is None:
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss = loss_fn(net(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    else:
-        with mirrorc.compile(
-            net, devices=devices, optimizer=optimizer, loss_fn=loss_fn, **grouped({"progress": False, **options})
-        ) as step:
-            losses = [float(step(x, target=y)) for x, y in batches]
-    return losses, copy.deepcopy(net.state_dict())
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert one[0] == pytest.approx(other[0], rel=1e-12, abs=1e-12)
-    for name, value in one[1].items():
-        torch.testing.assert_close(value, other[1][name], rtol=1e-12, atol=1e-12)
+def check(model: nn.Module, loss_fn: Any, num_devices: int = 3, sizes: tuple[int, ...] = SIZES, **options: Any) -> None:
+    """Clips as asked in plain PyTorch, too."""
+    with Twins(model.double(), momentum, loss_fn, num_devices, tolerance=1e-12, **options) as pair:
+        if bound := options.get("clip_grad_norm"):
+            parameters = [*pair.twin.parameters()]
+            pair.twin_optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, bound) and None)
+        for size in sizes:
+            x, target = (torch.randn(size, width, dtype=torch.float64) for width in (5, 3))
+            pair.train(x, target=target)
+        torch.testing.assert_close(pair.model.state_dict(), pair.twin.state_dict(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_values_of_the_whole_batch_train_as_on_one_device(num_devices: int) -> None:
-    expected = trained(None, SIZES, Normalized, coupled_loss)
-    assert_same(trained(num_devices, SIZES, Normalized, coupled_loss, backend="eager"), expected)
+    check(Normalized(), coupled_loss, num_devices)
 
 
 class Paired(nn.Module):
@@ -106,8 +87,7 @@ def labelled_loss(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tens
 @pytest.mark.parametrize("loss", [contrastive_loss, labelled_loss])
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_contrastive_losses_over_the_whole_batch(num_devices: int, loss: Any) -> None:
-    expected = trained(None, SIZES, Paired, loss)
-    assert_same(trained(num_devices, SIZES, Paired, loss, backend="eager"), expected)
+    check(Paired(), loss, num_devices)
 
 
 class Convolutions(nn.Module):
@@ -123,16 +103,13 @@ class Convolutions(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
 @pytest.mark.parametrize("options", [{}, {"affine": False, "momentum": None}])
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
-def test_synchronized_statistics_are_those_of_the_whole_batch(num_devices: int, options: dict[str, Any]) -> None:
-    sizes = (11, 2, 11)
-    expected = trained(None, sizes, lambda: Convolutions(**options), F.mse_loss)
-
-    def synchronized() -> nn.Module:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(Convolutions(**options))
-
-    assert_same(trained(num_devices, sizes, synchronized, F.mse_loss, backend="eager"), expected)
+def test_synchronized_statistics_are_those_of_the_whole_batch(
+    num_devices: int, options: dict[str, Any], capture: str
+) -> None:
+    check(nn.SyncBatchNorm.convert_sync_batchnorm(Convolutions(**options)), F.mse_loss, num_devices, capture=capture)
 
 
 def reduced_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -145,19 +122,16 @@ def reduced_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_options_of_a_step_mean_the_same(backend: str) -> None:
-    sizes = (7, 7)
-    model = lambda: nn.Sequential(Normalized(), nn.SyncBatchNorm(3))  # noqa: E731
-    buckets = {"buckets": ByBytes(1e-4, 1e-5)}
-    expected = trained(1, sizes, model, reduced_loss, backend="eager", clip_grad_norm=0.5)
-    found = trained(3, sizes, model, reduced_loss, backend=backend, clip_grad_norm=0.5, **buckets)
-    assert_same(found, expected)
+    options = {"backend": backend, "clip_grad_norm": 0.5, "buckets": ByBytes(1e-4, 1e-5)}
+    check(nn.Sequential(Normalized(), nn.SyncBatchNorm(3)), reduced_loss, sizes=(7, 7), **options)
 
 
 @pytest.mark.slow
-def test_evaluations_and_calls_that_accumulate() -> None:
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+def test_evaluations_and_calls_that_accumulate(capture: str) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(7, 5).double(), torch.randn(7, 3).double()
-    with Twins(Normalized().double(), loss_fn=coupled_loss, devices=3, tolerance=1e-12) as pair:
+    with Twins(Normalized().double(), loss_fn=coupled_loss, devices=3, capture=capture, tolerance=1e-12) as pair:
         step, plain = pair.step, pair.twin
         torch.testing.assert_close(step.evaluate(x, target=y), coupled_loss(plain(x), y).detach())
         torch.testing.assert_close(step.evaluate(x[:2], target=y[:2]), coupled_loss(plain(x[:2]), y[:2]).detach())
@@ -248,9 +222,7 @@ OTHERS: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OTHERS, ids=str)
 def test_other_options_mean_the_same(options: dict[str, Any]) -> None:
-    model = lambda: nn.Sequential(Normalized(), nn.SyncBatchNorm(3))  # noqa: E731
-    expected = trained(1, (7, 2), model, coupled_loss, backend="eager")
-    assert_same(trained(3, (7, 2), model, coupled_loss, backend="eager", **options), expected)
+    check(nn.Sequential(Normalized(), nn.SyncBatchNorm(3)), coupled_loss, sizes=(7, 2), **options)
 
 
 @pytest.mark.slow

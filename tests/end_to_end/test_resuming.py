@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.checkpoints import checkpoint
@@ -126,10 +127,7 @@ class Pair:
     def __init__(self) -> None:
         self.model = RunningNorm()
         optimizers = [torch.optim.SGD(self.model.net[layer].parameters(), lr=0.1) for layer in (0, 3)]
-        options: Any = {"loss_fn": F.cross_entropy, "backend": "eager"}
-        self.steps = [
-            mirrorc.compile(self.model, 2, optimizer=optimizer, **grouped(options)) for optimizer in optimizers
-        ]
+        self.steps = [compiled_step(self.model, F.cross_entropy, optimizer=optimizer) for optimizer in optimizers]
 
     def train(self) -> list[float]:
         generator = torch.Generator().manual_seed(5)

@@ -75,8 +75,13 @@ def in_part(nets: nn.ModuleList) -> list[Any]:
     return [(Loss(nets, 1), ADAMW(nets[0].parameters())), (Loss(nets, 2), SGD(list(nets[0].parameters())[2:]))]
 
 
+def one_model(nets: nn.ModuleList, make: Callable[..., Any] = ADAMW) -> list[Any]:
+    return 2 * [(Loss(nets, 1), make(nets[0].parameters()))]
+
+
 WAYS: dict[str, Callable[[nn.ModuleList], list[Any]]] = {
     "a game": games,
+    "one model": one_model,
     "one optimizer, other names": partial(losses, one=ADAMW, other=None),
     "two optimizers": partial(losses, one=ADAMW, other=SGD),
     "one that runs by itself": partial(losses, one=ADADELTA, other=ADAMW),
@@ -107,10 +112,19 @@ class Turns:
         self.nets = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, n)).double() for n in (3, 1))
         self.plain_nets = copy.deepcopy(self.nets)
         self.own, self.plain = way(self.nets), way(self.plain_nets)
-        self.steps = [
-            mirrorc.compile(model, num_devices, optimizer=optimizer, **grouped({"backend": "eager", **options}))
-            for model, optimizer in self.own
-        ]
+        self.num_devices, self.options = num_devices, {"backend": "eager", **options}
+        self.steps = [self.another_step(turn) for turn in range(len(self.own))]
+
+    def another_step(self, turn: int, **options: Any) -> mirrorc.Step:
+        model, optimizer = self.own[turn]
+        return mirrorc.compile(model, self.num_devices, optimizer=optimizer, **grouped({**self.options, **options}))
+
+    def follow(self) -> None:
+        """The plain nets have what the nets have."""
+        self.plain_nets.load_state_dict(self.nets.state_dict())
+        for (_, own), (_, plain) in zip(self.own, self.plain, strict=True):
+            for one, other in zip(all_of(own), all_of(plain), strict=True):
+                other.load_state_dict(copy.deepcopy(one.state_dict()))
 
     def train(self, *turns: int) -> int:
         counted = CountedCopies()
@@ -159,24 +173,39 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         ("a game", "two memories"),
         ("two optimizers", "one memory"),
         ("one optimizer, other names", "two memories"),
+        ("one model", "one memory"),
         ("a game", "one memory"),
         ("two optimizers", "two memories"),
         ("one optimizer, other names", "one memory"),
-        *((way, "two memories") for way in list(WAYS)[3:]),
-        *exhaustive(*((way, "one memory") for way in list(WAYS)[3:]), ("two optimizers", "with Inductor")),
+        *((way, "two memories") for way in list(WAYS)[4:]),
+        *exhaustive(*((way, "one memory") for way in list(WAYS)[4:]), ("two optimizers", "with Inductor")),
     ],
     indirect=["options"],
 )
 def test_nothing_is_copied_and_no_replica_is_stale(way: str, options: dict[str, Any]) -> None:
     with Turns(WAYS[way], **options) as turns:
         assert turns.train(0, 1) > 0, "memory is laid out"
+        before = [parameter.data_ptr() for parameter in turns.nets.parameters()]
         assert turns.train(1, 0, 1, 0) == 0
+        assert [parameter.data_ptr() for parameter in turns.nets.parameters()] == before
         turns.steps[0].close()
         turns.train(1)
 
 
 @pytest.mark.slow
-def test_what_the_user_does_between_turns_reaches_both() -> None:
+@pytest.mark.parametrize(
+    ("way", "num_devices", "options"),
+    [
+        (WAYS["two optimizers"], 2, {"disable": ("share-parameters",)}),
+        (one_model, 2, {}),
+        (one_model, 1, {}),
+        (partial(one_model, make=SGD), 3, {"disable": ("share-parameters",)}),
+        (partial(one_model, make=ADADELTA), 2, {}),
+        *exhaustive((one_model, 4, {"link": "copy"}), (partial(one_model, make=SGD), 4, {})),
+        *exhaustive((one_model, 2, {"backend": "inductor"})),
+    ],
+)
+def test_what_the_user_does_between_turns_reaches_both(way: Any, num_devices: int, options: dict[str, Any]) -> None:
     def step_of_one(nets: nn.ModuleList, both: list[Any]) -> None:
         model, optimizer = both[0]
         nets.zero_grad()
@@ -186,7 +215,7 @@ def test_what_the_user_does_between_turns_reaches_both() -> None:
 
     def load(nets: nn.ModuleList, both: list[Any]) -> None:
         nets.load_state_dict({name: 0.5 * value for name, value in nets.state_dict().items()})
-        for _, optimizer in both:
+        for optimizer in dict.fromkeys(optimizer for _, optimizer in both):
             state = copy.deepcopy(optimizer.state_dict())
             state["param_groups"][0]["lr"] /= 2
             optimizer.load_state_dict(state)
@@ -197,7 +226,7 @@ def test_what_the_user_does_between_turns_reaches_both() -> None:
     def new_memory(nets: nn.ModuleList, both: list[Any]) -> None:
         nets[0][0].weight.data = 2 * nets[0][0].weight.data
 
-    with Turns(WAYS["two optimizers"], disable=("share-parameters",)) as turns:
+    with Turns(way, num_devices, **options) as turns:
         turns.train(0, 1)
         for change in (step_of_one, load, new_memory, freeze, freeze):
             for nets, both in ((turns.nets, turns.own), (turns.plain_nets, turns.plain)):
@@ -220,9 +249,14 @@ def test_optimizers_over_a_part_of_the_same_parameters_keep_memory_of_their_own(
         assert not told[0] and len(told[1]) == 1 and "a part of their parameters in common" in told[1][0]
 
 
-def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole() -> None:
-    with Turns(partial(losses, one=ADADELTA, other=SGD), disable=("share-parameters",)) as turns:
+@pytest.mark.parametrize("way", [partial(losses, one=ADADELTA, other=SGD), one_model])
+def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole(way: Any) -> None:
+    """Before the commit nothing has changed; after it, the next step of either has the same parameters on all replicas."""
+    with Turns(way, disable=("share-parameters",)) as turns:
         turns.train(0, 1)
+        with pytest.raises((ExecutionError, mirrorc.CaptureError, RuntimeError)):
+            turns.steps[0](torch.randn(6, 5).double())
+        turns.train(1, 0)
 
         def fail(*_: Any) -> None:
             raise RuntimeError("a hook fails")
@@ -231,16 +265,62 @@ def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole() -> None:
         with pytest.raises(ExecutionError, match="It had committed"):
             turns.steps[0](torch.randn(6, 3).double())
         hook.remove()
-        turns.plain_nets.load_state_dict(turns.nets.state_dict())
-        turns.plain[0][1].load_state_dict(copy.deepcopy(turns.own[0][1].state_dict()))
+        turns.follow()
         turns.train(1, 0, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [games, in_part])
+@pytest.mark.parametrize("way", [games, in_part, one_model])
 def test_two_threads_cannot_run_them_at_once(way: Callable[[nn.ModuleList], list[Any]]) -> None:
     with Turns(way) as turns:
-        assert_one_at_a_time(turns.steps[0], turns.steps[1], turns.own[0][1], torch.randn(6, 3).double())
+        third = turns.another_step(1)
+        third.prepare(torch.randn(6, 3).double())
+        assert_one_at_a_time(*turns.steps, turns.own[0][1], torch.randn(6, 3).double(), meanwhile=third.close)
+
+
+@pytest.mark.slow
+def test_closing_one_leaves_the_other() -> None:
+    with Turns(one_model) as turns:
+        turns.train(0, 1)
+        turns.steps[0].close()
+        turns.steps[0].close()
+        turns.train(1)
+        turns.steps[0] = turns.another_step(0)
+        turns.train(0, 1)
+        with pytest.warns(UserWarning, match="found no gradients and did nothing") as caught:
+            turns.own[0][1].step()
+        assert len(caught) == 1
+        for step in turns.steps:
+            step.close()
+        turns.own[0][0](torch.ones(2, 3).double()).backward()
+        turns.own[0][1].step()
+        turns.own[0][1].zero_grad()
+        turns.steps = [turns.another_step(turn) for turn in (0, 1)]
+        turns.follow()
+        turns.train(0, 1)
+
+
+def test_each_has_its_own_counts_and_losses() -> None:
+    """A skipped step counts where it was skipped, and a loss with parameters that are not trained joins the variables."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.tensor(2.0).double())
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return self.weight * output
+
+    with Turns(one_model) as turns:
+        weighted = turns.another_step(0, loss_fn=Weighted(), check_finite="skip")
+        x = torch.randn(4, 3).double()
+        expected = 2 * turns.own[0][0](x).detach()
+        torch.testing.assert_close(weighted(x, target=x), expected)
+        weighted(x / 0, target=x)
+        assert (weighted.num_skipped, turns.steps[0].num_skipped) == (1, 0)
+        turns.follow()
+        turns.train(0, 1)
+        weighted.close()
 
 
 @pytest.mark.slow
@@ -292,7 +372,14 @@ def test_parameters_that_nobody_trains_bind_no_steps_together() -> None:
     other.close()
 
 
-def assert_one_at_a_time(one: mirrorc.Step, other: mirrorc.Step, optimizer: Any, x: torch.Tensor, **more: Any) -> None:
+def assert_one_at_a_time(
+    one: mirrorc.Step,
+    other: mirrorc.Step,
+    optimizer: Any,
+    x: torch.Tensor,
+    meanwhile: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> None:
     entered, released = threading.Event(), threading.Event()
 
     def hook(*_: Any) -> None:
@@ -306,6 +393,7 @@ def assert_one_at_a_time(one: mirrorc.Step, other: mirrorc.Step, optimizer: Any,
         assert entered.wait(30)
         with pytest.raises(ExecutionError, match="another step over the same parameters is running in another thread"):
             other(x, **more)
+        meanwhile()  # waits for nothing
     finally:
         released.set()
         thread.join(30)

@@ -19,7 +19,7 @@ from torch import nn
 import mirrorc
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import listed
-from mirrorc.options import former_names
+from mirrorc.options.option import FORMER as FORMER_OPTIONS
 from mirrorc.options.option import Exclusion, Option
 from mirrorc.options.table import MODES, OPTIONS, checked_arguments, grouped
 
@@ -140,7 +140,7 @@ def test_a_group_names_its_fields() -> None:
 
 
 def test_former_names_say_what_to_write_now() -> None:
-    assert FORMER.keys() == former_names.FORMER.keys()
+    assert FORMER.keys() == FORMER_OPTIONS.keys()
     for name, (value, now) in FORMER.items():
         with pytest.raises(
             TypeError, match=rf"^MC1006: mirrorc.Memory has no '{name}'\n  fix:  (give )?{re.escape(now)}"

@@ -24,6 +24,7 @@ from tiny_programs import (
     every_stage,
     handmade,
     run_up_to,
+    sgd_step,
     targets,
 )
 from torch import fx, nn
@@ -33,10 +34,9 @@ import mirrorc
 from mirrorc.capture.rewrites.value_names import with_stable_names
 from mirrorc.ir import ops
 from mirrorc.ir.program import Stage
-from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.printed_values import type_of
-from mirrorc.printing.program_text import program_to_text
+from mirrorc.printing.program_text import ProgramPrinter
 
 # Stages of programs without a bucket plan.
 BEFORE_BUCKETS = (
@@ -59,21 +59,14 @@ def functions(text: str) -> list[str]:
 
 
 def step_with_dump(**options: object) -> mirrorc.Step:
-    model = TwoLayers()
-    step = mirrorc.compile(
-        model,
-        ["cpu:0", "cpu:1"],
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        loss_fn=torch.nn.functional.cross_entropy,
-        **grouped({"backend": "eager", **options}),
-    )
+    step = sgd_step(TwoLayers(), loss_fn=torch.nn.functional.cross_entropy, **options)
     step.prepare(torch.randn(4, 4), target=torch.tensor([0, 1, 2, 0]))
     return step
 
 
 def test_the_heading_names_pass_stage_devices_buckets_and_time() -> None:
     program = run_up_to("pack-gradients", handmade(2), **SMALL_BUCKETS)
-    first, *_ = program_to_text(program, after="pack-gradients", milliseconds=3.14159).splitlines()
+    first, *_ = ProgramPrinter(program).text(after="pack-gradients", milliseconds=3.14159).splitlines()
     assert first == "# mirrorc · after pack-gradients · stage PACKED · 2 devices · 2 buckets · 3.1 ms"
     assert handmade(1).to_text().splitlines()[0] == "# mirrorc · stage CAPTURED · 1 device · 0 buckets"
 
@@ -245,7 +238,7 @@ def test_a_mirrored_program_names_the_device_of_every_line() -> None:
 
 def test_every_stage_prints() -> None:
     for name, program in every_stage(handmade(2, buffer=True, uneven=True), **SMALL_BUCKETS).items():
-        text = program_to_text(program, after=name, regions=True)
+        text = ProgramPrinter(program).text(after=name, regions=True)
         num_buckets = len(program.buckets)
         assert text.startswith(
             f"# mirrorc · after {name} · stage {program.stage.name} · 2 devices · {num_buckets} buckets\n"

@@ -60,32 +60,6 @@ def met_by(program: Program, replica: int, *which: object) -> list[fx.Node]:
     return targets(graphs[replica], *(which or ops.MEETINGS))
 
 
-def under_other_numbers(program: Program) -> None:
-    for node in met_by(program, 1):
-        node.kwargs = {**node.kwargs, "number": int(str(node.kwargs["number"])) + 1}
-
-
-def under_one_number(program: Program) -> None:
-    for replica in (0, 1):
-        for node in met_by(program, replica):
-            node.kwargs = {**node.kwargs, "number": 0}
-
-
-def alone(program: Program) -> None:
-    node = met_by(program, 1, ops.sum_over_replicas)[0]
-    node.replace_all_uses_with(node.all_input_nodes[0])
-    node.graph.erase_node(node)
-
-
-def with_fewer_rows(program: Program) -> None:
-    node = met_by(program, 1, ops.rows_of_replicas)[0]
-    (given,) = node.all_input_nodes
-    with node.graph.inserting_before(node):
-        fewer = node.graph.call_function(torch.ops.aten.slice.Tensor, (given, 0, 0, 3))
-    fewer.meta["val"] = given.meta["val"][:3]
-    node.replace_input_with(given, fewer)
-
-
 def with_another_value(program: Program) -> None:
     node = met_by(program, 1, ops.sum_over_replicas)[0]
     (given,) = node.all_input_nodes
@@ -109,12 +83,6 @@ def waits_before_a_meeting(program: Program) -> None:
 def behind_other_rows(program: Program) -> None:
     node = met_by(program, 1, ops.rows_of_replicas)[0]
     node.kwargs = {**node.kwargs, "before": 7}
-
-
-def behind_too_many_rows(program: Program) -> None:
-    for replica in (0, 1):
-        for node in met_by(program, replica, ops.rows_of_replicas):
-            node.kwargs = {**node.kwargs, "before": 9}
 
 
 def attend_twice(program: Program) -> None:

@@ -92,10 +92,18 @@ class Examiner:
     def _verify(self, program: Program) -> None:
         self._verifier.after_pass(self.subject.made_by, self.subject.before, program, 0.0)
 
-    def examine(self, kind: Kind, place: int, tally: Tally) -> None:
+    def refusals(self, kind: Kind) -> Iterator[tuple[str, str]]:
+        """The rule and the reason of the mutant of each place, in order."""
+        for place in range(sum(1 for _ in kind.places(self.subject.program))):
+            yield self._refusal(self._mutant(kind, place))
+
+    def _mutant(self, kind: Kind, place: int) -> Program:
         mutant = copied_program(self.subject.program, kind.in_regions)
         changed = next(islice(kind.places(mutant), place, None))()
-        mutant = changed if isinstance(changed, Program) else mutant
+        return changed if isinstance(changed, Program) else mutant
+
+    def examine(self, kind: Kind, place: int, tally: Tally) -> None:
+        mutant = self._mutant(kind, place)
         means_the_same = self._means_the_same(mutant) if kind.is_judged or kind.is_harmless else False
         if kind.is_judged and means_the_same:
             return

@@ -34,7 +34,7 @@ from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttributeError, Attribute
-from mirrorc.custom_ops.eager_calls import UsedParameters
+from mirrorc.custom_ops.eager_calls import RunInputs, UsedParameters
 from mirrorc.custom_ops.replica_collectives import ReplicaExchange, current_exchange, exchanging, refused_exchange
 from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.errors import CaptureError, ExecutionError
@@ -64,37 +64,20 @@ class OpaqueCall:
     def begin_step(self, used: UsedParameters) -> None:
         self._used = used
 
-    def forward(
-        self,
-        seed: torch.Tensor | None,
-        leaves: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
+    def forward(self, inputs: RunInputs) -> list[torch.Tensor]:
         """Raises `ExecutionError` if the run differs from the first runs in its writes, draws or results."""
-        run = self._checked_run(seed, leaves, parameters, buffers)
+        run = self._checked_run(inputs)
         token = self._runs.add(run)
         return [run.loss.detach().reshape(()).clone(), token, *self._written_and_outputs(run)]
 
-    def evaluation(
-        self,
-        seed: torch.Tensor | None,
-        leaves: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        run = self._checked_run(seed, leaves, parameters, buffers)
+    def evaluation(self, inputs: RunInputs) -> list[torch.Tensor]:
+        run = self._checked_run(inputs)
         self.release(run)
         loss = [run.loss.detach().reshape(()).clone()] if self.recorded.loss_dtype is not None else []
         return [*loss, *self._written_and_outputs(run)]
 
-    def _checked_run(
-        self,
-        seed: torch.Tensor | None,
-        leaves: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> Run:
+    def _checked_run(self, inputs: RunInputs) -> Run:
+        seed, leaves, parameters, buffers = inputs
         stream = ReplicaStream(int(seed), parameters[0].device) if seed is not None else None
         try:
             with self.state.advanced():

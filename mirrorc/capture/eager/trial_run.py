@@ -23,14 +23,14 @@ from mirrorc.capture.diagnostics.capture_errors import (
     sparse_gradient,
 )
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
+from mirrorc.capture.diagnostics.lone_examples import is_undefined
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute, unkept_attributes
 from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module, untrained_text
-from mirrorc.capture.diagnostics.weighted_means import WeightedMean
+from mirrorc.capture.diagnostics.weighted_means import WeightedMean, weighted_mean_of_operator
 from mirrorc.capture.diagnostics.written_rows import writes_rows
 from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
-from mirrorc.capture.eager.observed_operators import ObservedOperators
 from mirrorc.capture.eager.python_state import Changes
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_exchange import advances_state
@@ -48,7 +48,7 @@ from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import line_of
 from mirrorc.messages.wording import counted
-from mirrorc.torch_internals import is_users_file
+from mirrorc.torch_internals import is_users_file, replaced_operators, schema_of, storage_key, writes_argument
 
 _OF_REENTRANT = (
     "give torch.utils.checkpoint use_reentrant=False, which computes the same; a Hugging Face model takes "
@@ -199,7 +199,7 @@ def _first_run(
         copies = [leaf.detach().clone() for leaf in leaves]
         opaque.state.restart()
         try:
-            with (observed := ObservedOperators()).watching():
+            with (observed := _ObservedOperators()).watching():
                 run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(transient), is_first=True)
             break
         except AssignedAttributeError as error:
@@ -284,7 +284,7 @@ def _written(
     run: Run,
     opaque: OpaqueCall,
     before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
-    observed: ObservedOperators,
+    observed: _ObservedOperators,
 ) -> tuple[list[tuple[str, str]], list[int]]:
     """Finds writes through ``.data`` or numpy, too, also those of an equal value: another run may write another."""
     leaves, buffers = before
@@ -349,3 +349,46 @@ def _notes_on_transient(transient: Set[Attribute], model_name: str) -> list[Note
         return []
     names = [*dict.fromkeys(name for _, name in sorted(transient))]
     return [Note(unkept_attributes(model_name, names))]
+
+
+class _ObservedOperators:
+    """Attributes:
+    undefined: the line of the first operator whose result is not a number for one example; may be empty.
+    means: the means over targets, with the numbers of targets.
+    """
+
+    def __init__(self) -> None:
+        self.undefined = ""
+        self.means: list[WeightedMean] = []
+        self._written: set[int] = set()  # keys of memory
+
+    def has_written(self, tensor: torch.Tensor) -> bool:
+        """True also for a write through ``.data``, and of the same value."""
+        return storage_key(tensor) in self._written
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with replaced_operators(self._note):
+            yield
+
+    def _note(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self.undefined and is_undefined(operator, args, kwargs):
+            self.undefined = _running_line() or str(operator)
+        if (mean := weighted_mean_of_operator(operator, args, _running_line)) is not None:
+            self.means.append(mean)
+        if writes_argument(operator):
+            values = {**dict(zip((a.name for a in schema_of(operator).arguments), args, strict=False)), **kwargs}
+            for argument in schema_of(operator).arguments:
+                if argument.is_write:
+                    self._note_write(values.get(argument.name))
+        return NotImplemented
+
+    def _note_write(self, written: Any) -> None:
+        for tensor in written if isinstance(written, list | tuple) else [written]:
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self._written.add(storage_key(tensor))
+
+
+def _running_line() -> str:
+    frames = [frame for frame in traceback.extract_stack() if is_users_file(frame.filename)]
+    return line_of(frames[-1]) if frames else ""

@@ -13,9 +13,6 @@ from torch import fx
 
 from mirrorc.torch_internals.fx.graphs import traced_on_fake_tensors
 from mirrorc.torch_internals.hooks.settings import is_dense
-from mirrorc.torch_internals.inductor.mutation_order import keep_mutation_order
-from mirrorc.torch_internals.inductor.output_strides import in_strides
-from mirrorc.torch_internals.inductor.scatter_indices import correct_scatter_indices
 from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, has_symbols, num_elements_now, sizes_key
 
 
@@ -153,8 +150,8 @@ def compile_with_inductor(
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    correct_scatter_indices()
-    keep_mutation_order()
+    _correct_scatter_indices()
+    _keep_mutation_order()
     fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
     tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
     with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing, _room_for_symbols(fake_mode):
@@ -258,3 +255,96 @@ def cpp_compiler() -> str | None:
 
 def has_cpp_compiler() -> bool:
     return cpp_compiler() is not None
+
+
+@functools.cache
+def _keep_mutation_order() -> None:
+    """Corrects the order of kernels, in this process and for all who use Inductor.
+
+    A kernel that reads a buffer after a write in place depends on the write, by another name of the buffer, or by a dependency
+    added for it. When Inductor computes loops anew to fuse kernels, it takes both from what the loops read, which knows
+    neither: the kernel may then run before the write (pytorch#185509, pytorch#177631).
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+
+    original = SchedulerNode.recompute_size_and_body
+
+    def recompute_size_and_body(self: Any, *args: Any, **kwargs: Any) -> None:
+        added = [dependency for dependency in self.read_writes.reads if isinstance(dependency, StarDep | WeakDep)]
+        original(self, *args, **kwargs)
+        for dependency in added:
+            self.add_fake_dep(dependency)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute_size_and_body  # type: ignore[method-assign]
+
+
+@functools.cache
+def _correct_scatter_indices() -> None:
+    """Corrects kernels of several threads that add to elements, in this process and for all who use Inductor.
+
+    A vector that is added to a single element fails an assertion (pytorch#160391). In loops with tiles, which transpose,
+    Inductor counts the place within a tile twice, and so writes to other elements, or past the end (pytorch#191837).
+    """
+    from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
+    from torch._inductor.ops_handler import WrapperHandler
+    from torch._inductor.virtualized import V
+
+    class VectorIndices(WrapperHandler):
+        def index_expr(self, expression: Any, dtype: Any) -> Any:
+            index = self._inner.index_expr(expression, dtype)
+            return index if index.is_vec else V.kernel.broadcast(index)
+
+    original_store, original_index = CppVecKernel.store, CppTile2DKernel.transform_indexing
+
+    def store(self: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
+        with (
+            V.set_ops_handler(VectorIndices(V.get_ops_handler())) if mode == "atomic_add" else contextlib.nullcontext()
+        ):
+            return original_store(self, name, index, value, mode)
+
+    def transform_indexing(self: Any, index: Any) -> Any:
+        return index if index.has(self.inner_itervar()) else original_index(self, index)
+
+    CppVecKernel.store = store  # type: ignore[method-assign]
+    CppTile2DKernel.transform_indexing = transform_indexing  # type: ignore[method-assign]
+
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+
+
+def in_strides(function: Any, wanted: Sequence[tuple[Any, ...] | None]) -> Compiled:
+    """Copies outputs whose strides are others than wanted.
+
+    Inductor lays out values with gaps or expanded dims as it likes, and backward was compiled for their strides in the graph.
+    """
+    actual = function.output_strides or [None] * len(wanted)
+    others = {
+        place: strides
+        for place, (strides, texts) in enumerate(zip(wanted, actual, strict=True))
+        if strides is not None and texts is not None and _are_numbers(strides) and texts != tuple(map(str, strides))
+    }
+    if not others:
+        return function
+
+    def laid_out(arguments: list[Any]) -> Sequence[Any]:
+        outputs = list(function(arguments))
+        for place, strides in others.items():
+            outputs[place] = _copied(outputs[place], strides)
+        return outputs
+
+    return laid_out
+
+
+def _are_numbers(strides: Sequence[Any]) -> bool:
+    return all(isinstance(stride, int) for stride in strides)
+
+
+def _copied(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    shape = value.shape
+    for dim, stride in enumerate(strides):
+        if stride == 0 and shape[dim]:
+            value = value.narrow(dim, 0, 1)
+    memory = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return memory.copy_(value).expand(shape)

@@ -1,4 +1,4 @@
-"""Functions of nodes that accumulate gradients over calls."""
+"""Functions of nodes that accumulate gradients over calls, or leave them to the user."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, pack_of
 from mirrorc.runtime.execution.binding.binder import Binder, binds
 from mirrorc.runtime.state.evaluation_state import EvaluationState
+from mirrorc.runtime.state.gradient_state import GradientState
 from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients
 
 
@@ -41,3 +42,14 @@ def _bind_add_accumulated(binder: Binder, replica: int, node: fx.Node) -> Callab
 def _accumulated(binder: Binder) -> AccumulatedGradients:
     assert not isinstance(binder.state, EvaluationState), "an evaluation has no gradients"
     return binder.state.accumulated
+
+
+@binds(ops.add_to_grad)
+def _bind_add_to_grad(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    state, bucket = binder.state, bucket_of(node)
+    assert isinstance(state, GradientState), "a program for gradients has their state"
+
+    def add_to_grad(gradient: torch.Tensor, **_: Any) -> None:
+        state.add(bucket, gradient, binder.unused(bucket))
+
+    return add_to_grad

@@ -14,7 +14,6 @@ from tiny_programs import MUON, Weight
 from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
-from mirrorc.runtime.profiling import start
 from mirrorc.runtime.profiling.accounting import apportioned
 from mirrorc.runtime.profiling.explain_steps import explain_steps
 from mirrorc.runtime.profiling.explanation import Explanation
@@ -196,7 +195,7 @@ def test_the_fastest_and_the_slowest_step_stand_beside_the_mean(num_steps: int) 
 
 
 def test_a_start_that_takes_long_is_explained_and_names_the_last_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "_num_cores", lambda: 2)
+    monkeypatch.setattr("mirrorc.runtime.profiling.explain_steps._num_cores", lambda: 2)
     assert explained(program_of(), EVEN | DONE, EVEN | DONE).start == ""
     found = explained(program_of(3), EVEN | DONE, EVEN | DONE, EVEN | DONE | {"start": 9.0})
     assert found.start.endswith("cpu:2 is the last, at 9.000 ms: 3 devices share 2 cores")

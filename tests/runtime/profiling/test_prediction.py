@@ -17,9 +17,8 @@ from mirrorc.ir.program import Program
 from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.profiling.calibration import costs_of_steps
 from mirrorc.runtime.profiling.explain_steps import explain_steps
-from mirrorc.runtime.profiling.prediction import Foundations, predict
+from mirrorc.runtime.profiling.prediction import Foundations, costs_of_steps, predict
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
 MACHINE = Machine(1e-11, 1e-9)

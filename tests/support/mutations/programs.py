@@ -1,7 +1,9 @@
 """Valid programs to change: all tiny models and handmade ones, on several devices, after every pass."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,10 +57,14 @@ class Source:
     """A captured program and the options to compile it with; ``since``: the pass from which on its programs are subjects."""
 
     name: str
-    captured: Program
+    made: Program | Callable[[], Program]
     caps: dict[str, Any]
     is_shared: bool = True
     since: str = ""
+
+    @functools.cached_property
+    def captured(self) -> Program:
+        return self.made if isinstance(self.made, Program) else self.made()
 
     def subjects(self) -> Iterator[Subject]:
         """The program after every pass, with shared parameters and, where that differs, with a copy for each device."""
@@ -299,11 +305,11 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
         early = [*small[:3], Weight("d", (2,), rule=MUON)]  # steps by itself before the others' last region
         yield Source(f"reads others, own optimizer on {n}", _reads_others(n, early), SMALL_BUCKETS, is_shared=False)
         torch.manual_seed(0)
-        yield Source(f"products on {n}", captured_model(Products(), n), SMALL_BUCKETS)
-        yield Source(f"tables on {n}", captured_model(Tables(), n, rows=2 * n), SMALL_BUCKETS)
-        yield Source(f"sparse tables on {n}", captured_model(SparseTables(), n, rows=2 * n), SMALL_BUCKETS)
-        yield Source(f"tied on {n}", captured_model(Tied(), n, rows=2 * n), SMALL_BUCKETS)
-        laid_out = captured_model(LaidOut(), n, rows=2 * n, columns=32)
+        yield Source(f"products on {n}", partial(captured_model, Products(), n), SMALL_BUCKETS)
+        yield Source(f"tables on {n}", partial(captured_model, Tables(), n, rows=2 * n), SMALL_BUCKETS)
+        yield Source(f"sparse tables on {n}", partial(captured_model, SparseTables(), n, rows=2 * n), SMALL_BUCKETS)
+        yield Source(f"tied on {n}", partial(captured_model, Tied(), n, rows=2 * n), SMALL_BUCKETS)
+        laid_out = partial(captured_model, LaidOut(), n, rows=2 * n, columns=32)
         yield Source(f"laid out on {n}", laid_out, SMALL_BUCKETS | {"channels_last": True, "gelu_by_sigmoid": True})
         checked = {"check_finite": True if n == 2 else "skip"}
         yield Source(f"pairs, checked on {n}", handmade(n, pairs, buffer=True), caps | checked)
@@ -329,31 +335,39 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
     groups = [Weight(name, (200,), rule=UpdateRule(f"AdamW group {i % 2}", i % 2)) for i, name in enumerate("abcd")]
     apart = {"max_grad_norm": (1.0, 2.0), "check_finite": True, "fused_groups": (1,)}
     yield Source("two groups, clipped and checked on 2", handmade(2, groups), SMALL_BUCKETS | apart)
-    yield Source("tables on 1", captured_model(Tables(), 1), SMALL_BUCKETS)
+    yield Source("tables on 1", partial(captured_model, Tables(), 1), SMALL_BUCKETS)
     chosen = run_passes(captured_model(Products(), 2, rows=64), [ChooseCheckpoints(_BOUND_OF_PRODUCTS)])
     yield Source("products, bounded activations on 2", chosen, SMALL_BUCKETS)
     yield Source("pairs, clipped on 1", handmade(1, pairs), caps | {"max_grad_norm": 1.0})
     yield Source("pairs, checked on 1", handmade(1, pairs), caps | {"check_finite": True})
-    yield Source("asserts, checked on 2", captured_model(Asserting(), 2), SMALL_BUCKETS | {"check_finite": True})
-    yield Source("plain PyTorch on 2", captured_model(Branching(), 2, front_end=AutogradFrontEnd()), SMALL_BUCKETS)
-    uneven = captured_model(Branching(), 3, rows=7, front_end=AutogradFrontEnd())
+    yield Source(
+        "asserts, checked on 2", partial(captured_model, Asserting(), 2), SMALL_BUCKETS | {"check_finite": True}
+    )
+    yield Source(
+        "plain PyTorch on 2", partial(captured_model, Branching(), 2, front_end=AutogradFrontEnd()), SMALL_BUCKETS
+    )
+    uneven = partial(captured_model, Branching(), 3, rows=7, front_end=AutogradFrontEnd())
     yield Source("plain PyTorch on 3, uneven", uneven, SMALL_BUCKETS)
-    yield Source("meetings on 2", captured_model(Meeting(), 2), SMALL_BUCKETS)
-    yield Source("meetings on 3, uneven", captured_model(Meeting(), 3, rows=7), SMALL_BUCKETS)
-    yield Source("meetings, ragged on 3", captured_model(Meeting(), 3, rows=2), SMALL_BUCKETS)
-    yield Source("meetings, evaluated on 2", captured_model(Meeting(), 2, evaluates=True), {})
-    yield Source("asserts on 2", captured_model(Asserting(), 2), SMALL_BUCKETS)
-    yield Source("outputs on 2", captured_model(Returning(), 2, keeps_outputs=True), SMALL_BUCKETS)
-    yield Source("outputs on 3, uneven", captured_model(Returning(), 3, keeps_outputs=True), SMALL_BUCKETS)
-    writing = captured_model(Returning(nn.BatchNorm1d(5)), 3, keeps_outputs=True, evaluates=True)
+    yield Source("meetings on 2", partial(captured_model, Meeting(), 2), SMALL_BUCKETS)
+    yield Source("meetings on 3, uneven", partial(captured_model, Meeting(), 3, rows=7), SMALL_BUCKETS)
+    yield Source("meetings, ragged on 3", partial(captured_model, Meeting(), 3, rows=2), SMALL_BUCKETS)
+    yield Source("meetings, evaluated on 2", partial(captured_model, Meeting(), 2, evaluates=True), {})
+    yield Source("asserts on 2", partial(captured_model, Asserting(), 2), SMALL_BUCKETS)
+    yield Source("outputs on 2", partial(captured_model, Returning(), 2, keeps_outputs=True), SMALL_BUCKETS)
+    yield Source("outputs on 3, uneven", partial(captured_model, Returning(), 3, keeps_outputs=True), SMALL_BUCKETS)
+    writing = partial(captured_model, Returning(nn.BatchNorm1d(5)), 3, keeps_outputs=True, evaluates=True)
     yield Source("evaluation that writes on 3, uneven", writing, {})
-    yield Source("evaluation, ragged on 3", captured_model(Returning(), 3, rows=2, evaluates=True), {})
-    yield Source("asserts, evaluated on 1", captured_model(Asserting(), 1, evaluates=True), {})
-    yield Source("gated on 2", captured_model(Gated(), 2), _WHOLE)
+    yield Source("evaluation, ragged on 3", partial(captured_model, Returning(), 3, rows=2, evaluates=True), {})
+    yield Source("asserts, evaluated on 1", partial(captured_model, Asserting(), 1, evaluates=True), {})
+    yield Source("gated on 2", partial(captured_model, Gated(), 2), _WHOLE)
     parts = {"microbatches": 2}
     torch.manual_seed(0)
-    yield Source("products, microbatches on 2", captured_model(Products(), 2, rows=7, **parts), SMALL_BUCKETS | parts)
-    yield Source("tables, microbatches on 2", captured_model(Tables(), 2, rows=7, **parts), SMALL_BUCKETS | parts)
+    yield Source(
+        "products, microbatches on 2", partial(captured_model, Products(), 2, rows=7, **parts), SMALL_BUCKETS | parts
+    )
+    yield Source(
+        "tables, microbatches on 2", partial(captured_model, Tables(), 2, rows=7, **parts), SMALL_BUCKETS | parts
+    )
     for kind in (Accumulation.ADDS, Accumulation.ENDS):
         bounds = clipped | {"check_finite": True}
         yield Source(f"pairs, {kind} on 2", handmade(2, pairs, buffer=True).evolve(accumulation=kind), caps | bounds)
@@ -412,7 +426,9 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
     few = handmade(3, pairs, buffer=True).evolve(shard_of_replica=(0, 0, None), num_examples=(2, 2, 0))
     yield Source("pairs, ragged on 3", few, caps)
     yield Source("pairs, ragged and checked on 3", few, caps | {"check_finite": True})
-    yield Source("tables, ragged on 3", captured_model(Tables(), 3, rows=2), SMALL_BUCKETS)
-    yield Source("outputs, ragged on 3", captured_model(Returning(), 3, rows=2, keeps_outputs=True), SMALL_BUCKETS)
+    yield Source("tables, ragged on 3", partial(captured_model, Tables(), 3, rows=2), SMALL_BUCKETS)
+    yield Source(
+        "outputs, ragged on 3", partial(captured_model, Returning(), 3, rows=2, keeps_outputs=True), SMALL_BUCKETS
+    )
     yield Source("pairs on 1", handmade(1, pairs, buffer=True), caps)
     yield Source("own optimizer on 1", handmade(1, own), SMALL_BUCKETS)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mirrorc.torch_internals.inductor.output_strides import in_strides
+from mirrorc.torch_internals.inductor.graph_compilation import in_strides
 
 
 class Compiled(SimpleNamespace):
