@@ -71,9 +71,9 @@ class Accelerator(accelerate.Accelerator):
             model = model.module
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
-    def free_memory(self, *objects: Any) -> list[Any]:
-        """Lets go of models, as `accelerate.Accelerator.free_memory` does, and ends their threads."""
+    def end_training(self) -> None:
+        """Ends trackers and process group, as `accelerate.Accelerator.end_training` does, and the threads of models."""
         for model in self._models:
             if isinstance(model, DataParallel):
                 model.close()
-        return super().free_memory(*objects)
+        super().end_training()

@@ -15,6 +15,7 @@ from torchrun import run_by_torchrun
 from trained_by_accelerate import OPTIONS, accelerated, trained
 
 from mirrorc.calls.data_parallel import DataParallel
+from mirrorc.errors import ExecutionError
 from mirrorc.integrations.accelerate import Accelerator
 
 pytestmark = pytest.mark.slow
@@ -52,7 +53,12 @@ def test_mixed_precision_is_around_the_module() -> None:
         expected = net(x)
     assert model(x).dtype == torch.float32 and torch.equal(model(x), expected.float())
     assert accelerator.unwrap_model(model) is net
-    accelerator.free_memory(model)
+    accelerator.free_memory()
+    assert torch.equal(model(x), expected.float())
+    accelerator.prepare_model(model)
+    accelerator.end_training()
+    with pytest.raises(ExecutionError, match="MC5003"):
+        model(x)
 
 
 def test_models_that_are_not_trained_stay_as_they_are() -> None:
