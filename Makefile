@@ -29,15 +29,20 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not exhaustive"
 
-# The same properties on wider selections, and what needs real processes: at most forty minutes.
-test-slow: $(VENV)/.installed
+# The same properties on wider selections, what needs real processes, and trainers of others: at most forty minutes.
+test-slow: $(VENV)/.trainers
 	$(PYTEST) -m "slow and not exhaustive"
 
 # Everything there is: both of the above, whole tables, long fuzzing, and the table of what the verifier makes of mutants.
-test-all: $(VENV)/.installed $(IMAGE_MODELS)/.installed
+test-all: $(VENV)/.trainers $(IMAGE_MODELS)/.installed
 	MIRRORC_FUZZING=10 $(PYTEST)
 	PYTHONPATH=$(CURDIR)/$(IMAGE_MODELS) $(PYTEST) tests/zoo -k "timm or torchvision"
 	$(BIN)/python tests/support/mutants.py
+
+# Trainers of others: 50 MB. Their tests start processes, or import for seconds, and all are slow.
+$(VENV)/.trainers: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[trainers]"
+	touch $@
 
 # Libraries of models, in a folder of their own. Hugging Face imports torchvision wherever it is installed, and PyPI's torchvision fails
 # beside a torch for CPUs alone. The zoo declares the operators that it lacks, then imports it.

@@ -18,6 +18,7 @@ ORDER = (
     "mirrorc/__main__",
     "mirrorc/cli",
     "mirrorc/testing",
+    "mirrorc/integrations",
     "mirrorc/__init__",
     "mirrorc/interface",
     "mirrorc/api",

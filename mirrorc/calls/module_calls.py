@@ -122,6 +122,7 @@ class ModuleCalls:
                 self._state.begin_use()
             backward.executor.state.prepare_for(backward.executor.program)
             self._coordinator.end_backward(backward.executor.program)
+            self._state.accept()
         self._have_met = True
 
     def _meet(self, backward: Backward, call: Call, shards: Shards) -> Retry | None:

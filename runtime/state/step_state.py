@@ -122,6 +122,11 @@ class StepState:
         if self._held.store.mirror_changes():
             self._held.layout += 1
 
+    def accept(self) -> None:
+        """Mirrors values that all workers have taken over, which are no writes of the user."""
+        self.catch_up()
+        self._held.was_behind = False
+
     def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
         """Lays memory out for a program, and mirrors the user's changes since the last step."""
         self.accumulated.check(program)

@@ -75,6 +75,9 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 elif kind == "fails":  # in forward on the last worker
                     worker_training._is_full = rank == len(given["devices"]) - 1
                     compute(number, *call)
+                elif kind == "evaluates":
+                    with torch.no_grad():
+                        step(batch(number, rank, call[0][rank])[0])
                 elif kind == "joined":
                     with step.join():
                         compute(number, *call)

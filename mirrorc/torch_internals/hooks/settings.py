@@ -125,7 +125,7 @@ def _is_from_torch(function: Any) -> bool:
     return True
 
 
-def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:
+def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     """The dicts themselves, not copies."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, name) for name in names]

@@ -73,6 +73,9 @@ MODULES: dict[str, dict[str, Any]] = {
     "module with a norm": training(
         [1, 1], model="statistics", calls=[["updates", [4, 4]], ["updates", [4, 4]]], is_module=True
     ),
+    "module that evaluates first": training(
+        [1, 1], calls=[["evaluates", [3, 3]], ["updates", [4, 2]], ["updates", [3, 3]]], is_module=True
+    ),
 }
 UNLIKE: dict[str, Any] = training(
     [1, 1],
@@ -126,6 +129,15 @@ def test_a_module_has_the_gradient_of_all_examples(found: Mapping[str, Any], nam
 def test_a_module_has_the_mean_of_statistics(found: Mapping[str, Any]) -> None:
     first, other = found["module with a norm"][:2]
     assert not first["errors"] and other == {**first, "losses": other["losses"]}
+
+
+@pytest.mark.slow
+def test_values_that_a_module_takes_over_after_an_evaluation_are_no_writes(found: Mapping[str, Any]) -> None:
+    given = MODULES["module that evaluates first"]
+    expected = reference({**given, "calls": given["calls"][1:]}, skips=0)
+    for own in found["module that evaluates first"][:2]:
+        assert not own["errors"]
+        assert_values(own["values"], expected["values"])
 
 
 def test_calls_that_differ_and_those_that_are_not_exact_are_refused_on_all_workers(found: Mapping[str, Any]) -> None:

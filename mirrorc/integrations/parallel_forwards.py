@@ -1,0 +1,125 @@
+"""Forwards of modules that run on several devices in place: the modules keep their class, names and attributes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.calls.data_parallel import DataParallel
+from mirrorc.errors import ExecutionError
+from mirrorc.messages.problem import problem
+from mirrorc.torch_internals import hook_tables
+
+
+class ParallelForwards:
+    """Modules whose forward, called from outside of each other's, is that of a module of `mirrorc.data_parallel`.
+
+    Args:
+        modules: those called; one may hold another.
+        wrap: makes the module on several devices, when a forward is first called.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], wrap: Callable[[nn.Module], DataParallel]) -> None:
+        self._modules, self._wrap = list(modules), wrap
+        self._parallel: dict[nn.Module, DataParallel] = {}
+        self._unsynced: contextlib.ExitStack | None = None
+        self._plain = {module: module.__dict__.get("forward") for module in self._modules}
+
+    def install(self) -> None:
+        """Gives the modules their forwards on several devices."""
+        for module in self._modules:
+            module.forward = MethodType(self._forward_of(module), module)
+
+    def remove(self) -> None:
+        """Gives the modules their forwards back."""
+        for module, plain in self._plain.items():
+            module.__dict__.pop("forward", None)
+            if plain is not None:
+                module.forward = plain
+
+    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        def forward(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if this is not module:  # a copy is a plain module
+                return type(this).forward(this, *args, **kwargs)
+            with self._taken_away(), _without_hooks(module):
+                return self._parallel_of(module).forward(*args, **kwargs)
+
+        return forward
+
+    def _parallel_of(self, module: nn.Module) -> DataParallel:
+        if module not in self._parallel:
+            self._parallel[module] = parallel = self._wrap(module)
+            if self._unsynced is not None:
+                self._unsynced.enter_context(parallel.no_sync())
+        return self._parallel[module]
+
+    @contextlib.contextmanager
+    def _taken_away(self) -> Iterator[None]:
+        """The modules as they were: so they are captured, and compared with what was captured."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        self.install()
+        try:
+            yield
+        finally:
+            self.remove()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The ``no_sync`` of all modules, also of those that are made within it."""
+        with contextlib.ExitStack() as stack:
+            for parallel in self._parallel.values():
+                stack.enter_context(parallel.no_sync())
+            self._unsynced = stack
+            try:
+                yield
+            finally:
+                self._unsynced = None
+
+    def check_parameters(self, loss: torch.Tensor) -> None:
+        """Raises `ExecutionError` if a loss reads a parameter outside of the forwards: nothing would sum its gradient."""
+        names = {parameter: name for module in self._modules for name, parameter in module.named_parameters()}
+        seen, waiting = set(), [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen or node.name() == "_OutputsBackward":
+                continue
+            seen.add(node)
+            waiting += [other for other, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                raise problem(
+                    ExecutionError,
+                    f"MC3210: parameter {names.get(node.variable, '')!r} is used outside of a forward",
+                    "gradients of several workers are summed in the backward of a compiled forward",
+                    "move what uses it into the forward of the module",
+                )
+
+    def close(self) -> None:
+        """Gives the modules their forwards back, and ends the threads."""
+        self.remove()
+        for parallel in self._parallel.values():
+            parallel.close()
+
+
+@contextlib.contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Keeps a module's own hooks out of what is captured: its call runs them around its forward."""
+    hooks = [(table, dict(table)) for table in hook_tables(module)]
+    for table, _ in hooks:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, entries in hooks:
+            table.update(entries)
