@@ -66,10 +66,8 @@ class DataParallelMixin(_Trainer):
                 if self._returns_loss(inputs) and self.accelerator.num_all_devices > 1:
                     has_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
                     if has_items and not self._weights.divides(model.module, inputs):
-                        has_items, num_items_in_batch = (
-                            False,
-                            None,
-                        )  # a mean is not multiplied by the number of processes
+                        # It is a mean, which the trainer must not multiply by the number of processes.
+                        has_items, num_items_in_batch = False, None
                     stack.enter_context(self._weights.applied(model, inputs, has_items))
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 

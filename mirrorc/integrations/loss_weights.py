@@ -1,4 +1,4 @@
-"""By what the loss of a replica counts that a Hugging Face model computes itself, so that all add up to that of the batch."""
+"""Weights of the losses that a Hugging Face model computes on each replica, so that they add up to that of the batch."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class ParallelForwards:
             if hasattr(node, "variable"):
                 raise problem(
                     ExecutionError,
-                    f"MC3210: parameter {names.get(node.variable, '')!r} is used outside of a forward",
+                    f"MC3305: parameter {names.get(node.variable, '')!r} is used outside of a forward",
                     "gradients of several workers are summed in the backward of a compiled forward",
                     "move what uses it into the forward of the module",
                 )

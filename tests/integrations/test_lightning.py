@@ -101,4 +101,4 @@ def test_two_workers(tmp_path: Path) -> None:
         assert_same(state, model.state_dict())
         assert global_step == plain.global_step and "accuracy" in metrics
     assert_same(values["Fabric"], trained_by_fabric(devices=1))
-    assert "MC3210: parameter 'temperature' is used outside of a forward" in values["Outside"]
+    assert "MC3305: parameter 'temperature' is used outside of a forward" in values["Outside"]

@@ -84,7 +84,7 @@ def test_parameters_used_outside_of_forwards_are_found(pair: tuple[Pair, Paralle
     model, forwards = pair
     x = torch.randn(5, 4, dtype=torch.float64)
     forwards.check_parameters(model(x).square().mean())
-    with pytest.raises(mirrorc.errors.ExecutionError, match="MC3210: parameter 'scale'"):
+    with pytest.raises(mirrorc.errors.ExecutionError, match="MC3305: parameter 'scale'"):
         forwards.check_parameters((model(x) * model.scale).mean())
 
 
