@@ -27,6 +27,7 @@ class ForwardRun:
     Attributes:
         outputs: the gathered ones, by name; a list of the replicas' where each has its own.
         kept: the values that each replica keeps for backward; None once backward has used them up.
+        differentiable: the outputs that need a gradient.
         likes: tensors without memory, for the results of `_Outputs`.
     """
 
@@ -36,6 +37,7 @@ class ForwardRun:
     outputs: dict[str, Any]
     kept: list[list[torch.Tensor]] | None
     draws: Draws
+    differentiable: frozenset[str]
     likes: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -110,8 +112,13 @@ class _Outputs(torch.autograd.Function):
         ctx.run, ctx.run_backward = run, run_backward
         ctx.save_for_backward(*read)
         ctx.set_materialize_grads(False)
-        values = [run.outputs.pop(name) for name in run.backward.cut.tangents]
-        outputs = [part for value in values for part in (value if isinstance(value, list) else [value])]
+        outputs, without = [], []
+        for name in run.backward.cut.tangents:
+            value = run.outputs.pop(name)
+            parts = value if isinstance(value, list) else [value]
+            outputs += parts
+            without += parts if name not in run.differentiable else []
+        ctx.mark_non_differentiable(*without)
         run.likes = [output.to("meta") for output in outputs]
         return tuple(outputs)
 

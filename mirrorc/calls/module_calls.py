@@ -19,6 +19,7 @@ from mirrorc.compilation.program_cache import Backward
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.coordination.coordinator import Coordinator, LocalCoordinator
 from mirrorc.coordination.team_coordinator import Retry
+from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import message, problem
@@ -86,7 +87,7 @@ class ModuleCalls:
             run = self._exclusively(lambda: self._run(values, trains=trains))
         assert run.compiled.outputs is not None, "a module has outputs"
         gathered, shards = run.outputs, run.shards
-        if run.backward is not None:
+        if run.backward is not None and run.differentiable:
             gathered = {**gathered, **self._in_autograd(run, run.backward, call)}
         return run.compiled.outputs.of_step(gathered, None, call, shards)
 
@@ -94,8 +95,10 @@ class ModuleCalls:
         variables, cut = self._state.store.tensors, backward.cut
         inputs = [call.leaves[i].tensor for i in cut.gradients_of_leaves]
         inputs += [variables[name] for name in backward.gradients]
-        read = [variables[name] for name in cut.read_variables if name in variables]
-        read += [*backward.constants, *(tensor for i in cut.read_leaves for tensor in _tensors_of(call.leaves[i]))]
+        read: list[torch.Tensor] = []
+        if not backward.runs_plain:  # else the graph of each run guards what it reads
+            read = [variables[name] for name in cut.read_variables if name in variables]
+            read += [*backward.constants, *(tensor for i in cut.read_leaves for tensor in _tensors_of(call.leaves[i]))]
         return outputs_in_autograd(run, self._backward, read, [tensor for tensor in inputs if tensor is not None])
 
     def _run(self, call: Call, *, trains: bool) -> ForwardRun:
@@ -113,7 +116,11 @@ class ModuleCalls:
             outputs = {name: value[0] if isinstance(value, list) else value for name, value in outputs.items()}
         if compiled.backward is not None:
             self.programs = (executor.program, compiled.backward.executor.program)
-        return ForwardRun(call, compiled, shards, outputs, executor.outputs.take_kept(), self._runs.draws)
+        differentiable = frozenset(compiled.backward.cut.tangents) if compiled.backward is not None else frozenset()
+        if compiled.backward is not None and compiled.backward.runs_plain:
+            differentiable = frozenset(executor.used.last.outputs)
+        kept = executor.outputs.take_kept()
+        return ForwardRun(call, compiled, shards, outputs, kept, self._runs.draws, differentiable)
 
     def _take_over_values(self, backward: Backward, call: Call, shards: Shards) -> None:
         """In the first call, all workers take over the values of the chief."""
@@ -143,13 +150,6 @@ class ModuleCalls:
     def _run_backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         backward, shards = run.backward, run.shards
         assert backward is not None and run.kept is not None
-        if backward.runs_plain and backward_keeps_graph():
-            raise problem(
-                ExecutionError,
-                "MC3210: backward of a module that runs as plain PyTorch was called with retain_graph=True",
-                "its autograd graph is used up by one backward",
-                "add the losses, and call backward once",
-            )
         self._state.begin_use()
         each = zip(shards.tensors, run.tangents_of_replicas(tangents), run.kept, strict=True)
         tensors = [[*shard, *parts, *kept] for shard, parts, kept in each]
@@ -173,11 +173,15 @@ class ModuleCalls:
         weight = self._weight(examples)
         self._look_at_share(weight)
         weights = [weight if n else 0.0 for n in shards.num_examples]
-        executor.used.absent_outputs = absent
+        executor.used.next = UsedParameters(absent, keeps_graph=backward_keeps_graph())
         self._runs.run_backward(executor, tensors, weights, examples, run.draws, sizes)
         self._coordinator.end_backward(executor.program)
         gradients: dict[str, Any] = executor.outputs.take(shards.num_examples)
         gradients |= executor.state.take() if isinstance(executor.state, BackwardState) else {}
+        if backward.runs_plain:
+            of_leaves = backward.cut.gradients_of_leaves
+            unused = {name for leaf, name in of_leaves.items() if leaf not in executor.used.last.leaves}
+            gradients = {name: value for name, value in gradients.items() if name not in unused}
         names = (*backward.cut.gradients_of_leaves.values(), *backward.gradients)
         is_reached = {name: any(reached[place] for place in backward.cut.reached[name]) for name in names}
         return [gradients.get(name) if is_reached[name] else None for name in names]

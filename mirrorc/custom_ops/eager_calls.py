@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -19,10 +19,14 @@ class UsedParameters:
 
     Attributes:
         absent_outputs: the outputs of a module that the caller's loss does not reach.
+        keeps_graph: whether backward may be called again.
+        outputs: those that need a gradient on any replica.
+        leaves: the indices of the arguments that got a gradient on any replica.
     """
 
-    def __init__(self, absent_outputs: Set[str] = frozenset()) -> None:
-        self.absent_outputs = absent_outputs
+    def __init__(self, absent_outputs: Set[str] = frozenset(), *, keeps_graph: bool = False) -> None:
+        self.absent_outputs, self.keeps_graph = absent_outputs, keeps_graph
+        self.outputs, self.leaves = set[str](), set[int]()
         self._used = set[int]()
         self._written: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
@@ -30,6 +34,14 @@ class UsedParameters:
     def note(self, used: torch.Tensor) -> None:
         with self._lock:
             self._used.add(id(used))
+
+    def note_outputs(self, names: Iterable[str]) -> None:
+        with self._lock:
+            self.outputs.update(names)
+
+    def note_leaf(self, leaf: int) -> None:
+        with self._lock:
+            self.leaves.add(leaf)
 
     def first_value(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """A buffer's new value from the first forward of the step."""
@@ -104,8 +116,7 @@ class OpaqueSteps:
         nodes = itertools.chain.from_iterable(found)
         self._numbers = sorted({cast("int", node.args[0]) for node in nodes})
 
-    def begin(self, absent_outputs: Set[str]) -> UsedParameters:
-        used = UsedParameters(absent_outputs)
+    def begin(self, used: UsedParameters) -> UsedParameters:
         for number in self._numbers:
             _call_of(number).begin_step(used)
         return used

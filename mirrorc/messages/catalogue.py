@@ -304,8 +304,7 @@ MC3209 A gradient that nothing can be added to
 `p.grad = None`, or `p.grad = p.grad.clone()`, before `step.gradients(x, y)`.
 
 MC3210 A second backward, or a gradient of a gradient
-A module of `mirrorc.data_parallel` has the one with `retain_graph=True` unless it runs as plain PyTorch, and none of the other:
-`model.module(x)`, on one device, has both.
+A module of `mirrorc.data_parallel` has the one with `retain_graph=True`, and the other in plain PyTorch: `model.module(x)`.
 
 MC3301 A change of an object that a captured step does not repeat
 Return the value with `return_outputs=True`, or keep it in a buffer.

@@ -283,9 +283,7 @@ def test_gradients_are_given_without_being_accumulated(both: Both) -> None:
     assert all(p.grad is None for p in both.parallel.parameters())
 
 
-def test_a_graph_is_kept_if_asked() -> None:
-    both = Both()
-
+def test_a_graph_is_kept_if_asked(both: Both) -> None:
     def twice(model: nn.Module) -> None:
         x, y = batch(7)
         loss = F.cross_entropy(model(x), y)
@@ -305,9 +303,8 @@ def test_a_graph_is_kept_if_asked() -> None:
     output = both.parallel(x)
     with torch.no_grad():
         both.parallel.module[2].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises((RuntimeError, ExecutionError), match="modified by an inplace operation"):
         output.sum().backward()
-    both.close()
 
 
 class Reading(nn.Module):

@@ -58,13 +58,15 @@ class NoGradientError(CaptureError):
     """Raised for the forward of a module whose outputs need no gradient."""
 
 
-def complex_output(name: str, model_name: str) -> CaptureError:
-    return problem(
-        CaptureError,
-        f"MC2203: output {name!r} of {model_name} is complex, and gets no gradient",
-        "a program of backward takes real gradients",
-        "torch.view_as_real(output) at the end of forward",
-    )
+def refuse_complex(differentiable: Mapping[str, torch.Tensor], model_name: str) -> None:
+    for name, value in differentiable.items():
+        if value.is_complex():
+            raise problem(
+                CaptureError,
+                f"MC2203: output {name!r} of {model_name} is complex, and gets no gradient",
+                "a program of backward takes real gradients",
+                "torch.view_as_real(output) at the end of forward",
+            )
 
 
 class HooksMissingError(CaptureError):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mirrorc.capture.diagnostics.capture_errors import NoGradientError, complex_output
+from mirrorc.capture.diagnostics.capture_errors import NoGradientError, refuse_complex
 from mirrorc.custom_ops.output_tangents import output_tangent
 from mirrorc.torch_internals import give_values
 
@@ -46,8 +46,7 @@ def _attached(detached: fx.Node) -> fx.Node:
 
 
 def _product(graph: fx.Graph, output: fx.Node, name: str, model_name: str) -> fx.Node:
-    if output.meta["example_value"].is_complex():
-        raise complex_output(name, model_name)
+    refuse_complex({name: output.meta["example_value"]}, model_name)
     own = _added(graph, torch.Tensor.detach, output)
     tangent = _added(graph, output_tangent, own, name)
     return _added(graph, torch.sum, _added(graph, torch.mul, output, tangent))

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.capture_errors import refuse_complex
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
 from mirrorc.capture.diagnostics.python_effects import cached_parametrizations, is_like, other_buffer
 from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module
@@ -27,7 +28,6 @@ from mirrorc.capture.eager.eager_run import (
     reached_text,
 )
 from mirrorc.capture.eager.module_copies import ModuleCopy
-from mirrorc.capture.eager.output_loss import loss_of_outputs
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_exchange import Others, RunExchange, not_joined
 from mirrorc.capture.eager.run_outputs import difference, read_run
@@ -68,7 +68,12 @@ class OpaqueCall:
         """Raises `ExecutionError` if the run differs from the first runs in its writes, draws or results."""
         run = self._checked_run(inputs)
         token = self._runs.add(run)
-        return [run.loss.detach().reshape(()).clone(), token, *self._written_and_outputs(run)]
+        self._used.note_outputs(run.attached)
+        loss = run.loss.detach().reshape(()).clone() if not self._call.takes_tangents else self._no_loss(run)
+        return [loss, token, *self._written_and_outputs(run)]
+
+    def _no_loss(self, run: Run) -> torch.Tensor:
+        return run.parameters[0].new_zeros((), dtype=self.recorded.loss_dtype)
 
     def evaluation(self, inputs: RunInputs) -> list[torch.Tensor]:
         run = self._checked_run(inputs)
@@ -102,12 +107,14 @@ class OpaqueCall:
     def backward(
         self, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
     ) -> RunGradients:
-        run = self._runs[token]
-        if isinstance(run, Run):
-            each = zip(self.recorded.differentiable, tangents, strict=True)
-            run.tangents = {name: value for name, value in each if name not in self._used.absent_outputs}
-            run = self._runs[token] = self.gradients_of(run, tangent, self.recorded.late)
-        return run
+        record = self._runs[token]
+        if isinstance(record, RunGradients) and record.used is self._used:
+            return record
+        run = record.of if isinstance(record, RunGradients) else record
+        each = zip(self.recorded.differentiable, tangents, strict=True)
+        run.tangents = {name: value for name, value in each if name not in self._used.absent_outputs}
+        gradients = self._runs[token] = self.gradients_of(run, tangent, self.recorded.late)
+        return gradients
 
     def gradient(
         self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]
@@ -116,6 +123,8 @@ class OpaqueCall:
         gradients = self.backward(token, tangent, tangents)
         gradient = gradients.take(place)
         if place >= len(self._originals):
+            if gradient is not None:
+                self._used.note_leaf(place - len(self._originals))
             return _as_typed(gradient, gradients.input_at(place))
         original = self._originals[place]
         if gradient is not None:
@@ -175,9 +184,10 @@ class OpaqueCall:
         run.loss, outputs = result if self._call.keeps_outputs else (result, None)
         if self._call.keeps_outputs:
             parameter = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
-            run.outputs = read_run(outputs, run.loss, run.leaves, parameter, marked)
+            run.outputs, values = read_run(outputs, run.loss, run.leaves, parameter, marked)
             if self._call.takes_tangents:
-                run.loss = loss_of_outputs(run, run.outputs, self._model_name)
+                run.attached = {name: value for name, value in values.items() if value.requires_grad}
+                refuse_complex(run.attached, self._model_name)
         self._take_assigned_buffers(run, is_first=is_first)
         replaced = copy.replaced()
         assigned = [attribute for attribute in copy.assigned() if attribute not in carried]
@@ -204,22 +214,26 @@ class OpaqueCall:
             run.assign(place, value)
 
     def gradients_of(self, run: Run, tangent: torch.Tensor | None, late: Set[int] = frozenset()) -> RunGradients:
-        tangent = tangent if tangent is not None else torch.ones_like(run.loss)
-        return RunGradients(
-            run, functools.partial(self._run_backward, run, tangent), late, self._model_name, self.state
-        )
+        tangent = tangent if tangent is not None else torch.ones(())
+        backward = functools.partial(self._run_backward, run, tangent, keeps_graph=self._used.keeps_graph)
+        return RunGradients(run, backward, late, self._model_name, self.state, self._used)
 
-    def _run_backward(self, run: Run, tangent: torch.Tensor) -> None:
+    def _run_backward(self, run: Run, tangent: torch.Tensor, *, keeps_graph: bool) -> None:
         trainable = [tensor for tensor in run.inputs if tensor.requires_grad]
         for tensor in trainable:
             if tensor.grad is not None:  # from a backward() inside of forward, which the loss weight did not reach
                 tensor.grad.mul_(tangent.to(tensor.grad))
         meets = exchanging(run.exchange)
         with torch.enable_grad(), self.state.alone(), self._drawing(run, "backward"), meets:
-            run.loss.backward(tangent.reshape(run.loss.shape), inputs=trainable)
-        del run.loss
+            if self._call.takes_tangents:
+                names = [name for name in run.attached if run.tangents is None or name in run.tangents]
+                _backward_of(run, names, tangent, trainable, keeps_graph=keeps_graph)
+            else:
+                run.loss.backward(tangent.reshape(run.loss.shape), inputs=trainable)
         self._end(run, "backward")
-        self.release(run)
+        if not keeps_graph:
+            del run.loss, run.attached
+            self.release(run)
 
     def _exchange_of(self, run: Run) -> ReplicaExchange:
         if not self.recorded.exchanges:
@@ -258,7 +272,7 @@ class OpaqueCall:
 
     def _check_loss(self, run: Run) -> None:
         loss, dtype, trains = run.loss, self.recorded.loss_dtype, self._call.trains
-        if dtype is None and not loss.numel():
+        if self._call.takes_tangents or (dtype is None and not loss.numel()):
             return
         if loss.numel() != 1 or loss.dtype is not dtype or (trains and not loss.requires_grad):
             lacking = ", without a gradient," if trains and not loss.requires_grad else ""
@@ -286,8 +300,6 @@ class OpaqueCall:
         if run.outputs is None or self.recorded.outputs is None:
             return
         name = difference(run.outputs.record, self.recorded.outputs)
-        if not name and self._call.takes_tangents:
-            name = next((name for name in run.outputs.differentiable if name not in self.recorded.differentiable), "")
         if name:
             raise ExecutionError(
                 self._changed(
@@ -352,6 +364,19 @@ class OpaqueCall:
 
 def _short(name: str) -> str:
     return name.removeprefix("model.")
+
+
+def _backward_of(
+    run: Run, names: Sequence[str], weight: torch.Tensor, inputs: Sequence[torch.Tensor], *, keeps_graph: bool
+) -> None:
+    """Backward from outputs, by their tangents times the weight of the caller's loss."""
+    roots = [run.attached[name] for name in names]
+    tangents = [
+        run.tangents[name] if run.tangents is not None else torch.ones_like(run.attached[name]) for name in names
+    ]
+    if roots:
+        weighted = [tangent * weight.to(tangent) for tangent in tangents]
+        torch.autograd.backward(roots, weighted, retain_graph=keeps_graph, inputs=inputs)
 
 
 def _as_typed(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

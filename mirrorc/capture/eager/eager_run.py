@@ -50,8 +50,9 @@ class Run:
     Attributes:
         copy: the modules that ran forward; backward may run them again.
         parameters, buffers, leaves: the inputs; parameters, and leaves that require one, have gradients after backward.
-        loss: keeps its autograd graph until backward; an empty tensor in an evaluation without a loss.
-        tangents: of the outputs of a module without a loss that the caller's loss reaches, once backward begins.
+        loss: keeps its autograd graph until backward; an empty tensor without a loss.
+        attached: the outputs that need a gradient, of a module without a loss; they keep their graph until backward.
+        tangents: those of the attached outputs that the caller's loss reaches; None in a first run, where all are ones.
         before: for the id of each input, its value, version and address before forward.
         exchange: that of a first run is with replicas that are like it.
         unreached: in training, the places of `inputs` outside of the graph of the loss.
@@ -67,6 +68,7 @@ class Run:
     unreached: Set[int] = frozenset()
     outputs: RunOutputs | None = None
     exchange: ReplicaExchange = field(default_factory=AlikeReplicas)
+    attached: Mapping[str, torch.Tensor] = field(default_factory=dict)
     tangents: Mapping[str, torch.Tensor] | None = None
 
     @property
@@ -110,7 +112,7 @@ class Recorded:
         loss_dtype: None for an evaluation without a loss.
         gradients: the trainable parameters, in the order of backward, and the arguments that get a gradient behind them.
         late: parameters whose gradient comes in several parts, or from outside of the loss's graph.
-        differentiable: the outputs of a module without a loss that need a gradient.
+        differentiable: the outputs of a module without a loss that may need a gradient.
         transient: the attributes that are assigned before each read.
         alike: the buffers with one value in all runs of a step.
     """
@@ -144,9 +146,9 @@ def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Paramete
 
 
 def note_reach(run: Run) -> list[torch.Tensor]:
-    """Sets ``run.unreached``; returns the leaves of the graph of the loss that are not inputs of the run."""
+    """Sets ``run.unreached``; returns the leaves of the graph that are not inputs of the run."""
     known = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
-    leaves = _leaves_of_loss(run.loss)
+    leaves = _leaves_of([*run.attached.values()] or [run.loss])
     reached = set(map(id, leaves))
     run.unreached = frozenset(place for place, tensor in enumerate(run.inputs) if id(tensor) not in reached)
     return [leaf for leaf in leaves if id(leaf) not in known]
@@ -158,8 +160,9 @@ def reached_otherwise(besides: Sequence[torch.Tensor], originals: Mapping[str, n
     return next((names[id(leaf)] for leaf in besides if id(leaf) in names), None)
 
 
-def _leaves_of_loss(loss: torch.Tensor) -> list[torch.Tensor]:
-    leaves, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
+def _leaves_of(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    waiting: list[Any] = [root.grad_fn for root in roots]
+    leaves, seen = [root for root in roots if root.is_leaf and root.requires_grad], set(waiting)
     while waiting:
         node: Any = waiting.pop()
         following = node.next_functions if node is not None else ()

@@ -19,21 +19,10 @@ from mirrorc.torch_internals import storage_key
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """The outputs of one run other than its loss.
-
-    Attributes:
-        tensors: own their memory and have no gradient.
-        attached: as forward gave them.
-    """
+    """The outputs of one run other than its loss. The tensors own their memory and have no gradient."""
 
     record: TracedOutputs
     tensors: Mapping[str, torch.Tensor]
-    attached: Mapping[str, torch.Tensor]
-
-    @property
-    def differentiable(self) -> list[str]:
-        """The outputs that need a gradient."""
-        return [name for name, value in self.attached.items() if value.requires_grad]
 
 
 def read_run(
@@ -42,8 +31,13 @@ def read_run(
     arguments: Sequence[torch.Tensor],
     variables: Mapping[int, torch.Tensor],
     marked: Sequence[torch.Tensor],
-) -> RunOutputs:
-    """``variables`` are the user's, by the ids of the run's variables; ``marked`` are results of `mirrorc.summed`."""
+) -> tuple[RunOutputs, Mapping[str, torch.Tensor]]:
+    """Also returns the outputs as forward gave them.
+
+    Args:
+        variables: the user's, by the ids of the run's variables.
+        marked: results of `mirrorc.summed`.
+    """
     reader = _RunReader(loss, arguments, variables)
     structure = reader.read(outputs, "outputs")
     marks = {storage_key(tensor) for tensor in marked}
@@ -61,7 +55,7 @@ def read_run(
         tensors[name] = detached.clone() if storage_key(detached) in taken else detached
         taken.add(storage_key(tensors[name]))
     types = {name: (value.shape, value.dtype) for name, value in tensors.items()}
-    return RunOutputs(TracedOutputs(structure, tuple(reader.leaves), types, names), tensors, reader.gathered)
+    return RunOutputs(TracedOutputs(structure, tuple(reader.leaves), types, names), tensors), reader.gathered
 
 
 def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:

@@ -11,6 +11,7 @@ import torch
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import Run
 from mirrorc.capture.eager.run_exchange import RunExchange
+from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import problem
 
@@ -22,14 +23,22 @@ class RunGradients:
     parameter may come in parts or from a nested backward, and is complete at the end of backward.
 
     Attributes:
+        of: the run.
+        used: that of the step, or of the call of backward.
         arrived: the places of parameters and arguments in the order of their gradients; repeated if a gradient was added to.
     """
 
     def __init__(
-        self, run: Run, backward: Callable[[], None], late: Set[int], model_name: str, carried: CarriedState
+        self,
+        run: Run,
+        backward: Callable[[], None],
+        late: Set[int],
+        model_name: str,
+        carried: CarriedState,
+        used: UsedParameters,
     ) -> None:
-        self._run, self._backward, self._late, self._model_name = run, backward, late, model_name
-        self._carried = carried
+        self.of, self._backward, self._late, self._model_name = run, backward, late, model_name
+        self._carried, self.used = carried, used
         self.arrived: list[int] = []
         self.has_ended = False
         self._there, self._taken, self._has_begun = set(run.unreached) - late, set[int](), False
@@ -39,7 +48,7 @@ class RunGradients:
     @property
     def may_wait(self) -> bool:
         """False if other replicas wait for this backward: it draws, exchanges values, or runs alone for its state."""
-        others_wait = self._run.stream is not None or isinstance(self._run.exchange, RunExchange)
+        others_wait = self.of.stream is not None or isinstance(self.of.exchange, RunExchange)
         return not (others_wait or self._carried.is_advanced)
 
     def has(self, place: int) -> bool:
@@ -51,7 +60,7 @@ class RunGradients:
         self._has_begun, self._on_gradient, self._thread = True, on_gradient, threading.get_ident()
         hooks = [
             tensor.register_post_accumulate_grad_hook(functools.partial(self._note, place))
-            for place, tensor in enumerate(self._run.inputs)
+            for place, tensor in enumerate(self.of.inputs)
             if tensor.requires_grad
         ]
         try:
@@ -81,7 +90,7 @@ class RunGradients:
             self._on_gradient()
 
     def input_at(self, place: int) -> torch.Tensor:
-        return self._run.inputs[place]
+        return self.of.inputs[place]
 
     def take(self, place: int) -> torch.Tensor | None:
         """Removes a gradient; None for an unused parameter or argument. Runs backward if it has not begun."""

@@ -15,6 +15,7 @@ from mirrorc.capture.call.traced_outputs import TracedOutputs, UnreadableOutputE
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
     HooksMissingError,
+    NoGradientError,
     changed_before_backward,
     check_evaluated_loss,
     check_trained_loss,
@@ -119,7 +120,7 @@ def first_runs(
         transient=frozenset(transient),
         exchanges=any(record.exchanges for record in recorded),
         alike=_alike(opaque, call, each) & frozenset(written),
-        differentiable=tuple(dict.fromkeys(name for record in recorded for name in record.differentiable)),
+        differentiable=_differentiable(outputs, model_name) if outputs is not None and call.takes_tangents else (),
     )
     if common.exchanges and opaque.state.is_advanced:
         raise problem(CaptureError, *advances_state(model_name))
@@ -142,8 +143,16 @@ def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) ->
     return frozenset(alike | {i for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids})
 
 
+def _differentiable(outputs: TracedOutputs, model_name: str) -> tuple[str, ...]:
+    """All that are no whole numbers: which of them need a gradient may depend on the data."""
+    names = tuple(name for name, (_, dtype) in outputs.types.items() if dtype.is_floating_point or dtype.is_complex)
+    if not names:
+        raise NoGradientError(f"no output of {model_name} can have a gradient")
+    return names
+
+
 def _order(opaque: OpaqueCall, call: TrainingCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
-    # Workers agree on the order of a step's gradients before they compile; those of a module compile each by itself.
+    # Workers compile a module without each other, so that an order of arrival could differ.
     arrived = [place for run in recorded for place in run.gradients] if not call.takes_tangents else []
     trained = [place for place, parameter in enumerate(opaque.parameters.values()) if parameter.requires_grad]
     arguments = [len(opaque.parameters) + leaf for leaf in sorted(call.differentiated)]
@@ -233,7 +242,6 @@ def _first_run(
             )
     late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
-    differentiable = tuple(run.outputs.differentiable) if run.outputs is not None and call.takes_tangents else ()
     exchanges = run.exchange.number > 0
     draws = stream.has_advanced(untouched)
     recorded = Recorded(
@@ -244,7 +252,6 @@ def _first_run(
         outputs,
         late,
         exchanges=exchanges,
-        differentiable=differentiable,
     )
     return FirstRuns(recorded, written_inputs, notes, observed.undefined, (), [observed.means], run.buffers, vectors)
 
@@ -261,6 +268,8 @@ def _refuse_changes_of_backward(before: Changes, after: Changes, model_name: str
 
 
 def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:
+    if call.takes_tangents:
+        return torch.float64  # of weights of workers
     if not isinstance(call, EvaluationCall):
         return check_trained_loss(loss, model_name).dtype
     if loss.shape != (0,) or call.needs_loss:

@@ -22,7 +22,8 @@ class UsedVariables:
     may be of an earlier step.
 
     Attributes:
-        absent_outputs: the outputs of a module that the loss of the next backward does not reach.
+        next: for the next run, which fills it.
+        last: that of the last run.
     """
 
     def __init__(self, program: Program, state: ProgramState) -> None:
@@ -33,14 +34,15 @@ class UsedVariables:
         in_part = {bucket_of(node) for graph in graphs for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS)}
         buckets = [b for b in program.buckets if b.rule.may_be_unused and b.index not in in_part]
         self._places = [(b.index, i, slot.variable) for b in buckets for i, slot in enumerate(b.slots)]
-        self.absent_outputs: Set[str] = frozenset()
+        self.last = self.next = UsedParameters()
         self._begun: UsedParameters | None = None  # of the step that has begun last, until it commits
         self._num_users: torch.Tensor | None = None  # of each parameter in that step, over all workers
         self._unused: dict[int, Set[int]] = {}  # of the step that has committed last
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        begun = self._steps.begin(self.absent_outputs)
+        self.last, self.next = self._steps.begin(self.next), UsedParameters()
+        begun = self.last
         self._begun, self._num_users = begun if self._places else None, None
 
     def tell(self) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import Run
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.streamed_gradients import RunGradients
+from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.errors import ExecutionError
 
 Loss = Callable[..., torch.Tensor]
@@ -27,7 +28,7 @@ def run_of(loss: Loss, number: int = 3, unreached: Set[int] = frozenset()) -> Ru
 
 
 def gradients_of(run: Run, late: Set[int] = frozenset()) -> RunGradients:
-    return RunGradients(run, lambda: run.loss.backward(), late, "Net", CarriedState("Net"))
+    return RunGradients(run, lambda: run.loss.backward(), late, "Net", CarriedState("Net"), UsedParameters())
 
 
 def chained(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -127,7 +128,7 @@ def test_a_gradient_that_comes_in_another_thread_is_noted_and_nothing_is_done_th
         thread.start()
         thread.join()
 
-    gradients = RunGradients(run, backward, set(), "Net", CarriedState("Net"))
+    gradients = RunGradients(run, backward, set(), "Net", CarriedState("Net"), UsedParameters())
     gradients.run(lambda: called.append(1))
     assert (gradients.arrived, called) == ([2, 1, 0], [])
 
@@ -150,7 +151,7 @@ def test_nothing_is_kept_of_a_run_that_has_ended(fails: bool) -> None:
     try:
         run = run_of(chained)
         known = weakref.ref(run.parameters[0])
-        gradients = RunGradients(run, partial(backward, run), set(), "Net", CarriedState("Net"))
+        gradients = RunGradients(run, partial(backward, run), set(), "Net", CarriedState("Net"), UsedParameters())
         try:
             gradients.run()
         except ValueError:

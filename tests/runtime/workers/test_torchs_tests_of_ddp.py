@@ -1,4 +1,4 @@
-"""PyTorch's own tests of `DistributedDataParallel` that need no GPU pass with a module of `mirrorc.data_parallel` in its place.
+"""PyTorch's own tests of training by `DistributedDataParallel` that need no GPU, with a module of `mirrorc.data_parallel`.
 
 Left out are test_DistributedDataParallel_requires_grad (a model without gradients is taken, as its arguments may get one),
 test_ddp_create_graph (gradients of gradients are refused), and what is about DDP itself: test_ddp_logging_data_cpu,
