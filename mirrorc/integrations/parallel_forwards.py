@@ -18,7 +18,7 @@ from mirrorc.torch_internals import hook_tables
 
 
 class ParallelForwards:
-    """Modules whose forwards run by `mirrorc.data_parallel`; within the forward of another of them they are plain.
+    """Modules with forwards by `mirrorc.data_parallel`; within the forward of another one, a module is plain.
 
     Args:
         modules: those called; one may hold another.
@@ -100,7 +100,7 @@ def check_parameters(loss: torch.Tensor, model: nn.Module) -> None:
 
     Nothing would sum its gradient over workers. An argument of a forward is outside of it.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
