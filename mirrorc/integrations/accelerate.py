@@ -39,14 +39,14 @@ class Accelerator(accelerate.Accelerator):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        options = {"communication": communication, "compiler": compiler, "debug": debug}
-        self.set_devices(devices, **options)
+        self.set_devices(devices, communication=communication, compiler=compiler, debug=debug)
 
     def set_devices(self, devices: int | Sequence[str | torch.device] | None, **options: Any) -> None:
         """Sets devices and options for models that are prepared from now on."""
         if devices is None and (self.num_processes > 1 or self.device.type == "cpu"):
             devices = 1 if self.device.type == "cpu" else [self.device]
-        self.num_all_devices = len(parse_devices(devices)) * self.num_processes
+        numbers = self.gather(torch.tensor([len(parse_devices(devices))], device=self.device))
+        self.most_devices = int(numbers.max())  # of one process
         # Trainers scale losses for an average over processes.
         wrap = functools.partial(data_parallel, devices=devices, reduction="workers", **options)
         self.wrap: Callable[[nn.Module], DataParallel] = wrap

@@ -38,9 +38,7 @@ class DataParallelMixin(_Trainer):
         debug: Debug | None = None,
         **kwargs: Any,
     ) -> None:
-        self._parallel_options = {"communication": communication, "compiler": compiler, "debug": debug}
-        self._devices = devices
-        self._weights = LossWeights()
+        self._parallel = {"devices": devices, "communication": communication, "compiler": compiler, "debug": debug}
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # no torch.nn.DataParallel, and the batch is that of this process
@@ -48,7 +46,8 @@ class DataParallelMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator  # parts of it are bound already
-        self.accelerator.set_devices(self._devices, **self._parallel_options)
+        self.accelerator.set_devices(**self._parallel)
+        self._weights = LossWeights(self.accelerator.gather)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The module on all devices for evaluations, too, once there is one."""
@@ -63,13 +62,17 @@ class DataParallelMixin(_Trainer):
         with contextlib.ExitStack() as stack:
             if isinstance(model, DataParallel):
                 stack.enter_context(_replicated_items(model))
-                if self._returns_loss(inputs) and self.accelerator.num_all_devices > 1:
-                    has_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-                    if has_items and not self._weights.divides(model.module, inputs):
-                        # It is a mean, which the trainer must not multiply by the number of processes.
-                        has_items, num_items_in_batch = False, None
+                has_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+                if has_items and self._returns_loss(inputs) and not self._divides(model.module, inputs):
+                    # It is a mean, which the trainer must not multiply by the number of processes.
+                    has_items, num_items_in_batch = False, None
+                if self._returns_loss(inputs) and self.accelerator.most_devices > 1:
                     stack.enter_context(self._weights.applied(model, inputs, has_items))
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _divides(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        is_alone = self.accelerator.most_devices * self.accelerator.num_processes == 1
+        return is_alone or self._weights.divides(model, inputs)
 
     def _returns_loss(self, inputs: dict[str, Any]) -> bool:
         """Whether the model computes the loss; otherwise the trainer does, of outputs of the whole batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from mirrorc.api import data_parallel
 from mirrorc.calls.data_parallel import DataParallel
-from mirrorc.integrations.parallel_forwards import ParallelForwards
+from mirrorc.integrations.parallel_forwards import ParallelForwards, check_parameters
 from mirrorc.options.communication import Communication
 from mirrorc.options.compiler import Compiler
 from mirrorc.options.debug import Debug
@@ -24,7 +25,7 @@ _Strategy: Any = object  # stands beside one of Lightning's in both classes belo
 
 
 class _OneProcess(_Strategy):
-    """What a strategy is that has several devices in one process, but one in each process of a launcher.
+    """A strategy with all devices in one process; under a launcher, one device in each process.
 
     Args:
         devices, communication, compiler, debug: as for `mirrorc.data_parallel`; the devices are those of one process,
@@ -43,7 +44,9 @@ class _OneProcess(_Strategy):
     ) -> None:
         super().__init__(**kwargs)
         self._devices = devices
-        self._options: dict[str, Any] = {"communication": communication, "compiler": compiler, "debug": debug}
+        self._data_parallel = functools.partial(
+            data_parallel, reduction="workers", communication=communication, compiler=compiler, debug=debug
+        )
 
     @property
     def _is_launched(self) -> bool:
@@ -63,7 +66,7 @@ class _OneProcess(_Strategy):
         local = [self.root_device] if self._is_launched else self.parallel_devices
         numbered = [torch.device("cpu", i) for i, _ in enumerate(local)] if self.root_device.type == "cpu" else local
         devices = numbered if self._devices is None else self._devices
-        return data_parallel(module, devices, reduction="workers", **self._options)
+        return self._data_parallel(module, devices)
 
     def _configure_launcher(self) -> None:
         if not self._is_alone:
@@ -129,7 +132,7 @@ class MirrorcStrategy(_OneProcess, pytorch.DDPStrategy):
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         if not self._is_alone:
-            self._forwards.check_parameters(closure_loss)
+            check_parameters(closure_loss, self.lightning_module)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -160,8 +163,19 @@ class MirrorcFabricStrategy(_OneProcess, fabric.DDPStrategy):
         self._forwards[module].install()
         return module
 
+    def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        if not self._is_alone:
+            for model in self._forwards:
+                check_parameters(tensor, model)
+        super().backward(tensor, module, *args, **kwargs)
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
         return self._forwards[module].no_sync() if enabled else contextlib.nullcontext()
+
+    def teardown(self) -> None:
+        for forwards in self._forwards.values():
+            forwards.close()
+        super().teardown()
 
 
 def called_modules(module: nn.Module) -> list[nn.Module]:

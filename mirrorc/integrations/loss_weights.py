@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -32,14 +34,23 @@ _WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """For labels, the weight of each row in a mean over the batch."""
 
 
-class LossWeights:
-    """What a model's loss is a mean over, found by losses of halves of a batch, or that it is a sum.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+_TOLERANCE_OF_HALVES = 0.05
 
-    A batch whose rows all weigh the same by each of the ways that are left decides nothing, and needs no decision.
+
+class LossWeights:
+    """The unit of a model's loss, by losses of parts of a batch: a mean over labels or over examples, or a sum.
+
+    Two ways to weight rows count as one up to the first batch where they differ.
+
+    Args:
+        gather: concatenates a tensor of each worker, so that all decide the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gather: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> None:
+        self._gather = gather
         self._ways = [*_WEIGHTS]
+        self._num_batches = self._next_probe = 0
         self._is_divided: bool | None = None
 
     @contextlib.contextmanager
@@ -67,47 +78,91 @@ class LossWeights:
     def divides(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
         """Whether the loss is a sum divided by the number of items; some models take it as one of any keywords, and ignore it."""
         if self._is_divided is None:
-            first, second = (_loss(model, inputs, num_items_in_batch=torch.tensor(number)) for number in (1, 2))
-            self._is_divided = _are_close(first, 2 * second)
+            number = inputs["labels"].numel()
+            losses = [_loss(model, inputs, num_items_in_batch=torch.tensor(n)) for n in (number, 2 * number)]
+            sizes = torch.stack(losses).double().nan_to_num(0.0, 0.0, 0.0).abs()
+            once, twice = self._gather(sizes).view(-1, 2).sum(0).tolist()
+            if once == twice == 0.0:
+                return True  # a batch without labels tells nothing
+            self._is_divided = abs(once - 2 * twice) < abs(once - twice)
         return self._is_divided
 
     def _way(self, model: nn.Module, inputs: Mapping[str, Any]) -> str:
-        labels = inputs["labels"]
-        weights = {way: _WEIGHTS[way](labels).double() for way in self._ways}
-        totals = [each.sum() for each in weights.values()]
-        shares = [each / total for each, total in zip(weights.values(), totals, strict=True)]
-        if not all(totals) or all(torch.allclose(share, shares[0]) for share in shares):
+        if len(self._ways) == 1:
             return self._ways[0]
-        half = (len(labels) + 1) // 2
-        parts = (slice(None, half), slice(half, None))
-        whole = _loss(model, inputs)
-        losses = [
-            _loss(model, {name: _rows(value, len(labels), part) for name, value in inputs.items()}) for part in parts
-        ]
-
-        def mean(weight: torch.Tensor) -> Any:
-            pairs = [(weight[part].sum(), loss) for part, loss in zip(parts, losses, strict=True)]
-            return sum(of_part * loss for of_part, loss in pairs if of_part) / weight.sum()
-
-        self._ways = [way for way in self._ways if _are_close(whole, mean(weights[way]))]
+        left = self._ways_left(model, inputs)
+        votes = torch.tensor([float(way in left) for way in self._ways], device=inputs["labels"].device)
+        agreed = self._gather(votes).view(-1, len(self._ways)).amin(0).tolist()
+        before, self._ways = self._ways[0], [way for way, vote in zip(self._ways, agreed, strict=True) if vote]
         if not self._ways:
             self._ways = ["examples"]
-            text = message(
-                "MC3101: the loss gives other gradients on several devices than on one",
-                "the model computes it, and it is a mean over neither examples nor labels",
-                "compute_loss_func=, which gets the outputs of the whole batch",
-            )
-            warnings.warn(text, stacklevel=users_stack_level())
+            _warn("the model computes it, and it is a mean over neither examples nor labels")
+        elif self._next_probe and self._ways[0] != before:
+            _warn(f"before, when losses were all the same, it was taken for a mean over {before}, not {self._ways[0]}")
         return self._ways[0]
 
+    def _ways_left(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+        """The ways by which losses of two parts of a batch give the loss of the whole one; all, if it tells nothing."""
+        self._num_batches += 1
+        weights = [_WEIGHTS[way](inputs["labels"]).double() for way in self._ways]
+        if self._num_batches < self._next_probe or not all(each.any() for each in weights):
+            return self._ways
+        shares = [each / each.sum() for each in weights]
+        part = _telling_part(shares)
+        if _difference(shares, part) <= _tolerance(model):
+            return self._ways
+        whole = _loss(model, inputs)
+        losses = [(rows, float(_loss(model, _rows(inputs, rows)))) for rows in (part, ~part)]
+        means = [sum(float(share[rows].sum()) * loss for rows, loss in losses if share[rows].any()) for share in shares]
+        nearest = _nearest(means, whole, _tolerance(model, whole))
+        if len(nearest) == len(means):  # such as losses that are all the same
+            self._next_probe = 2 * self._num_batches
+        return [self._ways[i] for i in nearest]
 
-def _rows(value: Any, number: int, part: slice) -> Any:
-    is_split = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == number
-    return value[part] if is_split else value
+
+def _warn(why: str) -> None:
+    what = "MC3101: the loss gives other gradients on several devices than on one"
+    text = message(what, why, "compute_loss_func=, which gets the outputs of the whole batch")
+    warnings.warn(text, stacklevel=users_stack_level())
 
 
-def _are_close(loss: torch.Tensor, other: Any) -> bool:
-    return bool(torch.isclose(loss, torch.as_tensor(other).to(loss), rtol=1e3 * torch.finfo(loss.dtype).eps, atol=0.0))
+def _telling_part(shares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows that two of several ways weigh most differently, as a mask."""
+    one, other = max(itertools.combinations(shares, 2), key=lambda pair: float((pair[0] - pair[1]).abs().sum()))
+    return one > other
+
+
+def _difference(shares: Sequence[torch.Tensor], part: torch.Tensor) -> float:
+    of_part = [float(share[part].sum()) for share in shares]
+    return max(of_part) - min(of_part)
+
+
+def _nearest(means: Sequence[float], loss: torch.Tensor, tolerance: float) -> list[int]:
+    """The places of the means nearest to a loss, several where rounding hides which; none if it is not one of them."""
+    size = abs(float(loss))
+    if not math.isfinite(size):
+        return [*range(len(means))]
+    errors = [abs(mean - float(loss)) if math.isfinite(mean) else math.inf for mean in means]
+    rounding = min(16 * torch.finfo(loss.dtype).eps, 4e-3)  # sums are rounded many times, halves once
+    is_mean = min(errors) <= tolerance * size
+    return [i for i, error in enumerate(errors) if is_mean and error <= min(errors) + rounding * size]
+
+
+def _tolerance(model: nn.Module, *losses: torch.Tensor) -> float:
+    """The relative error of losses, which is that of the coarsest dtype that computes them."""
+    tensors = [*model.parameters(), *losses]
+    dtypes = {tensor.dtype for tensor in tensors}
+    dtypes |= {
+        torch.get_autocast_dtype(kind) for kind in {t.device.type for t in tensors} if torch.is_autocast_enabled(kind)
+    }
+    return max(_TOLERANCES.get(dtype, _TOLERANCE_OF_HALVES) for dtype in dtypes)
+
+
+def _rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    def is_split(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == len(rows)
+
+    return {name: value[rows.to(value.device)] if is_split(value) else value for name, value in inputs.items()}
 
 
 def _loss(model: nn.Module, inputs: Mapping[str, Any], **others: Any) -> torch.Tensor:
@@ -144,6 +199,7 @@ def _with_weighted_sum(way: str) -> Callable[..., Any]:
         weight = _WEIGHTS[way](kwargs["labels"]).sum()
 
         def weighted(mean: torch.Tensor) -> torch.Tensor:
+            mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # the sum may be too large for a half
             return summed(torch.where(weight > 0, mean * weight, 0.0))  # the mean of no labels is not a number
 
         return _with_loss(type(model).forward(model, *args, **kwargs), weighted)

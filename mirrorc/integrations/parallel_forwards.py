@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from mirrorc.calls.data_parallel import DataParallel
+from mirrorc.calls.forward_run import ForwardRun
 from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import hook_tables
 
 
 class ParallelForwards:
-    """Modules whose forward, called from outside of each other's, is that of a module of `mirrorc.data_parallel`.
+    """Modules with forwards by `mirrorc.data_parallel`; within the forward of another one, a module is plain.
 
     Args:
         modules: those called; one may hold another.
@@ -87,29 +88,42 @@ class ParallelForwards:
             finally:
                 self._unsynced = None
 
-    def check_parameters(self, loss: torch.Tensor) -> None:
-        """Raises `ExecutionError` if a loss reads a parameter outside of the forwards: nothing would sum its gradient."""
-        names = {parameter: name for module in self._modules for name, parameter in module.named_parameters()}
-        seen, waiting = set(), [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen or node.name() == "_OutputsBackward":
-                continue
-            seen.add(node)
-            waiting += [other for other, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                raise problem(
-                    ExecutionError,
-                    f"MC3305: parameter {names.get(node.variable, '')!r} is used outside of a forward",
-                    "gradients of several workers are summed in the backward of a compiled forward",
-                    "move what uses it into the forward of the module",
-                )
-
     def close(self) -> None:
         """Gives the modules their forwards back, and ends the threads."""
         self.remove()
         for parallel in self._parallel.values():
             parallel.close()
+
+
+def check_parameters(loss: torch.Tensor, model: nn.Module) -> None:
+    """Raises `ExecutionError` if a loss reads a parameter of a model outside of `ParallelForwards`.
+
+    Nothing would sum its gradient over workers. An argument of a forward is outside of it.
+    """
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += _outside(node)
+        if (name := names.get(getattr(node, "variable", None))) is not None:
+            raise problem(
+                ExecutionError,
+                f"MC3305: parameter {name!r} is used outside of a forward",
+                "gradients of several workers are summed in the backward of a compiled forward",
+                "move what uses it into the forward of the module",
+            )
+
+
+def _outside(node: Any) -> list[Any]:
+    """The nodes before one of autograd; before that of a forward, those of its arguments, which come first."""
+    before = [other for other, _ in node.next_functions]
+    run = getattr(node, "run", None)
+    if not isinstance(run, ForwardRun) or run.backward is None:
+        return before
+    return before[: len(run.backward.cut.gradients_of_leaves)]
 
 
 @contextlib.contextmanager

@@ -49,10 +49,12 @@ def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
 
 def test_two_workers(tmp_path: Path) -> None:
     run_by_torchrun("trained_by_huggingface.py", tmp_path)
-    plain = values_of(trained(transformers.Trainer, "texts", tmp_path))
-    values = torch.load(tmp_path / "values.pt")
-    assert_same({**values, "logged": []}, {**plain, "logged": []})
-    assert values["logged"][0]["grad_norm"] == pytest.approx(plain["logged"][0]["grad_norm"])
+    saved = torch.load(tmp_path / "values.pt")
+    plain = {task: values_of(trained(transformers.Trainer, task, tmp_path)) for task in ("texts", "language")}
+    for (task, devices), values in saved.items():
+        assert_same({**values, "logged": []}, {**plain[task], "logged": []})
+        assert values["logged"][0]["grad_norm"] == pytest.approx(plain[task]["logged"][0]["grad_norm"]), devices
+    assert saved["texts", "one device"]["batches"] == 0 < saved["texts", "uneven devices"]["batches"]
 
 
 def test_a_loss_of_the_trainers_sees_the_whole_batch(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("lightning", reason="needs the package lightning")
 
+import lightning as L
 from torchrun import run_by_torchrun
 from trained_by_lightning import (
     OPTIONS,
@@ -22,6 +23,7 @@ from trained_by_lightning import (
     trained_by_fabric,
 )
 
+from mirrorc.errors import ExecutionError
 from mirrorc.integrations.lightning import MirrorcFabricStrategy, MirrorcStrategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -91,6 +93,21 @@ def test_fabric(devices: int) -> None:
     assert_same(trained_by_fabric(strategy=strategy, devices=devices), trained_by_fabric(devices=1))
 
 
+def test_a_strategy_of_fabric_that_is_torn_down_gives_the_module_its_forward_back() -> None:
+    fabric = L.Fabric(accelerator="cpu", strategy=MirrorcFabricStrategy(**OPTIONS), devices=2)
+    fabric.launch()
+    net = torch.nn.Linear(4, 3)
+    x = torch.randn(5, 4)
+    expected = net(x)
+    model = fabric.setup(net)
+    assert torch.allclose(model(x), expected) and "forward" in net.__dict__
+    (parallel,) = fabric.strategy._forwards[net]._parallel.values()
+    fabric.strategy.teardown()
+    assert "forward" not in net.__dict__ and torch.equal(net(x), expected)
+    with pytest.raises(ExecutionError, match="MC5003"):
+        parallel(x)
+
+
 def test_two_workers(tmp_path: Path) -> None:
     run_by_torchrun("trained_by_lightning.py", tmp_path)
     values = torch.load(tmp_path / "values.pt")
@@ -101,4 +118,6 @@ def test_two_workers(tmp_path: Path) -> None:
         assert_same(state, model.state_dict())
         assert global_step == plain.global_step and "accuracy" in metrics
     assert_same(values["Fabric"], trained_by_fabric(devices=1))
-    assert "MC3305: parameter 'temperature' is used outside of a forward" in values["Outside"]
+    for name in ("Outside", "OutsideByArgument"):
+        assert "MC3305: parameter 'temperature' is used outside of a forward" in values[name]
+    assert "MC3305: parameter '0.weight' is used outside of a forward" in values["Fabric with a penalty"]

@@ -15,7 +15,8 @@ from torch import nn
 
 import mirrorc
 from mirrorc.calls.data_parallel import DataParallel
-from mirrorc.integrations.parallel_forwards import ParallelForwards
+from mirrorc.errors import ExecutionError
+from mirrorc.integrations.parallel_forwards import ParallelForwards, check_parameters
 
 EAGER = mirrorc.Compiler(backend="eager")
 QUIET = mirrorc.Debug(progress=False)
@@ -81,11 +82,33 @@ def test_hooks_of_a_module_run_around_its_forward_alone(pair: tuple[Pair, Parall
 
 
 def test_parameters_used_outside_of_forwards_are_found(pair: tuple[Pair, ParallelForwards]) -> None:
-    model, forwards = pair
+    model, _ = pair
     x = torch.randn(5, 4, dtype=torch.float64)
-    forwards.check_parameters(model(x).square().mean())
-    with pytest.raises(mirrorc.errors.ExecutionError, match="MC3305: parameter 'scale'"):
-        forwards.check_parameters((model(x) * model.scale).mean())
+    check_parameters(model(x).square().mean(), model)
+    with pytest.raises(ExecutionError, match="MC3305: parameter 'scale'"):
+        check_parameters((model(x) * model.scale).mean(), model)
+
+
+def test_parameters_that_reach_a_forward_by_its_arguments_are_found(pair: tuple[Pair, ParallelForwards]) -> None:
+    model, _ = pair
+    x = torch.randn(5, 3, dtype=torch.float64)
+    arguments = {
+        "encoder.bias": model.head(x * model.encoder.bias),
+        "encoder.weight": model.head(x * model.encoder(model.encoder.weight).sum()),
+        "head.weight": model.head(model.head.weight),
+        "scale": model.head(model.encoder(x @ x.new_ones(3, 4) * model.scale.sum()).tanh()),
+    }
+    for name, output in arguments.items():
+        with pytest.raises(ExecutionError, match=f"MC3305: parameter '{name}'"):
+            check_parameters(output.sum(), model)
+    check_parameters(model.head(model.encoder(x @ x.new_ones(3, 4)).tanh()).sum(), model)
+
+
+def test_inputs_that_require_gradients_are_no_parameters(pair: tuple[Pair, ParallelForwards]) -> None:
+    model, _ = pair
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    other = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    check_parameters(model(x * other).sum() + x.sum(), model)
 
 
 def test_modules_that_are_made_within_no_sync_are_not_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,9 +85,14 @@ def values_of(trainer: Any) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     transformers.logging.set_verbosity_error()
-    trainer = trained(DataParallelTrainer, "texts", folder, **OPTIONS)
+    values = {}
+    uneven = 1 if os.environ["RANK"] == "1" else 2
+    for task, devices in (("texts", None), ("texts", uneven), ("language", uneven)):
+        trainer = trained(DataParallelTrainer, task, folder, devices=devices, **OPTIONS)
+        name = "one device" if devices is None else "uneven devices"
+        values[task, name] = {**values_of(trainer), "batches": trainer._weights._num_batches}
     if trainer.is_world_process_zero():
-        torch.save(values_of(trainer), folder / "values.pt")
+        torch.save(values, folder / "values.pt")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,14 @@ class Outside(Classifier):
         return F.cross_entropy(self(x) * self.temperature, y)
 
 
+class OutsideByArgument(Outside):
+    """A parameter that reaches a forward by its argument."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x * self.temperature), y)
+
+
 def loader(batch_size: int, dtype: torch.dtype = torch.float64, order: str = "in turn") -> DataLoader[Any]:
     """Batches in turn, ``shuffled``, or in the order that Lightning gives to workers, ``of workers``, in one process."""
     digits = load_digits()
@@ -113,7 +121,8 @@ def trained(
     return trainer
 
 
-def trained_by_fabric(**options: Any) -> dict[str, torch.Tensor]:
+def trained_by_fabric(penalty: float = 0.0, **options: Any) -> dict[str, torch.Tensor]:
+    """The values at the end, of a loss with a penalty on a weight."""
     fabric = L.Fabric(accelerator="cpu", precision="64-true", **options)
     fabric.launch()
     classifier = Classifier()
@@ -122,7 +131,8 @@ def trained_by_fabric(**options: Any) -> dict[str, torch.Tensor]:
     for index, (x, y) in enumerate(batches):
         is_last = index % 2 == 1
         with fabric.no_backward_sync(model, enabled=not is_last):
-            fabric.backward(F.cross_entropy(model(x), y) / 2)
+            loss = F.cross_entropy(model(x), y) / 2
+            fabric.backward(loss + penalty * classifier.net[0].weight.square().sum() if penalty else loss)
         if is_last:
             fabric.clip_gradients(model, optimizer, max_norm=0.5)
             optimizer.step()
@@ -139,10 +149,15 @@ def main(folder: Path) -> None:
         trainer = trained(model, folder, strategy=MirrorcStrategy(**OPTIONS), devices=2)
         values[kind.__name__] = (dict(model.state_dict()), trainer.global_step, dict(trainer.callback_metrics))
     values["Fabric"] = trained_by_fabric(strategy=MirrorcFabricStrategy(**OPTIONS), devices=2)
+    for kind in (Outside, OutsideByArgument):
+        try:
+            trained(kind(), folder, strategy=MirrorcStrategy(**OPTIONS), devices=2)
+        except mirrorc.errors.ExecutionError as error:
+            values[kind.__name__] = str(error)
     try:
-        trained(Outside(), folder, strategy=MirrorcStrategy(**OPTIONS), devices=2)
+        trained_by_fabric(penalty=0.1, strategy=MirrorcFabricStrategy(**OPTIONS), devices=2)
     except mirrorc.errors.ExecutionError as error:
-        values["Outside"] = str(error)
+        values["Fabric with a penalty"] = str(error)
     if trainer.is_global_zero:
         torch.save(values, folder / "values.pt")
 
