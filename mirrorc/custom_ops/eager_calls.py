@@ -93,7 +93,11 @@ class OpaqueRuns(Protocol):
     def gradient(
         self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the gradient of a parameter, or behind these of an argument, once; runs backward if it has not begun."""
+        """Returns the gradient of a parameter or an argument, once; runs backward if it has not begun.
+
+        Args:
+            place: of the parameter; the places of arguments follow those of parameters.
+        """
 
 
 _calls: weakref.WeakValueDictionary[int, OpaqueRuns] = weakref.WeakValueDictionary()

@@ -22,7 +22,7 @@ _Trainer: Any = object  # stands beside the mixin
 
 
 class DataParallelMixin(_Trainer):
-    """The base, beside a `transformers.Trainer` or a class made of it, of a trainer that uses several devices.
+    """A mixin by which a `transformers.Trainer`, or a class made of it, uses several devices.
 
     Args:
         *args, **kwargs: of the trainer.

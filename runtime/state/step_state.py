@@ -123,7 +123,7 @@ class StepState:
             self._held.layout += 1
 
     def accept(self) -> None:
-        """Mirrors values that all workers have taken over, which are no writes of the user."""
+        """Mirrors values that were taken over from another worker. They do not count as writes of the user."""
         self.catch_up()
         self._held.was_behind = False
 

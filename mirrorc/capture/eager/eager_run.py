@@ -73,7 +73,7 @@ class Run:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """What may have gradients; `take_gradient` gives their places."""
+        """The tensors that may have gradients, in the order of the places of `take_gradient`."""
         return [*self.parameters, *self.leaves]
 
     def note_inputs(self, values: Sequence[torch.Tensor]) -> None:

@@ -144,7 +144,7 @@ def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) ->
 
 
 def _differentiable(outputs: TracedOutputs, model_name: str) -> tuple[str, ...]:
-    """All that are no whole numbers: which of them need a gradient may depend on the data."""
+    """The outputs that are no whole numbers: which of them need a gradient may depend on the data."""
     names = tuple(name for name, (_, dtype) in outputs.types.items() if dtype.is_floating_point or dtype.is_complex)
     if not names:
         raise NoGradientError(f"no output of {model_name} can have a gradient")
@@ -152,7 +152,7 @@ def _differentiable(outputs: TracedOutputs, model_name: str) -> tuple[str, ...]:
 
 
 def _order(opaque: OpaqueCall, call: TrainingCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
-    # Workers compile a module without each other, so that an order of arrival could differ.
+    # Each worker compiles a module by itself, so the order must not depend on its data.
     arrived = [place for run in recorded for place in run.gradients] if not call.takes_tangents else []
     trained = [place for place, parameter in enumerate(opaque.parameters.values()) if parameter.requires_grad]
     arguments = [len(opaque.parameters) + leaf for leaf in sorted(call.differentiated)]
