@@ -15,7 +15,7 @@ from mirrorc.capture.call.call_arguments import Call, Leaf
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.signature import Signature
 from mirrorc.compilation.call_kind import Purpose
-from mirrorc.compilation.program_cache import Backward
+from mirrorc.compilation.program_cache import Backward, Specialization
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.coordination.coordinator import Coordinator, LocalCoordinator
 from mirrorc.coordination.team_coordinator import Retry
@@ -24,6 +24,7 @@ from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
 from mirrorc.runtime.state.module_states import BackwardState
 from mirrorc.runtime.state.step_state import StepState
@@ -106,11 +107,16 @@ class ModuleCalls:
         shards = self._signature.shards_of(call, trains=False)
         purpose = Purpose.FORWARD if trains else Purpose.EVALUATION
         compiled, shards = self._specializer.specialization_for(call, shards, purpose=purpose)
-        if compiled.backward is not None and not self._have_met:
+        meets = compiled.backward is not None and compiled.backward.meets_in_forward
+        if compiled.backward is not None and not meets and not self._have_met:
             self._take_over_values(compiled.backward, call, shards)
-        executor = compiled.executor
-        executor.state.prepare_for(executor.program)
-        self._runs.run(compiled, shards, self._alone)
+        coordinator = self._coordinator if meets else self._alone
+        with coordinator.call():
+            if meets:
+                compiled, shards = self._meet_in_forward(compiled, call, shards)
+            executor = compiled.executor
+            executor.state.prepare_for(executor.program)
+            self._runs.run(compiled, shards, coordinator)
         outputs = executor.outputs.take(shards.num_examples)
         if len(shards.num_examples) == 1:
             outputs = {name: value[0] if isinstance(value, list) else value for name, value in outputs.items()}
@@ -125,16 +131,33 @@ class ModuleCalls:
     def _take_over_values(self, backward: Backward, call: Call, shards: Shards) -> None:
         """In the first call, all workers take over the values of the chief."""
         with self._coordinator.call():
-            while self._meet(backward, call, shards) is not None:
+            while self._exchange_header(backward.executor, call, shards) is not None:
                 self._state.begin_use()
             backward.executor.state.prepare_for(backward.executor.program)
             self._coordinator.end_backward(backward.executor.program)
             self._state.accept()
         self._have_met = True
 
-    def _meet(self, backward: Backward, call: Call, shards: Shards) -> Retry | None:
+    def _meet_in_forward(self, compiled: Specialization, call: Call, shards: Shards) -> tuple[Specialization, Shards]:
+        """The program that fits those of the other workers; in the first call, all take over the values of the chief."""
+        while (retry := self._exchange_header(compiled.executor, call, shards, compiled.backward)) is not None:
+            if retry.rows_elsewhere is not None:
+                self._specializer.note_rows(call, shards, Purpose.FORWARD, retry.rows_elsewhere)
+            elif self._have_met:
+                raise _different_parameters()
+            else:
+                self._state.begin_use()
+                self._state.accept()
+            compiled, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.FORWARD)
+        self._have_met = True
+        return compiled, shards
+
+    def _exchange_header(
+        self, executor: Executor, call: Call, shards: Shards, backward: Backward | None = None
+    ) -> Retry | None:
         self._coordinator.note_call(call)
-        return self._coordinator.exchange_header(backward.executor, shards.num_examples, is_stale=False)
+        later = backward.executor if backward is not None else None
+        return self._coordinator.exchange_header(executor, shards.num_examples, backward=later)
 
     def _backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of arguments and parameters; None for what no worker's loss reaches."""
@@ -154,14 +177,8 @@ class ModuleCalls:
         each = zip(shards.tensors, run.tangents_of_replicas(tangents), run.kept, strict=True)
         tensors = [[*shard, *parts, *kept] for shard, parts, kept in each]
         executor = backward.executor
-        if self._meet(backward, run.call, shards) is not None:
-            raise problem(
-                CommunicationError,
-                "MC6301: parameters have become different on the workers since their last backward",
-                "each worker must make the same updates",
-                "optimizer.step() on all workers, with the same hyperparameters and parameters",
-                now="the chief's values were taken over, and no gradient was computed",
-            )
+        if self._exchange_header(executor, run.call, shards) is not None:
+            raise _different_parameters()
         outputs = run.by_output(tangents)
         absent = frozenset(name for name, parts in outputs.items() if all(part is None for part in parts))
         reached = self._coordinator.union([name not in absent for name in backward.cut.tangents])
@@ -208,6 +225,16 @@ class ModuleCalls:
                 ),
             )
             warnings.warn(text, stacklevel=users_stack_level())
+
+
+def _different_parameters() -> CommunicationError:
+    return problem(
+        CommunicationError,
+        "MC6301: parameters have become different on the workers since their last backward",
+        "each worker must make the same updates",
+        "optimizer.step() on all workers, with the same hyperparameters and parameters",
+        now="the chief's values were taken over, and nothing was computed",
+    )
 
 
 def _requires_gradient(leaf: Leaf) -> bool:

@@ -28,6 +28,7 @@ _WORDS = {
     Accumulation.ADDS: "accumulates",
     Accumulation.ENDS: "accumulates",
     Accumulation.GRADIENTS: "leaves gradients to the user",
+    Accumulation.FORWARD: "is forward of a module",
 }
 
 

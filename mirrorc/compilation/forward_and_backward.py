@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.communication.plain_exchanges import plain_exchange
 from mirrorc.analysis.graph.aliases import origins, shared_by
 from mirrorc.analysis.graph.backward import first_of_backward
 from mirrorc.analysis.graph.cuts import source_of_part
@@ -63,7 +62,6 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
     """
     cuts = [_Cut(program, graph) for graph in program.shard_graphs]
     first = cuts[0]
-    _refuse_meetings_of_forward(program, model_name)
     if any(cut.types != first.types for cut in cuts):
         raise problem(
             CaptureError,
@@ -91,6 +89,7 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
         shard_graphs=forward_graphs,
         arguments=tuple(a for a in program.arguments if a.kind is not ArgumentKind.LOSS_WEIGHT),
         variables=_variables(program.variables, forward_graphs, updates=False),
+        accumulation=Accumulation.FORWARD,
     )
     backward = program.evolve(
         shard_graphs=backward_graphs,
@@ -109,17 +108,6 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
     return ForwardAndBackward(
         forward, backward, first.tangents, len(first.saved), of_leaves, first.reached(), read, leaves
     )
-
-
-def _refuse_meetings_of_forward(program: Program, model_name: str) -> None:
-    graphs = program.shard_graphs if program.workers.are_several else ()
-    if any(plain_exchange(graph) is not None or any(True for _ in calls_to(graph, *ops.MEETINGS)) for graph in graphs):
-        raise problem(
-            CaptureError,
-            f"MC2503: forward of {model_name} exchanges values of all replicas, and a module runs it on each worker by itself",
-            "SyncBatchNorm and mirrorc.all_reduce need the other workers",
-            "mirrorc.compile(...), whose calls all workers make together",
-        )
 
 
 class _Names:

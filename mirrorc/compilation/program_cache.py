@@ -98,6 +98,7 @@ class Backward:
         gradients: the parameters that get one.
         constants: the tensors that it reads and that are no variables.
         runs_plain: whether it runs as plain PyTorch.
+        meets_in_forward: whether forward exchanges values with other workers.
     """
 
     executor: Executor
@@ -105,6 +106,7 @@ class Backward:
     gradients: tuple[str, ...]
     constants: tuple[torch.Tensor, ...]
     runs_plain: bool
+    meets_in_forward: bool
 
 
 @dataclass(frozen=True, eq=False)

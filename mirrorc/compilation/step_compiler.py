@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from mirrorc.analysis.communication.worker_meetings import worker_meetings
 from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.changing_numbers import ChangingNumbers
 from mirrorc.capture.call.evaluation_call import EvaluationCall
@@ -224,7 +225,8 @@ class StepCompiler:
         gradients = [name for name, variable in cut.backward.variables.items() if variable.update is not None]
         constants = [captured.constants[name] for name in cut.read_variables if name in captured.constants]
         runs_plain = any(True for graph in cut.backward.shard_graphs for _ in calls_to(graph, take_gradient))
-        backward = Backward(executors[Purpose.BACKWARD], cut, tuple(gradients), tuple(constants), runs_plain)
+        meets = bool(worker_meetings(executors[Purpose.FORWARD].program))
+        backward = Backward(executors[Purpose.BACKWARD], cut, tuple(gradients), tuple(constants), runs_plain, meets)
         return Specialization(
             executors[Purpose.FORWARD],
             captured.guards,
@@ -379,7 +381,7 @@ class StepCompiler:
             options.timeout_seconds,
             recorder,
             step_graph,
-            self._team if program.trains else None,
+            self._team if program.trains or worker_meetings(program) else None,
         )
 
     def keep_only(self, programs: Sequence[Program]) -> None:

@@ -20,7 +20,11 @@ from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Header, kind_
 from mirrorc.runtime.workers.team.meetings import Details
 from mirrorc.runtime.workers.team.team import Team
 
-_CALLS = {Accumulation.ADDS: "step.accumulate()", Accumulation.GRADIENTS: "step.gradients()"}
+_CALLS = {
+    Accumulation.ADDS: "step.accumulate()",
+    Accumulation.GRADIENTS: "backward, or step.gradients()",
+    Accumulation.FORWARD: "forward",
+}
 _LOADED = "calls of step.load_state_dict()"
 
 

@@ -54,8 +54,18 @@ class Coordinator(Protocol):
         """Keeps a call's structure for later calls without examples."""
         ...
 
-    def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
+    def exchange_header(
+        self,
+        executor: Executor,
+        num_examples: Sequence[int],
+        *,
+        is_stale: bool = False,
+        backward: Executor | None = None,
+    ) -> Retry | None:
         """Exchanges headers with all workers; may then broadcast one worker's values.
+
+        Args:
+            backward: of a forward of a module: its numbers of gathered rows are compared, too.
 
         Returns:
             The program to look up before the next try; None if the call goes on with this program.
@@ -123,7 +133,14 @@ class LocalCoordinator:
     def note_call(self, call: Call) -> None:
         pass
 
-    def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
+    def exchange_header(
+        self,
+        executor: Executor,
+        num_examples: Sequence[int],
+        *,
+        is_stale: bool = False,
+        backward: Executor | None = None,
+    ) -> Retry | None:
         return None
 
     def compare_replicas(self, program: Program) -> None:

@@ -177,7 +177,14 @@ class TeamCoordinator:
         self.call_without_examples = without_examples(call)
         self._batch = self._equal_batches.digest(call)
 
-    def exchange_header(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Retry | None:
+    def exchange_header(
+        self,
+        executor: Executor,
+        num_examples: Sequence[int],
+        *,
+        is_stale: bool = False,
+        backward: Executor | None = None,
+    ) -> Retry | None:
         """Returns None if all programs match and the call goes on.
 
         If users' writes differ, or a worker has new variables, broadcasts one worker's values and returns a retry.
@@ -186,6 +193,7 @@ class TeamCoordinator:
             executor: on a worker that has left its loop, the last call's.
             num_examples: by replica; empty on a worker that has left its loop.
             is_stale: whether the user has changed the optimizer's state since the last step.
+            backward: of a forward of a module.
         """
         self._num_meetings += 1
         self.team.stop_on_failure(executor.interrupt)
@@ -195,6 +203,7 @@ class TeamCoordinator:
         facts, program = self._announcements.facts_of(executor), executor.program
         counts = facts.row_counts if num_examples else no_rows(program)
         rows = facts.gathered_rows if num_examples else no_gathered_rows(program)
+        rows += self._announcements.facts_of(backward).gathered_rows if backward is not None else ()
         header, details = self._announcements.of_step(
             executor,
             num_examples,
@@ -313,9 +322,15 @@ class TeamCoordinator:
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Also gives buffers the same values on all workers; ``loss`` is None without examples."""
-        assert dtype is not None, "a training step has a loss"
+        """Also gives buffers the same values on all workers; ``loss`` is None without examples.
+
+        Args:
+            dtype: of the loss; None for forward of a module, whose buffers are for `end_backward`.
+        """
         self.team.end_updates()
+        if dtype is None:
+            self.team.finish()
+            return None
         total = total_loss(self.team.control, loss)
         if not executor.commit.is_skipped:
             show_buffers(self.team.control, executor.program, self._state, self.agreed, self._num_present)

@@ -88,6 +88,7 @@ class Accumulation(enum.StrEnum):
     GRADIENTS = (
         "gradients alone"  # the program adds its gradients to those of the user's parameters, and updates nothing
     )
+    FORWARD = "forward of a module"  # the program keeps values for that of backward, which computes the gradients
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ class Program:
 
     @property
     def meets_workers(self) -> bool:
-        return self.trains and self.workers.are_several
+        """Whether replicas of all workers exchange values that the model asks for; an evaluation is each worker's own."""
+        return self.workers.are_several and (self.trains or self.accumulation is Accumulation.FORWARD)
 
     @property
     def accumulates(self) -> bool:

@@ -72,7 +72,6 @@ from collections.abc import Mapping
 from torch import fx
 
 from mirrorc.analysis.communication.worker_schedule import schedule_hash
-from mirrorc.analysis.graph.backward import keeps_values
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of, region_title
 from mirrorc.ir.program import Accumulation, Program, Region, Stage
@@ -207,7 +206,7 @@ def _kind(program: Program) -> list[str]:
     if program.takes_tangents:
         return ["backward of a module", *buckets]
     if not program.trains:
-        return ["forward of a module" if keeps_values(program) else "evaluation"]
+        return [program.accumulation.value if program.accumulation is Accumulation.FORWARD else "evaluation"]
     return [*buckets, *([program.accumulation.value] if program.accumulation is not Accumulation.NONE else [])]
 
 

@@ -90,6 +90,7 @@ _OF_CALLS = {
     Accumulation.ADDS: " · examples of this call / of the first since the last update",
     Accumulation.ENDS: " · examples of this call / of all since the last update",
     Accumulation.GRADIENTS: "",
+    Accumulation.FORWARD: "",
 }
 
 

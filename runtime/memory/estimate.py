@@ -9,7 +9,6 @@ from typing import Any
 
 from mirrorc.analysis.gradients.factored_gradients import left_to_shares, pack_of_gradients, slots_left_as_factors
 from mirrorc.analysis.gradients.sent_factors import factors_of_shares
-from mirrorc.analysis.graph.backward import keeps_values
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, call_name, calls_to
@@ -67,7 +66,7 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
 
 def _remarks_on_call(program: Program, state: StepState) -> list[str]:
     """What the memory of a call without an update leaves out."""
-    if program.takes_tangents or keeps_values(program):
+    if program.takes_tangents or program.accumulation is Accumulation.FORWARD:
         way = "backward" if program.takes_tangents else "forward"
         return [
             f"this is {way} of a module: activations that forward keeps count in forward and in backward; earlier gradients "

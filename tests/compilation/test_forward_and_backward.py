@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mirrorc
+from mirrorc.analysis.communication.worker_meetings import worker_meetings
 from mirrorc.compilation.forward_and_backward import ForwardAndBackward, cut_at_outputs
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
@@ -433,7 +434,9 @@ def test_a_worker_has_both_programs(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_over_workers_forward_may_not_meet_other_replicas() -> None:
-    model = nn.SyncBatchNorm(4)
-    with pytest.raises(CaptureError, match="MC2503"):
-        cut_module(model, torch.randn(4, 4), 2, workers=World(2, 2).worker(0))
+def test_over_workers_forward_and_backward_meet_other_replicas() -> None:
+    both = cut_module(nn.SyncBatchNorm(4), torch.randn(4, 4), 2, differentiated=[0], workers=World(2, 2).worker(0))
+    for program in (both.forward, both.backward):
+        done = lowered(program, over_workers=True)
+        verify(done)
+        assert len(worker_meetings(done)) == 2 and str(mirrorc.parse(done.to_text(complete=True))) == str(done)

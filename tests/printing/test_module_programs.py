@@ -78,7 +78,7 @@ def test_a_device_without_examples_takes_nothing() -> None:
 
 def test_nothing_is_said_of_activations_if_none_are_kept() -> None:
     both = cut_module(nn.Linear(4, 3), torch.randn(4, 4), 2)
-    assert "evaluation" in heading(both.forward) and "activation" not in lowered(both.backward).to_text()
+    assert "forward of a module" in heading(both.forward) and "activation" not in lowered(both.backward).to_text()
 
 
 def heading(program: Program) -> str:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
-
-
-def keeps_values(program: Program) -> bool:
-    """True for forward of a module, unless its backward needs nothing but arguments and variables."""
-    return any(True for graph in program.graphs() for _ in calls_to(graph, ops.keep))
 
 
 def first_of_backward(program: Program, graph: fx.Graph) -> fx.Node | None:

@@ -87,7 +87,7 @@ def _kind(program: Program) -> str:
 def _signs_of_training(program: Program) -> Iterator[Violation]:
     if program.buckets:
         yield Violation(f"{_kind(program)}, but has a plan of {len(program.buckets)} buckets")
-    if program.accumulation is not Accumulation.NONE:
+    if program.accumulation not in (Accumulation.NONE, Accumulation.FORWARD):
         yield Violation(f"{_kind(program)}, but is {program.accumulation.value}")
     for variable in program.variables.values():
         if variable.update is not None:

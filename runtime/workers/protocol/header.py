@@ -71,7 +71,10 @@ def kind_of(accumulation: Accumulation) -> int:
     return list(Accumulation).index(accumulation)
 
 
-_WITHOUT_UPDATE = {kind_of(accumulation): accumulation for accumulation in (Accumulation.ADDS, Accumulation.GRADIENTS)}
+_WITHOUT_UPDATE = {
+    kind_of(accumulation): accumulation
+    for accumulation in (Accumulation.ADDS, Accumulation.GRADIENTS, Accumulation.FORWARD)
+}
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,18 @@ MODULES: dict[str, dict[str, Any]] = {
     "plain module with branches": training(
         [1, 1], model="mixture", calls=[["updates", [1, 2]], ["gradients", [3, 1]], ["updates", [2, 2]]], is_module=True
     ),
+    "module that meets": training(
+        [1, 2],
+        model="synchronized",
+        calls=[["updates", [4, 2]], ["updates", [1, 5]], ["updates", [4, 2]], ["gradients", [3, 3]]],
+        is_module=True,
+    ),
+    "module that gathers": training(
+        [2, 1],
+        model="coupled",
+        calls=[["fails", [3, 3]], ["updates", [4, 2]], ["updates", [4, 2]], ["gradients", [3, 3]]],
+        is_module=True,
+    ),
     "module with a norm": training(
         [1, 1], model="statistics", calls=[["updates", [4, 4]], ["updates", [4, 4]]], is_module=True
     ),
@@ -116,7 +128,9 @@ def test_each_worker_has_the_gradient_of_all_examples(found: Mapping[str, Any], 
         assert (own["gradients"], own["values"]) == (found[name][0]["gradients"], found[name][0]["values"])
 
 
-@pytest.mark.parametrize("name", selections.slow_but(FAST, ["module", "plain module", "plain module with branches"]))
+@pytest.mark.parametrize(
+    "name", selections.slow_but(FAST, ["module", "module that meets", "plain module", "plain module with branches"])
+)
 def test_a_module_has_the_gradient_of_all_examples(found: Mapping[str, Any], name: str) -> None:
     expected = reference(MODULES[name])
     for own in found[name][:2]:
@@ -129,6 +143,18 @@ def test_a_module_has_the_gradient_of_all_examples(found: Mapping[str, Any], nam
 def test_a_module_has_the_mean_of_statistics(found: Mapping[str, Any]) -> None:
     first, other = found["module with a norm"][:2]
     assert not first["errors"] and other == {**first, "losses": other["losses"]}
+
+
+@pytest.mark.slow
+def test_a_forward_that_fails_on_one_worker_ends_on_all_and_can_be_repeated(found: Mapping[str, Any]) -> None:
+    given = MODULES["module that gathers"]
+    expected = reference({**given, "calls": given["calls"][1:]}, skips=0)
+    for rank, own in enumerate(found["module that gathers"][:2]):
+        (error,) = own["errors"]
+        assert ("worker_training.py" if rank else "worker 1") in error and "the disk is full" in error
+        for gradients, those in zip(own["gradients"][1:], expected["gradients"], strict=True):
+            assert_values(gradients, those)
+        assert_values(own["values"], expected["values"])
 
 
 @pytest.mark.slow
