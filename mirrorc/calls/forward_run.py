@@ -86,7 +86,7 @@ class ForwardRun:
         if way == "concatenated":
             return [part.contiguous() for part in tangent.split_with_sizes(sizes)]
         if way == "averaged":
-            return [(tangent * (size / sum(sizes))).contiguous() for size in sizes]
+            return [(tangent * (size / max(sum(sizes), 1))).contiguous() for size in sizes]
         return [tangent.contiguous()] * len(sizes)
 
 

@@ -104,7 +104,7 @@ class ModuleCalls:
 
     def _run(self, call: Call, *, trains: bool) -> ForwardRun:
         self._state.begin_use()
-        shards = self._signature.shards_of(call, trains=False)
+        shards = self._signature.shards_of(call, trains=trains)
         purpose = Purpose.FORWARD if trains else Purpose.EVALUATION
         compiled, shards = self._specializer.specialization_for(call, shards, purpose=purpose)
         meets = compiled.backward is not None and compiled.backward.meets_in_forward
@@ -117,7 +117,7 @@ class ModuleCalls:
             executor = compiled.executor
             executor.state.prepare_for(executor.program)
             self._runs.run(compiled, shards, coordinator)
-        outputs = executor.outputs.take(shards.num_examples)
+        outputs = self._outputs_of(compiled, shards)
         if len(shards.num_examples) == 1:
             outputs = {name: value[0] if isinstance(value, list) else value for name, value in outputs.items()}
         if compiled.backward is not None:
@@ -127,6 +127,12 @@ class ModuleCalls:
             differentiable = frozenset(executor.used.last.outputs)
         kept = executor.outputs.take_kept()
         return ForwardRun(call, compiled, shards, outputs, kept, self._runs.draws, differentiable)
+
+    def _outputs_of(self, compiled: Specialization, shards: Shards) -> dict[str, Any]:
+        outputs = compiled.executor.outputs.take(shards.num_examples)
+        if any(shards.num_examples) or compiled.outputs is None:
+            return outputs
+        return compiled.outputs.of_no_examples(compiled.executor.program.devices[0].torch_device)
 
     def _take_over_values(self, backward: Backward, call: Call, shards: Shards) -> None:
         """In the first call, all workers take over the values of the chief."""
