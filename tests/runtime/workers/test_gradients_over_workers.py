@@ -80,6 +80,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "module that gathers": training(
         [2, 1],
         model="coupled",
+        optimizer="SGD",
         calls=[["fails", [3, 3]], ["updates", [4, 2]], ["updates", [4, 2]], ["gradients", [3, 3]]],
         is_module=True,
     ),
