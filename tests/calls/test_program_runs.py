@@ -129,6 +129,7 @@ def test_reports_of_other_threads_see_a_whole_list() -> None:
         assert errors == []
 
 
+@pytest.mark.slow
 def test_programs_that_the_cache_has_dropped_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_cache, "MOST_SPECIALIZATIONS", 4)
     with step_of() as step:

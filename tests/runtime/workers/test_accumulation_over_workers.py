@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import selections
 from worker_habits import reference
 from worker_processes import LazyOutcomes, workers
 from worker_training import assert_values, training
+
+pytestmark = pytest.mark.slow
 
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training(
@@ -88,13 +89,11 @@ def assert_as_in_one_process(outcomes: list[Any], given: dict[str, Any]) -> None
         assert own["values"] == outcomes[0]["values"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
+@pytest.mark.parametrize("case", [*CASES])
 def test_updates_are_those_of_one_process_on_all_examples(found: Mapping[str, Any], case: str) -> None:
     assert_as_in_one_process(found[case][: len(CASES[case]["devices"])], CASES[case])
 
 
-@pytest.mark.slow
 def test_each_worker_counts_its_own_examples(found: Mapping[str, Any]) -> None:
     assert found["2 x 1"][0]["kept"] == [4, 5, 0, 0, 0, 0, 4, 0]
     assert found["2 x 1"][1]["kept"] == [2, 4, 0, 0, 2, 0, 0, 0]

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import selections
 import torch
 from torch import nn
 from worker_processes import LazyOutcomes, outcome, workers
 from worker_training import assert_values, batch, made, reference, training, values_of
 
 from mirrorc.packing import ByBytes, EqualPacks
+
+pytestmark = pytest.mark.slow
 
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 4], [4, 2]], compression="bfloat16"),
@@ -72,8 +73,7 @@ def simulated(case: Mapping[str, Any]) -> dict[str, list[float]]:
     return values_of(model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", selections.slow_but([one for one in CASES if one not in SLOW], list(CASES)))
+@pytest.mark.parametrize("case", [*CASES])
 def test_gradients_are_rounded_on_their_worker_and_once_more_in_the_sum(found: Mapping[str, Any], case: str) -> None:
     first, second = found[case][:2]
     assert first["values"] == second["values"]
@@ -82,7 +82,6 @@ def test_gradients_are_rounded_on_their_worker_and_once_more_in_the_sum(found: M
     assert any(own != pytest.approx(exact[name], rel=1e-9, abs=1e-12) for name, own in first["values"].items())
 
 
-@pytest.mark.slow
 def test_three_workers_have_equal_bits_near_the_exact_ones(found: Mapping[str, Any]) -> None:
     first, *others = found["three"]
     assert all(other["values"] == first["values"] for other in others)

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import selections
 from worker_processes import LazyOutcomes, outcomes, workers
 from worker_training import assert_values, reference, training
 
 from mirrorc.packing import ByBytes
+
+pytestmark = pytest.mark.slow
 
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 3]], culprit=1),
@@ -60,7 +61,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return LazyOutcomes(tmp_path_factory.mktemp, given, fast)
 
 
-@pytest.mark.parametrize("case", selections.slow_but(FAST_TRAINED, TRAINED))
+@pytest.mark.parametrize("case", [*TRAINED])
 def test_early_updates_give_the_same_bits(trained: Mapping[str, Any], case: str) -> None:
     for early, late in zip(trained[f"{case} True"], trained[f"{case} False"], strict=True):
         if early is not None:
@@ -82,7 +83,6 @@ def failed_update(found: Mapping[str, Any]) -> list[Any]:
     return own
 
 
-@pytest.mark.slow
 def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(failed_update: list[Any]) -> None:
     other, culprit = failed_update[:2]
     assert "MemoryError: there is none" in culprit["failed"] and "bucket 0 of " in culprit["failed"]
@@ -104,8 +104,7 @@ def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(fa
         assert_values(own["values"], values)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
+@pytest.mark.parametrize("case", [*CASES])
 def test_a_connection_that_is_lost_between_updates_leaves_parameters_between_two_steps(
     found: Mapping[str, Any], case: str
 ) -> None:
@@ -121,7 +120,7 @@ def test_a_connection_that_is_lost_between_updates_leaves_parameters_between_two
         assert "the cable is cut" in own["failed"]
 
 
-@pytest.mark.parametrize("case", selections.slow_but(FAST, DEALT))
+@pytest.mark.parametrize("case", [*DEALT])
 def test_a_connection_that_is_lost_between_gathers_leaves_parameters_between_two_steps(
     found: Mapping[str, Any], case: str
 ) -> None:
@@ -137,7 +136,7 @@ def test_a_connection_that_is_lost_between_gathers_leaves_parameters_between_two
         )
 
 
-@pytest.mark.parametrize("case", selections.slow_but(FAST, LOST))
+@pytest.mark.parametrize("case", [*LOST])
 def test_nothing_uses_shows_or_saves_them_until_all_is_restored(found: Mapping[str, Any], case: str) -> None:
     for own in found[case][: len(LOST[case]["devices"])]:
         for use, error in own["refused"].items():
@@ -151,7 +150,7 @@ def test_nothing_uses_shows_or_saves_them_until_all_is_restored(found: Mapping[s
         assert set(own["restored"].values()) == {"nothing"}
 
 
-@pytest.mark.parametrize("case", selections.slow_but(FAST, LOST))
+@pytest.mark.parametrize("case", [*LOST])
 def test_training_goes_on_from_what_was_restored(found: Mapping[str, Any], case: str) -> None:
     losses, values = reference(LOST[case], range(4))
     for own in found[case][: len(LOST[case]["devices"])]:
@@ -159,7 +158,6 @@ def test_training_goes_on_from_what_was_restored(found: Mapping[str, Any], case:
         assert_values(own["values"], values)
 
 
-@pytest.mark.slow
 def test_the_survivors_of_a_killed_worker_say_what_was_updated(tmp_path: Any) -> None:
     given = {"it": training([1, 2, 1], [[3, 4, 2]], culprit=2)}
     own = outcomes(tmp_path, cases(tmp_path, "kill", given), num_ended=1)["it"]

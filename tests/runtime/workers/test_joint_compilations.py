@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selections import slow_but
 from worker_processes import LazyOutcomes, free_port, outcome, told, workers
 
 GOOD = ["", "", ""]
@@ -47,8 +46,7 @@ def of_each(found: Mapping[str, Any], case: str) -> list[tuple[Any, ...]]:
     return list(zip(*(own["attempts"] for own in found[case]), strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", slow_but(FAST, ATTEMPTS))
+@pytest.mark.parametrize("case", [*ATTEMPTS])
 def test_a_step_that_one_worker_cannot_compile_is_refused_by_all_and_leaves_no_trace(
     found: Mapping[str, Any], case: str
 ) -> None:
@@ -67,7 +65,6 @@ def test_a_step_that_one_worker_cannot_compile_is_refused_by_all_and_leaves_no_t
                 assert own.startswith(f"CommunicationError: MC6201: worker {failing} "), own
 
 
-@pytest.mark.slow
 def test_who_has_failed_and_why_is_told_to_all(found: Mapping[str, Any]) -> None:
     first, second = found["on one worker"][0]["attempts"][1:3]
     assert FAILED + "ValueError: " in first and "worker 1 " in first
@@ -75,7 +72,7 @@ def test_who_has_failed_and_why_is_told_to_all(found: Mapping[str, Any]) -> None
     assert FAILED + "ValueError: MC1002: microbatches" in second
 
 
-@pytest.mark.parametrize("case", slow_but(FAST, FIRST))
+@pytest.mark.parametrize("case", [*FIRST])
 def test_those_who_wait_in_their_first_call_are_told_why_one_fails_before_it_has_looked_at_its_model(
     found: Mapping[str, Any], case: str
 ) -> None:
@@ -97,6 +94,8 @@ def test_a_worker_that_ends_before_it_comes_to_compile_is_named_to_all_others(tm
 
 ENDS = """
 import mirrorc, torch
+
+pytestmark = pytest.mark.slow
 if mirrorc.cluster.join(timeout=60).rank:
     raise ValueError("there is no data")
 model = torch.nn.Linear(2, 1)
@@ -104,7 +103,6 @@ mirrorc.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), lo
 """
 
 
-@pytest.mark.slow
 def test_what_ends_the_script_of_a_worker_that_has_joined_is_told_to_those_who_compile() -> None:
     port = free_port()
     processes = [
@@ -127,7 +125,6 @@ def test_what_ends_the_script_of_a_worker_that_has_joined_is_told_to_those_who_c
     )
 
 
-@pytest.mark.slow
 def test_after_different_options_all_may_compile_again_with_the_same_scaler(found: Mapping[str, Any]) -> None:
     refused, trained = of_each(found, "with other options")
     assert all(
@@ -137,7 +134,6 @@ def test_after_different_options_all_may_compile_again_with_the_same_scaler(foun
     assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", NAMED)
 def test_an_option_that_differs_is_told_by_its_own_name(found: Mapping[str, Any], case: str) -> None:
     (name, first, second), refused = NAMED[case], of_each(found, case)[0]
@@ -145,7 +141,6 @@ def test_an_option_that_differs_is_told_by_its_own_name(found: Mapping[str, Any]
     assert all(re.search(differ, own) for own in refused), refused[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in ORDERS if not case.endswith("pass")])
 def test_buckets_that_one_worker_fills_or_launches_in_another_order_are_refused_by_all(
     found: Mapping[str, Any], case: str
@@ -164,7 +159,6 @@ def test_buckets_that_one_worker_fills_or_launches_in_another_order_are_refused_
     assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
 
 
-@pytest.mark.slow
 def test_launches_against_the_plan_are_refused_by_the_verifier_and_told_to_all(found: Mapping[str, Any]) -> None:
     refused, trained = of_each(found, "in another order by pass")
     assert refused[1].startswith("VerifyError: MC4101: pass 'move-first-launch' breaks the rule buckets_are_")
@@ -175,7 +169,6 @@ def test_launches_against_the_plan_are_refused_by_the_verifier_and_told_to_all(f
     assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
 
 
-@pytest.mark.slow
 def test_what_cannot_be_sent_of_an_optimizer_is_named(found: Mapping[str, Any]) -> None:
     own, *others = of_each(found, "in what is sent")[0]
     assert own.startswith("ValueError: MC6403: what worker 0 has in its optimizers cannot be sent to the other workers")

@@ -48,6 +48,7 @@ def test_streams_and_statistics_are_those_of_all_replicas(found: dict[str, Any])
         assert_training(own, losses, values)
 
 
+@pytest.mark.slow
 def test_after_a_failure_on_one_worker_all_go_on(found: dict[str, Any]) -> None:
     losses, values = reference(CASES["recovers"], [3])
     first, second = found["recovers"]
@@ -59,6 +60,7 @@ def test_after_a_failure_on_one_worker_all_go_on(found: dict[str, Any]) -> None:
     assert "No parameter was changed\n  fix:  the step may be called again, on all workers" in second["losses"][2]
 
 
+@pytest.mark.slow
 def test_factors_are_refused_where_nothing_gathers_them(found: dict[str, Any]) -> None:
     for own in found["factors"]:
         assert own["error"].startswith(

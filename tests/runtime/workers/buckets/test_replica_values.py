@@ -12,6 +12,8 @@ from worker_training import assert_training, assert_values, made, reference, tra
 
 from mirrorc.packing import EqualPacks
 
+pytestmark = pytest.mark.slow
+
 EVEN: dict[str, Any] = training([2, 2], [[6, 1], [6, 0]], model="coupled", optimizer="SGD")
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": training([1, 1], [[4, 3]], model="coupled", optimizer="SGD"),
@@ -54,11 +56,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, seldom=SELDOM)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        *selections.slow_but(FAST, [case for case in CASES if case not in SELDOM]),
+        *(case for case in CASES if case not in SELDOM),
         *selections.exhaustive(*((case,) for case in SELDOM)),
     ],
 )
@@ -73,13 +74,11 @@ def test_steps_are_those_of_one_device(found: Mapping[str, Any], case: str) -> N
         assert own["schedule"] == everyone[0]["schedule"]
 
 
-@pytest.mark.slow
 def test_two_runs_have_the_same_bits(found: Mapping[str, Any]) -> None:
     for own, other in zip(found["2 x 2"][:2], found["again"][:2], strict=True):
         assert (own["values"], own["losses"]) == (other["values"], other["losses"])
 
 
-@pytest.mark.slow
 def test_a_worker_that_fails_wakes_those_that_wait_for_its_values(found: Mapping[str, Any]) -> None:
     losses, values = reference({**FAULTS["recovers"]}, [2])
     first, second = found["recovers"][:2]
@@ -92,7 +91,7 @@ def test_a_worker_that_fails_wakes_those_that_wait_for_its_values(found: Mapping
         assert_values(own["values"], values, *EXACTLY)
 
 
-@pytest.mark.parametrize("case", selections.slow_but(FAST, JOINS))
+@pytest.mark.parametrize("case", [*JOINS])
 def test_workers_that_have_left_take_part(found: Mapping[str, Any], case: str) -> None:
     given = JOINS[case]
     losses, values = reference(given, range(len(given["sizes"])))
@@ -102,7 +101,6 @@ def test_workers_that_have_left_take_part(found: Mapping[str, Any], case: str) -
         assert own["last"] == everyone[0]["last"]
 
 
-@pytest.mark.slow
 def test_calls_that_accumulate_ask_all_replicas_of_their_own(found: Mapping[str, Any]) -> None:
     model, optimizer = made("coupled", "SGD", seed=0)
     kept = 0
@@ -120,7 +118,6 @@ def test_calls_that_accumulate_ask_all_replicas_of_their_own(found: Mapping[str,
         assert_values(own["values"], values_of(model), *EXACTLY)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill in forward", "stop"])
 def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
     given = training(
