@@ -20,9 +20,13 @@ class Communicator:
 
     Every method with ``replica`` is called from that replica's thread. Launches never block; waits do, for
     ``timeout_seconds`` at most. ``bucket`` is the number of the bucket, or of the pack if buckets are cut.
+
+    Attributes:
+        in_one_thread: True in a step whose replicas are interleaved: replica 0 waits first, when all have launched.
     """
 
     link: ClassVar[str]
+    in_one_thread = False
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float, unit: str = "bucket") -> None:
         self.devices = devices

@@ -255,6 +255,8 @@ class Executor:
         if is_interleaved != self.is_interleaved and self.recorder is not None:
             self.recorder.clear()
         self.is_interleaved = is_interleaved
+        for communicator in self._communicators.values():
+            communicator.in_one_thread = is_interleaved
         writer = (weakref.ref(self), is_interleaved)  # threads and interleaving each have their own pieces of shares
         if not self.state.keeps_gradients_of(writer):
             forget_writes(self._binder.pieces)

@@ -35,7 +35,8 @@ def pauses_at(node: fx.Node) -> bool:
 def can_interleave(program: Program) -> bool:
     """True if a program's replicas never block in one thread, when each yields at `pauses_at`.
 
-    All replicas must wait for the same buckets in the same order. Each wait must need only launches of other replicas.
+    All replicas must wait for the same buckets in the same order. Each wait must need only launches of other replicas, as that of
+    an `all_reduce` does in one thread; but replicas that update would read a sum that an optimizer of another may have written.
     """
     if len(program.devices) == 1 or any(device.is_asynchronous for device in program.devices):
         return False
@@ -45,9 +46,9 @@ def can_interleave(program: Program) -> bool:
         return False  # replicas wait for each other within a region
     waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
     launches: list[Any] = [wait.args[0] for graph_waits in waits for wait in graph_waits]
+    allowed = (ops.reduce_scatter, ops.all_reduce) if program.leaves_gradients else (ops.reduce_scatter,)
     needs_only_launches = all(
-        launch.target is ops.reduce_scatter and link_named(launch.kwargs["link"]).reads_shared_memory
-        for launch in launches
+        launch.target in allowed and link_named(launch.kwargs["link"]).reads_shared_memory for launch in launches
     )
     return needs_only_launches and len({tuple(map(bucket_of, graph_waits)) for graph_waits in waits}) == 1
 

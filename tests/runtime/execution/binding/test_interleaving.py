@@ -99,7 +99,7 @@ def test_which_programs_can_be_interleaved() -> None:
     assert can_interleave(lowered(captured_two_layers(3), buckets=ByBytes(1e-5, 1e-5)))
     assert not can_interleave(lowered(captured_two_layers(1)))
     assert not can_interleave(lowered(captured_two_layers(2), link="copy"))
-    left_out = ("share-parameters",)  # an all_reduce has two rendezvous
+    left_out = ("share-parameters",)  # optimizers of all replicas take the sum of an all_reduce
     assert not can_interleave(lowered(captured_two_layers(2)))
 
 
@@ -159,6 +159,28 @@ def test_interleaving_gives_the_bits_that_threads_give(monkeypatch: pytest.Monke
     interleaved, same_losses, was_interleaved = trained(monkeypatch, 1.0, num_devices)
     assert was_interleaved and losses == same_losses
     for one, other in zip(by_threads.state_dict().values(), interleaved.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_gradients_of_interleaved_replicas_have_the_bits_of_threads(
+    monkeypatch: pytest.MonkeyPatch, num_devices: int
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(2 * num_devices + 1, 4)
+    eager, small = mirrorc.Compiler(backend="eager"), mirrorc.Communication(buckets=ByBytes(2e-5, 2e-5))
+
+    def gradients(is_interleaved: bool) -> list[torch.Tensor]:
+        with mirrorc.data_parallel(model, num_devices, compiler=eager, communication=small) as module:
+            for _ in range(3):
+                model.zero_grad()
+                module(x).square().sum().backward()
+            assert module._calls._runs.last is not None
+            assert module._calls._runs.last.is_interleaved is is_interleaved and len(module.programs[1].buckets) > 1
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    by_threads = gradients(False)
+    interleave_at_once(monkeypatch)
+    for one, other in zip(by_threads, gradients(True), strict=True):
         assert torch.equal(one, other)
 
 
