@@ -53,6 +53,11 @@ from mirrorc.runtime.codegen.backends import Backend, backend_named
 from mirrorc.step import Step, module_calls_of
 from mirrorc.user.optimizer_groups import OptimizerGroups, check_optimizers
 
+_AS_ASKED = (
+    *("model", "loss_reduction", "cuda_graphs", "microbatches", "progress", "check_replicas_every"),
+    *("exchange", "program", "dynamic"),
+)
+
 
 def compile(
     model: nn.Module | Callable[..., Any],
@@ -299,84 +304,74 @@ def step_options(
         workers: those of a plan.
         is_module: whether the caller has the loss and the updates.
     """
-    model, devices, loss_fn = (arguments[name] for name in ("model", "devices", "loss_fn"))
     others = {name: value for name, value in arguments.items() if name not in ("model", "devices")}
     asked, remarks = checked_arguments(others, declared)
-    asked["model"] = model
-    check_loss_function(loss_fn)
-    if asked["modules"] is not None or not isinstance(model, nn.Module):
-        model = asked["model"] = _module_of(model, asked)
-    if isinstance(model, DataParallel):
-        raise problem(
-            TypeError,
-            "MC1201: model is a module of mirrorc.data_parallel already",
-            "it runs on its devices by itself",
-            "give model.module, the plain model",
-        )
-    check_model(model, is_trained=not is_module)
-    loss_fn = with_trained_modules(loss_fn, model, _optimized(asked["optimizer"]))
-    longest_wait = min(seconds_of(asked["timeout"]), LONGEST_WAIT_SECONDS)
-    parsed = worker_devices(workers, devices)
+    check_loss_function(asked["loss_fn"])
+    asked["model"] = _trained_module(arguments["model"], asked)
+    check_model(asked["model"], is_trained=not is_module)
+    loss_fn = with_trained_modules(asked["loss_fn"], asked["model"], _optimized(asked["optimizer"]))
+    devices = worker_devices(workers, arguments["devices"])
     if joint is not None and joint.round is not None:
-        workers = joined_workers(joint.round, parsed, longest_wait)
-    check_devices_of_worker(workers, parsed, asked["disable"])
-    request = Request(asked, workers, parsed)
-    naming = functools.partial(_naming_mode, asked["mode"], remarks)
-    with naming():
+        workers = joined_workers(joint.round, devices, _longest_wait(asked))
+    check_devices_of_worker(workers, devices, asked["disable"])
+    request = Request(asked, workers, devices)
+    with _naming_mode(asked["mode"], remarks):
         OPTIONS.check_passes(request)
         OPTIONS.check_exclusions(request)
-    if asked["shard_optimizer"] and workers.are_several:
-        workers = replace(workers, shards_optimizer=True)
-    check_link(asked["link"], parsed)
-    backend = usable_backend(asked["backend"], parsed)
-    model_state = ModelState(model, loss_fn, has_autograds_gradients=is_module)
+    check_link(asked["link"], devices)
+    model_state = ModelState(asked["model"], loss_fn, has_autograds_gradients=is_module)
     model_state.check_memory()
+    with _naming_mode(asked["mode"], remarks):
+        return _chosen(request, joint, model_state, loss_fn, remarks, is_module=is_module), model_state
+
+
+def _chosen(
+    request: Request,
+    joint: JointCompilation | None,
+    model_state: ModelState,
+    loss_fn: Callable[..., Any] | None,
+    remarks: Sequence[str],
+    *,
+    is_module: bool,
+) -> StepOptions:
+    asked, workers, devices = request.asked, request.workers, request.devices
+    backend = usable_backend(asked["backend"], devices)
     optimizers = check_optimizers(asked["optimizer"], model_state.parameters)
     scaler = asked["scaler"] if asked["scaler"] is not None and asked["scaler"].is_enabled() else None
     bound = activation_bound(asked["activations"])
-    with naming():
-        from_options = _pipeline_parameters(request, optimizers, model_state)
-    parameters = {
-        **from_options,
-        "scales_loss": scaler is not None,
-        "chooses_checkpoints": bound is not None,
-        **backend.preferences(parsed[0].torch_device),
-    }
+    parameters = _pipeline_parameters(request, optimizers, model_state)
+    parameters |= {"scales_loss": scaler is not None, "chooses_checkpoints": bound is not None}
+    parameters |= backend.preferences(devices[0].torch_device)
     if bound is not None:  # reserved memory would come on top of activations
         parameters["reserves_memory"] = False
-    with naming():
-        pipeline, pipeline_remarks = step_pipeline(request, parameters)
+    pipeline, pipeline_remarks = step_pipeline(request, parameters)
     chosen = StepOptions(
-        model=model,
+        **{name: asked[name] for name in _AS_ASKED},
         optimizers=optimizers,
         loss_fn=loss_fn,
-        loss_reduction=asked["loss_reduction"],
         backend=backend,
         ladder=ladder_named(asked["capture"]),
-        devices=parsed,
+        devices=devices,
         pipeline=pipeline,
         dump=dump_directory(asked["dump"]),
         print_after=asked["print_after"] if asked["print_after"] == "all" else tuple(asked["print_after"]),
-        timeout_seconds=longest_wait,
-        cuda_graphs=asked["cuda_graphs"],
-        return_outputs=asked["return_outputs"] or isinstance(model, FunctionModule),
-        microbatches=asked["microbatches"],
+        timeout_seconds=_longest_wait(asked),
+        return_outputs=asked["return_outputs"] or isinstance(asked["model"], FunctionModule),
         activation_memory=bound,
-        progress=asked["progress"],
         scaler=scaler,
-        autocast=checked_autocast(asked["autocast"], parsed),
-        check_replicas_every=asked["check_replicas_every"],
-        program_workers=workers,
+        autocast=checked_autocast(asked["autocast"], devices),
+        program_workers=replace(workers, shards_optimizer=asked["shard_optimizer"] and workers.are_several),
         cluster=joint.cluster if joint is not None else None,
         compilation=joint.round if joint is not None else None,
-        exchange=asked["exchange"],
-        program=asked["program"],
-        dynamic=asked["dynamic"],
         remarks=(*remarks, *pipeline_remarks),
         is_module=is_module,
     )
     check_dynamic(chosen)
-    return chosen, model_state
+    return chosen
+
+
+def _longest_wait(asked: Mapping[str, Any]) -> float:
+    return min(seconds_of(asked["timeout"]), LONGEST_WAIT_SECONDS)
 
 
 def _optimized(optimizers: Any) -> list[Any]:
@@ -385,7 +380,16 @@ def _optimized(optimizers: Any) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def _module_of(function: Any, asked: Mapping[str, Any]) -> nn.Module:
+def _trained_module(function: Any, asked: Mapping[str, Any]) -> nn.Module:
+    if isinstance(function, DataParallel):
+        raise problem(
+            TypeError,
+            "MC1201: model is a module of mirrorc.data_parallel already",
+            "it runs on its devices by itself",
+            "give model.module, the plain model",
+        )
+    if isinstance(function, nn.Module) and asked["modules"] is None:
+        return function
     if isinstance(function, nn.Module):
         raise problem(
             ValueError,
