@@ -123,18 +123,7 @@ OPTIONS = Options(
             "program",
             "give the file of an edited program, a Program, or None",
             kinds=(str, os.PathLike, Program, NoneType),
-            excludes=(
-                Exclusion("activations", "the bound chooses among programs of its own"),
-                Exclusion(
-                    "over several workers",
-                    lambda r: (
-                        "all workers exchange the same in the same order, and a file is the program of one"
-                        if r.workers.are_several
-                        else ""
-                    ),
-                    "train with the options that make such a program",
-                ),
-            ),
+            excludes=(Exclusion("activations", "the bound chooses among programs of its own"),),
         ),
         Option("mode", f"say {', '.join(map(repr, MODES))}, or None", kinds=(NoneType,), texts=tuple(MODES)),
     ],

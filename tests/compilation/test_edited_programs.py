@@ -297,3 +297,22 @@ def test_a_program_with_symbolic_sizes_is_completed(tmp_path: Path) -> None:
                 losses = [each(BATCH[0][:rows], target=BATCH[1][:rows]) for each in (step, plain)]
                 assert torch.equal(*losses), name
             assert len(step.programs) == 1 and " takes the place of what " in str(step.program), name
+
+
+@pytest.mark.parametrize("name", ["plan-buckets", *slow(("reduce-over-workers",), ("lower-devices",))])
+def test_each_of_several_workers_has_a_program_of_its_own(tmp_path: Path, name: str) -> None:
+    def planned(rank: int, **options: Any) -> Program:
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer, world = torch.optim.AdamW(model.parameters()), mirrorc.World(2, 2)
+        eager = mirrorc.Compiler(backend="eager")
+        options = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "compiler": eager, **options}
+        return mirrorc.plan(model, BATCH, world=world, rank=rank, **options)
+
+    for rank in range(2):
+        planned(rank, debug=mirrorc.Debug(dump=tmp_path / str(rank)))
+    paths = [next((tmp_path / str(rank) / "program-0").glob(f"*-{name}.mirror.gz")) for rank in range(2)]
+    for rank, path in enumerate(paths):
+        assert "takes the place" in str(planned(rank, program=path))
+        with pytest.raises(ValueError, match="MC4102") as refused:
+            planned(1 - rank, program=path)
+        assert "workers" in str(refused.value) and "rank" in str(refused.value)
