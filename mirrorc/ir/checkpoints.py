@@ -20,7 +20,7 @@ class Checkpoint:
 
 
 def checkpoint_of(node: fx.Node) -> Checkpoint | None:
-    """A `getitem` has the checkpoint of the operator it takes from."""
+    """A `getitem` has the checkpoint of its operand."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     checkpoint: Checkpoint | None = node.meta.get(CHECKPOINT)

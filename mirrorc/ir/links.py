@@ -102,7 +102,7 @@ def carrier_of(link: str, operation: Any) -> str:
 
 
 def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[str, str]:
-    """The default link, and a remark on preferred links that cannot join the devices."""
+    """The default link, and a remark that says why a preferred link was not taken."""
     known = [link for link in _links.values() if link.spans is spans]
     ranked = [(link.preference, link) for link in known if link.preference is not None]
     declined: list[tuple[str, str]] = []

@@ -206,7 +206,7 @@ def operation_of(target: Any) -> Operation | None:
 
 
 class Selection(Collection[Symbol]):
-    """The symbols of all operations that satisfy a condition, also of operations declared later."""
+    """The symbols of all operations that satisfy a condition, including operations declared later."""
 
     def __init__(self, condition: Callable[[Operation], bool]) -> None:
         self._condition = condition
@@ -240,7 +240,7 @@ class Handlers(Generic[Handler]):
         _HANDLERS.append(self)
 
     def __call__(self, *targets: Symbol | Selection) -> Callable[[Handler], Handler]:
-        """An operation's own handler takes precedence over a selection's."""
+        """A handler of an operation takes precedence over a handler of a selection."""
 
         def register(handler: Handler) -> Handler:
             for item in targets:

@@ -19,7 +19,7 @@ class Route(NamedTuple):
 
     Attributes:
         chunk: a part of the bucket.
-        round: distinguishes sends of one chunk between the same replicas.
+        round: distinguishes sends of a chunk between the same two replicas.
         pack: set if buckets are cut.
     """
 

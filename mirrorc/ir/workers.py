@@ -12,7 +12,7 @@ from mirrorc.messages.problem import message, problem
 
 @dataclass(frozen=True)
 class World:
-    """Describes workers, to compile the program of one without running any.
+    """The workers to plan for, which need not be running.
 
     Attributes:
         devices_per_worker: a number for all, or one for each worker.

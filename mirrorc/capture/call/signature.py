@@ -66,7 +66,7 @@ class Signature:
     def _with_target(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Makes the last positional argument the target if forward does not need this argument."""
+        """Takes the last positional argument as the target if forward does not need it."""
         leaves_input = len(args) > 1 or (bool(args) and bool(kwargs))  # a model takes something
         is_target = leaves_input and not self._why_not_bound(args[:-1], kwargs)
         is_input = not self._why_not_bound(args, kwargs)
@@ -89,7 +89,6 @@ class Signature:
         return args, kwargs
 
     def _why_not_bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Empty if forward can be called with these arguments."""
         try:
             self._of_forward.bind(*args, **kwargs)
         except TypeError as error:
@@ -97,7 +96,7 @@ class Signature:
         return ""
 
     def _unpacked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> str:
-        """The call with the parts of a batch that was given whole; else empty."""
+        """The call with the batch's items as its arguments; empty if it has other arguments."""
         if len(args) != 1 or kwargs:
             return ""
         call = "model" if self._is_module else "step" if trains else "step.evaluate"

@@ -19,7 +19,7 @@ class Scope(enum.Enum):
 
 
 class Order(enum.IntEnum):
-    """First rules on which others depend; last rules whose faults others often explain better."""
+    """Rules that others depend on come first. Last come rules whose violations often follow from another violation."""
 
     FORM = 0  # graphs are well-formed
     REFERENCES = 1  # references of nodes are valid, and operations have their arguments
@@ -62,7 +62,6 @@ class Rule:
         return self.since is None or self.since <= stage
 
     def when(self, program: Program) -> str:
-        """For error messages."""
         if self.scope is Scope.PASS:
             return "on passes"
         if self.since is None:
@@ -104,7 +103,6 @@ def rule(
 
 
 def withdraw(check: Callable[..., Any]) -> None:
-    """For tests."""
     _RULES[:] = [registered for registered in _RULES if registered.check is not check]
 
 
