@@ -30,8 +30,8 @@ class ExclusiveCalls:
     def run(self, function: Callable[[], _T], end_threads: Callable[[], None]) -> _T:
         """Runs a function with the guard's handler of Ctrl-C; raises ExecutionError if another call is running.
 
-        An interrupt may come between any two Python calls. So acquire and release are one operation each within the
-        ``try``, and the ``finally`` defers interrupts.
+        An interrupt may come between any two Python calls. Acquire and release are therefore one operation each within
+        the ``try``, and the ``finally`` defers interrupts.
         """
         if os.getpid() != self._pid:
             raise problem(

@@ -1,4 +1,4 @@
-"""Calls of a module whose loss and updates are the caller's: forward, and backward by torch's autograd."""
+"""Forward and backward of a module in a loop that computes its own loss and updates."""
 
 from __future__ import annotations
 
@@ -37,9 +37,6 @@ class ModuleCalls:
     Args:
         exclusively: runs a function while no other call over the same parameters runs.
         reduction: see `mirrorc.data_parallel`.
-
-    Attributes:
-        programs: those of the last forward with gradients, and of its backward.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class ModuleCalls:
         self.programs: tuple[Program, ...] = ()
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The outputs of the whole batch; autograd's backward of them runs the program of backward."""
+        """The outputs of the whole batch. Their backward in autograd runs the program of backward."""
         if runs_transform():
             raise problem(
                 ExecutionError,
@@ -123,7 +120,7 @@ class ModuleCalls:
         return ForwardRun(call, compiled, shards, outputs, kept, self._runs.draws, differentiable)
 
     def _take_over_values(self, backward: Backward, call: Call, shards: Shards) -> None:
-        """In the first call, all workers take over the values of the chief."""
+        """In the first call, all workers receive the chief's values."""
         with self._coordinator.call():
             while self._meet(backward, call, shards) is not None:
                 self._state.begin_use()
@@ -137,7 +134,7 @@ class ModuleCalls:
         return self._coordinator.exchange_header(backward.executor, shards.num_examples, is_stale=False)
 
     def _backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of arguments and parameters; None for what no worker's loss reaches."""
+        """The gradients of arguments and parameters; None for those that no worker's loss depends on."""
 
         def run_with_others() -> list[torch.Tensor | None]:
             with self._coordinator.call():
@@ -187,14 +184,13 @@ class ModuleCalls:
         return [gradients.get(name) if is_reached[name] else None for name in names]
 
     def _weight(self, examples: Examples) -> float:
-        """The weight of this worker's gradient in the sum."""
         team = self._coordinator.team
         if team is None or self._reduction == "sum":
             return 1.0
         return examples.local / examples.of_all if self._reduction == "examples" else 1 / team.cluster.num_workers
 
     def _look_at_share(self, weight: float) -> None:
-        """Warns if this worker has another share of the examples in the forwards of one loss."""
+        """Warns if this worker's fraction of the examples differs between the forwards of one loss."""
         backward, share = self._last_share
         self._last_share = current_backward(), weight
         if self._last_share[0] == backward and share != weight and self._warns_of_shares:
@@ -211,7 +207,7 @@ class ModuleCalls:
 
 
 def _requires_gradient(leaf: Leaf) -> bool:
-    """False for lists and `PerReplica`, of which `Signature.shards_of` refuses those that do."""
+    """False for lists and `PerReplica`; `Signature.shards_of` refuses those that require a gradient."""
     return leaf.tensor is not None and not leaf.column and leaf.tensor.requires_grad
 
 

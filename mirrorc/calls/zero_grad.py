@@ -1,4 +1,4 @@
-"""Lets the user's ``zero_grad`` drop accumulated gradients."""
+"""Makes the user's ``zero_grad`` drop accumulated gradients."""
 
 from __future__ import annotations
 

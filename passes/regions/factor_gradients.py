@@ -30,7 +30,7 @@ from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, nu
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Leaves a gradient as factors, the operands of its last operator, if these are smaller::
+    """Leaves a gradient as its factors, the operands of its last operator, if they are smaller::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
         g     = bwd_0[0]                                  left  = bwd_0[0]
@@ -38,18 +38,19 @@ class FactorGradients:
                                                           output {gradients: {w: g}}
 
     Such gradients are matrix products over examples, and rows of embeddings (`mirrorc.ir.gradient_forms`). With shared
-    memory, each device computes its share of a gradient from all replicas' factors. The products cost the same, but a
-    gradient is written once, not once per replica.
+    memory, each device computes its share of a gradient from all replicas' factors. This costs as many operations, but
+    a gradient is written once, not once per replica.
 
     Gradients that are exchanged as factors, or whose optimizer takes rows, always become factors. On a single CPU only
     embedding gradients do.
 
-    Guarantees: factors are never variables or their views, because an update may write these before the gradient is
+    Guarantees: no factor is a variable or a view of one, because an update may write it before the gradient is
         computed.
 
     Attributes:
         min_elements: smaller gradients stay whole (no gain at 256 x 256, a seventh of the step at 512 x 512).
-        parameters_are_shared, all_reduce: see `mirrorc.passes.resolve_sharing`. None counts as True, and as native sums.
+        parameters_are_shared, all_reduce: set by `mirrorc.passes.resolve_sharing`. None counts as True, and as native
+            sums.
 
     Source: sufficient factor broadcasting (Xie et al., 2016).
     """
@@ -126,7 +127,7 @@ class FactorGradients:
         due: Collection[str],
         why_not: str,
     ) -> tuple[dict[fx.Node, str], dict[str, str]]:
-        """Variables whose gradients may become factors, by node; reasons why others stay whole, by variable."""
+        """By node, variables whose gradients may become factors. By variable, reasons why others stay whole."""
         cut = {slot.variable for bucket in program.buckets if bucket.is_cut for slot in bucket.slots}
         names, whole = {}, {}
         for graph in graphs:
@@ -143,7 +144,7 @@ class FactorGradients:
         return names, whole
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
-        """The reason why gradients stay whole unless they must be factors; empty if there is none."""
+        """The reason why gradients stay whole if they are not required as factors; empty if there is none."""
         if program.leaves_gradients:
             return "the user gets each whole"
         if program.accumulation is not Accumulation.NONE:

@@ -21,7 +21,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class ModelState:
-    """The variables of a model and its loss, with a fingerprint of the Python state that their graph depends on.
+    """The variables of a model and its loss, and a fingerprint of the Python state behind their graph.
 
     Attributes:
         tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
@@ -131,7 +131,7 @@ class ModelState:
         }
 
     def free_changed_numbers(self) -> list[tuple[tuple[str, ...], str]]:
-        """Moves numbers changed since `note_numbers` from the fingerprint to the guards.
+        """Moves numbers that changed since `note_numbers` from the fingerprint to the guards.
 
         Returns:
             For each number, its module's path from the root, and the attribute's name.
@@ -159,11 +159,6 @@ class ModelState:
                             yield root, path, attributes, key
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """A value that changes if the captured graph may have become invalid.
-
-        Raises:
-            ValueError: a parameter, buffer or submodule was replaced, or a parameter has a hook.
-        """
         for description, members, key, member in self._members:
             if _member(members, key) is not member:
                 raise problem(
@@ -195,7 +190,7 @@ class ModelState:
         return plain, classes, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks), self._added_now
 
     def lacks_carried(self) -> bool:
-        """Whether attributes were found since the last fingerprint that steps carry on, and that it leaves out."""
+        """True if carried attributes were found since the last fingerprint, which leaves them out."""
         return self._num_carried != CARRIED.num
 
     def _find_added(self) -> tuple[_Same, ...]:
@@ -227,7 +222,7 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """A key that is equal for equal values; None for a value no longer plain, which guards watch."""
+    """A key, equal for equal values. None for other values than plain ones; guards watch these."""
     if not _is_plain(value):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
@@ -235,7 +230,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _oddity(value: Any) -> str | None:
-    """The text of a negative zero, whose sign guards ignore."""
+    """The text of a negative zero, because guards ignore its sign."""
     return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
 
 

@@ -44,8 +44,8 @@ class CapturedGraph:
     """The graph of one shard.
 
     Attributes:
-        graph: placeholders are the arguments, and `mirrorc.ir.ops.read` nodes read variables. The output is a dict of
-            ``loss`` (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
+        graph: placeholders are arguments; `mirrorc.ir.ops.read` nodes read variables. The output is a dict of ``loss``
+            (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
         constants: tensors other than variables, by name.
         sparse: parameters with sparse gradients in torch.
         size_keys: the key of each SIZE argument, in order; None for an unused argument.
@@ -117,7 +117,7 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """Returns keys, symbols first; notes each node's key in ``values``."""
+    """Returns keys, symbols first. Adds each node's key to ``values``."""
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:
