@@ -1,4 +1,4 @@
-"""Finds arguments whose dim 0 is the time of a recurrent layer: a step would split them by time."""
+"""Finds arguments whose dim 0 is the time of a recurrent layer, because a step would split it."""
 
 from __future__ import annotations
 

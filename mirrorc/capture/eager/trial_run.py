@@ -1,4 +1,4 @@
-"""Runs a training call as plain PyTorch once, and records what all later runs must share."""
+"""Runs a training call once as plain PyTorch, and records facts that must hold for all later runs."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class FirstRuns:
     """The results of first runs.
 
     Attributes:
-        undefined: the line of an operator whose result is not a number for one example.
-        rows: the names of buffers of which each run has written rows of its own.
+        undefined: the line of an operator that returns NaN for one example.
+        rows: names of buffers in which runs have written different rows.
         means: for each run, the means over targets.
         buffers: all buffers after forward.
-        vectors: those that are vectors of spectral norms, by index.
+        vectors: vectors of spectral norms, by index.
     """
 
     recorded: Recorded
@@ -88,7 +88,7 @@ def first_runs(
 ) -> FirstRuns:
     """Runs a training call on copies of all tensors, once for each part of the batch.
 
-    A write or draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
+    A write or random draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
     """
     transient: set[Attribute] = set()
     with _explained(model_name, leaves), refused_draws(model_name), opaque.state.first_runs(call) as changes:
@@ -136,7 +136,7 @@ def first_runs(
 
 
 def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) -> frozenset[int]:
-    """First runs have no values of other replicas, so their statistics of synchronized norms differ."""
+    """First runs lack values of other replicas, so their statistics of synchronized norms differ."""
     first, *others = (run.vectors for run in each)
     alike = {i for i in first if all(are_alike(first[i], vectors[i]) for vectors in others)}
     ids = buffers_of_synchronized_norms([call])
@@ -144,7 +144,7 @@ def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) ->
 
 
 def _differentiable(outputs: TracedOutputs, model_name: str) -> tuple[str, ...]:
-    """The outputs that are no whole numbers: which of them need a gradient may depend on the data."""
+    """All outputs other than integers: the set of those that need a gradient may depend on the data."""
     names = tuple(name for name, (_, dtype) in outputs.types.items() if dtype.is_floating_point or dtype.is_complex)
     if not names:
         raise NoGradientError(f"no output of {model_name} can have a gradient")
@@ -199,7 +199,7 @@ def _first_run(
     seed: int,
     changes: list[Changes],
 ) -> FirstRuns:
-    """Repeats the run without the attributes that it assigns, so that it shows which of them it reads before."""
+    """Repeats the run without the attributes that it assigns, to detect reads before the assignment."""
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     untouched = ReplicaStream(seed, parameters[0].device)
@@ -295,7 +295,7 @@ def _written(
     before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     observed: _ObservedOperators,
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """Finds writes through ``.data`` or numpy, too, also those of an equal value: another run may write another."""
+    """Also finds writes through ``.data`` or numpy, even of equal values, because another run may write others."""
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
 
@@ -362,8 +362,8 @@ def _notes_on_transient(transient: Set[Attribute], model_name: str) -> list[Note
 
 class _ObservedOperators:
     """Attributes:
-    undefined: the line of the first operator whose result is not a number for one example; may be empty.
-    means: the means over targets, with the numbers of targets.
+    undefined: the line of the first operator that returns NaN for one example; may be empty. means: the means over
+    targets, with the numbers of targets.
     """
 
     def __init__(self) -> None:
@@ -372,7 +372,7 @@ class _ObservedOperators:
         self._written: set[int] = set()  # keys of memory
 
     def has_written(self, tensor: torch.Tensor) -> bool:
-        """True also for a write through ``.data``, and of the same value."""
+        """Includes writes through ``.data``, and of equal values."""
         return storage_key(tensor) in self._written
 
     @contextlib.contextmanager
