@@ -1,4 +1,4 @@
-"""Messages between workers for gradients that are left as factors."""
+"""Messages with the factors of gradients."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class FactorMessage:
 
 
 class Gathering:
-    """An all-gather of factor messages; ``num_rows`` is by rank."""
+    """An all-gather of factor messages. ``num_rows`` is by rank."""
 
     def __init__(
         self, message: FactorMessage, num_rows: Sequence[NumRows], rank: int, replicas: Sequence[ReplicaFactors]
@@ -89,7 +89,7 @@ class Gathering:
 
     @functools.cached_property
     def replicas(self) -> list[ReplicaFactors]:
-        """The factors of all workers' replicas by rank, once the all-gather is done."""
+        """Factors of all workers' replicas, by rank, once the all-gather is done."""
         each = zip(self.gathered.unbind(), self._num_rows, strict=True)
         return [replica for message, num_rows in each for replica in self._layout.read(message, num_rows)]
 
