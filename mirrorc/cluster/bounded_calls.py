@@ -15,13 +15,13 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Runs a function in a thread: torch's own waits for a store have no bound.
+    """Runs a function in a thread, because torch's waits for a store have no bound.
 
     Args:
         is_over: polled while waiting; True ends the wait early.
 
     Raises:
-        TimeoutError: there is no result in time, or ``is_over`` returned True. The thread goes on.
+        TimeoutError: there is no result in time, or ``is_over`` returned True. The thread continues.
     """
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 

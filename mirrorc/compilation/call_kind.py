@@ -1,4 +1,4 @@
-"""Purposes of a step's calls. A purpose selects the passes and the program's state."""
+"""Purposes of a step's calls, which select passes and the program's state."""
 
 from __future__ import annotations
 

@@ -109,10 +109,10 @@ class StepCompiler:
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
     ) -> Specialization:
-        """If compilation fails, the model's tensors return to their former devices.
+        """If it fails, the model's tensors return to their former devices.
 
         Args:
-            changes: how this call differs from earlier calls, in words.
+            changes: describes how this call differs from earlier ones.
 
         Raises:
             SizesGivenUp: the sizes ``symbolic`` cannot be symbols.
@@ -210,7 +210,7 @@ class StepCompiler:
         symbolic: SymbolicDims,
         progress: Progress,
     ) -> Specialization:
-        """Runs the passes on operators before the program is cut in two, so that they see both."""
+        """Runs the passes on operators before the cut, so that they see both forward and backward."""
         prepared, _ = self._prepared(captured, Purpose.FORWARD)
         common = [*itertools.takewhile(lambda entry: not isinstance(entry, PlanBuckets), self._options.pipeline)]
         joint = self._passed(prepared, common, progress)
@@ -296,7 +296,7 @@ class StepCompiler:
     def _lowered_and_compiled(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]
     ) -> tuple[Program, list[dict[str, RegionFunction]]]:
-        """Appends the finish time of each phase to ``times``."""
+        """Appends the end time of each phase to ``times``."""
         bound = self._options.activation_memory
         prepared, pipeline = self._prepared(captured, purpose)
         if bound is None or not purpose.trains:

@@ -36,7 +36,7 @@ class UserSteps:
 
     Attributes:
         have_written: the parameters were updated since `mark_mirrored`, by these optimizers or others.
-        of_others: ids of parameters that only other optimizers have updated since `mark_mirrored`.
+        of_others: ids of parameters outside of these optimizers that others have updated since `mark_mirrored`.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], internal_steps: InternalSteps) -> None:
