@@ -16,7 +16,7 @@ else:  # a checker that sees __getattr__ takes any name
     }
 
     def __getattr__(name: str) -> Any:
-        """Imports the interface when one of its names is used first, so that `mirrorc --help` does without torch."""
+        """Imports the interface at the first use of a name, so that `mirrorc --help` needs no torch."""
         if name == "__version__":
             return importlib.metadata.version("mirrorc")
         if name in _FORMER:

@@ -21,8 +21,8 @@ _generator_locks: dict[torch.device, threading.Lock] = {}
 STATES_LOCK = threading.Lock()
 """Held while a device's thread reads or writes a generator's state.
 
-A reader holds the generator's own lock, and may lose the GIL to garbage collection. Torch waits for that lock while it holds
-the GIL: a deadlock.
+A reader holds the generator's lock, and may lose the GIL to garbage collection. Another thread would deadlock: torch
+waits for that lock while it holds the GIL.
 """
 
 
@@ -35,7 +35,7 @@ def mix(seed: int, stream: int) -> int:
 
 
 def seed_of_microbatch(seed: torch.Tensor, index: int) -> torch.Tensor:
-    """Uses a stream beyond those of any program's operations."""
+    """Its stream is beyond those of any program's operations."""
     return torch.tensor(mix(int(seed), 2**32 + index), dtype=torch.int64)
 
 

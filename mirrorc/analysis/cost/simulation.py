@@ -29,7 +29,9 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedCall:
-    """A device's call, in seconds since the step began. ``waited`` is time spent waiting for other devices or the link."""
+    """A device's call, in seconds from the beginning of the step. ``waited`` is time spent waiting for other devices or
+    the link.
+    """
 
     node: fx.Node
     start: float
@@ -39,7 +41,9 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket on the link between workers; the link carries one at a time. ``launched``: when the last device launched it."""
+    """A bucket on the link between workers, which carries one at a time. ``launched``: when the last device launched
+    it.
+    """
 
     bucket: int
     kind: str
@@ -60,7 +64,7 @@ class Simulation:
         return max((device_calls[-1].end for device_calls in self.calls if device_calls), default=0.0)
 
     def exposed_seconds(self, bucket: int, kind: str) -> float:
-        """Time spent waiting for a bucket's launches of one kind, as a mean over devices."""
+        """Waits for a bucket's launches of one kind, as a mean over devices."""
         waits = [
             call.end - call.start
             for device_calls in self.calls
@@ -152,7 +156,7 @@ class _Run:
 
 
 def _tag(node: fx.Node, replica: int) -> Any:
-    """A key equal for all launches of a collective, or for a `send` and its `recv`."""
+    """A key that is equal for all launches of a collective, or for a `send` and its `recv`."""
     if node.target in (ops.send, ops.recv):
         is_sent = node.target is ops.send
         to = node.kwargs["destination"] if is_sent else replica

@@ -1,4 +1,4 @@
-"""Gradients that a graph takes from a backward of plain PyTorch."""
+"""Gradients that a graph takes from a backward in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TakenGradients:
 
     Attributes:
         token: the token of the forward run ``call``.
-        tangent: the loss's gradient: backward begins with it; None for one.
+        tangent: the loss's gradient, with which backward begins; None for 1.
         tangents: the gradients of outputs of a module without a loss.
         nodes: the gradients at ``places``.
     """
@@ -33,7 +33,6 @@ class TakenGradients:
 
     @property
     def sources(self) -> list[fx.Node]:
-        """The token and the tangents."""
         return [self.token, *([self.tangent] if self.tangent is not None else []), *self.tangents]
 
 

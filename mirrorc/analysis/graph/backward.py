@@ -1,4 +1,4 @@
-"""The beginning of the backward in a captured graph."""
+"""The beginning of backward in a captured graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 
 
 def keeps_values(program: Program) -> bool:
-    """True for forward of a module, unless its backward needs nothing but arguments and variables."""
+    """True for forward of a module, unless its backward needs only arguments and variables."""
     return any(True for graph in program.graphs() for _ in calls_to(graph, ops.keep))
 
 

@@ -1,4 +1,4 @@
-"""Matrix products with padded columns: padding changes no other column of the result."""
+"""Matrix products with padded columns. Padding changes no other column of the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FACTORS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.defau
 
 
 def places_of_columns(node: fx.Node) -> tuple[int, ...]:
-    """Indices of the arguments with a product's columns: the addend, if it has them, then the second matrix."""
+    """Indices of the arguments that have a product's columns: the addend, if it has them, then the second matrix."""
     first, second = FACTORS[node.target]
     columns = node.args[second].meta["val"].shape[1]  # type: ignore[union-attr]
     others = [i for i in range(len(node.args)) if i not in (first, second)]
