@@ -423,7 +423,6 @@ def _module_of(function: Any, asked: Mapping[str, Any]) -> nn.Module:
 
 @contextlib.contextmanager
 def _naming_mode(mode: Mode | None, remarks: Sequence[str]) -> Iterator[None]:
-    """Adds the remark of ``mode`` to errors about options that it has set."""
     try:
         yield
     except (ValueError, PassError) as error:

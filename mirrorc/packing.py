@@ -213,7 +213,6 @@ def in_order(gradients: Sequence[Gradient], order: GradientOrder, registered: Se
 
 
 def _why_no_key(key: Any) -> str:
-    """Describes a key without an order; empty for other keys."""
     if isinstance(key, torch.Tensor):
         return f"a tensor ({list(key.shape)}, {key.dtype})"
     if isinstance(key, float) and math.isnan(key):

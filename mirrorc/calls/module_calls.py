@@ -134,8 +134,6 @@ class ModuleCalls:
         return self._coordinator.exchange_header(backward.executor, shards.num_examples, is_stale=False)
 
     def _backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of arguments and parameters; None for those that no worker's loss depends on."""
-
         def run_with_others() -> list[torch.Tensor | None]:
             with self._coordinator.call():
                 return self._run_backward(run, tangents)
@@ -190,7 +188,6 @@ class ModuleCalls:
         return examples.local / examples.of_all if self._reduction == "examples" else 1 / team.cluster.num_workers
 
     def _look_at_share(self, weight: float) -> None:
-        """Warns if this worker's fraction of the examples differs between the forwards of one loss."""
         backward, share = self._last_share
         self._last_share = current_backward(), weight
         if self._last_share[0] == backward and share != weight and self._warns_of_shares:
@@ -207,7 +204,6 @@ class ModuleCalls:
 
 
 def _requires_gradient(leaf: Leaf) -> bool:
-    """False for lists and `PerReplica`; `Signature.shards_of` refuses those that require a gradient."""
     return leaf.tensor is not None and not leaf.column and leaf.tensor.requires_grad
 
 

@@ -138,7 +138,6 @@ class TrainingCalls:
         return CompiledCall(specialization, call, shards, purpose, is_stale)
 
     def _exchange_header(self, compiled: CompiledCall) -> Purpose | None:
-        """The purpose to recompile for; None if the programs of all workers match."""
         call, shards = compiled.call, compiled.shards
         self._coordinator.note_call(call)
         retry = self._coordinator.exchange_header(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)

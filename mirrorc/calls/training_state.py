@@ -144,7 +144,6 @@ class TrainingState:
     def _unsent_loader(
         self, workers: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None
     ) -> Callable[[], object]:
-        """Checks the residuals of the earlier run, and returns a function that loads them."""
         is_compressed = any(isinstance(stage, SendLargest | SendPayload) for stage in self._options.pipeline)
         num_before = max(one["num_workers"] for one in workers)
         if not is_compressed or self._num_workers == 1:

@@ -242,11 +242,6 @@ class _Start:
 
 
 def _await_start(store: Any, place: Place, deadline: float) -> int:
-    """Waits for the chief; returns the number of its start.
-
-    Raises:
-        CommunicationError: the chief did not answer in time.
-    """
     number_of_knock = store.add(_NUM_KNOCKS, 1)
     while True:
         number = store.add(_NUM_STARTS, 0)

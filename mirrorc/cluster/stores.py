@@ -103,7 +103,6 @@ class OwnConnection:
 
 
 def _port(store: Any) -> int:
-    """0 if the store is not a TCP store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return int(getattr(store, "port", 0))

@@ -49,7 +49,6 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
 
 
 def _of_complete_texts(old: Program, new: Program) -> str:
-    """Differences that are not in the short form, such as the aggregation of a buffer."""
     bare = [program.evolve(remarks=(), optimizer_groups={}).to_text(complete=True) for program in (old, new)]
     return diff_texts(*(re.sub(r"(?m)^    at\(.*\n", "", text) for text in bare))
 
@@ -131,7 +130,6 @@ class _Part:
 
 
 def _parts(text: str) -> dict[str, _Part]:
-    """Parts of a text by name, without the pass, its time, the dump's report and source lines."""
     parts: dict[str, _Part] = {"": _Part()}
     part, above = parts[""], _Part()  # above: lines from an empty line to a function, part of the function
     is_above = False
@@ -190,7 +188,6 @@ def _span(part: _Part, first: int, start: int, stop: int) -> str:
 
 
 def _load(path: Path) -> Program | str:
-    """A program if the file has its complete text, else the printed text."""
     if str(path) == "-":
         return Program.load(path)
     with path.open("rb") as file:

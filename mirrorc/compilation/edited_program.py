@@ -113,7 +113,6 @@ def _differing_entries(title: str, mine: object, other: object) -> Iterator[str]
 
 
 def _differences_of_calls(edited: Program, expected: Program) -> Iterator[str]:
-    """Differences between programs for different batches."""
     for name in _OF_CALLS:
         if getattr(edited, name) != getattr(expected, name):
             yield f"{name} is {getattr(edited, name)}, not {getattr(expected, name)}"

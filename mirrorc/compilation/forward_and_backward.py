@@ -288,7 +288,6 @@ class _Cut:
 
 
 def _needed(results: Sequence[fx.Node], among: Set[fx.Node]) -> list[fx.Node]:
-    """The nodes ``among`` that results depend on, and results among them, in no order; without placeholders."""
     needed: set[fx.Node] = set()
     waiting = [node for node in results if node in among]
     while waiting:

@@ -64,7 +64,6 @@ class _Compiled:
 
 
 def _are_alike(one: Key, other: Key) -> bool:
-    """True if two keys are equal, except perhaps for types of shards."""
     return one[0] == other[0] and one[2:] == other[2:]
 
 

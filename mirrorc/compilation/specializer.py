@@ -199,7 +199,6 @@ class Specializer:
         return self._compiler.compile(call, shards, changes, purpose, on_sizes=_remark_on_numbers(why))
 
     def _are_alike(self, shards: Shards) -> bool:
-        """True if one graph without symbols fits all replicas with examples."""
         each = zip(shards.tensors, self._options.devices, shards.num_examples, strict=True)
         return len({shard_types(tensors, device.torch_device) for tensors, device, count in each if count}) <= 1
 
@@ -214,7 +213,6 @@ class Specializer:
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose
     ) -> Key:
-        """Returns the call's key without the numbers that become inputs."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *cache.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key

@@ -149,7 +149,6 @@ class StepCompiler:
             progress.end()
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns the changed tensors with their old data."""
         moved = []
         for tensor in self._model.tensors.values():
             data = tensor.data.to(self._home)

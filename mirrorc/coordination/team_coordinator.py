@@ -169,7 +169,6 @@ class TeamCoordinator:
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """A clause for errors; empty if all parameters are of one step."""
         torn = self._state.torn
         return torn.clause if torn is not None and not torn.is_restored else ""
 
@@ -214,7 +213,6 @@ class TeamCoordinator:
         return Retry(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """True if all programs were compiled for the numbers of rows that workers gather in this call."""
         rows = self.team.gathered_rows
         if not rows[0]:
             return True

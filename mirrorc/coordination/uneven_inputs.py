@@ -94,7 +94,6 @@ class Block:
                 return
 
     def _take_turn(self, number: int) -> int | None:
-        """None if all workers have left their loops."""
         first = self._steps[0]
         agreed: Agreement = first.exclusively(lambda: first.calls.meet_turn(number))
         return None if agreed.is_over else agreed.turn

@@ -88,7 +88,6 @@ class _Directory:
             self._unlock(_CHOOSING - 1)
 
     def _lock(self, number: int) -> bool:
-        """False if another process has locked the folder."""
         if fcntl is not None:
             try:
                 fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _CHOOSING + 1 + number)

@@ -75,7 +75,6 @@ class DataParallelMixin(_Trainer):
         return is_alone or self._weights.divides(model, inputs)
 
     def _returns_loss(self, inputs: dict[str, Any]) -> bool:
-        """True if the model computes the loss. Otherwise the trainer computes it from outputs of the whole batch."""
         if self.label_smoother is not None or self.compute_loss_func is not None:
             return False
         return isinstance(inputs.get("labels"), torch.Tensor)
@@ -90,8 +89,6 @@ class DataParallelTrainer(DataParallelMixin, transformers.Trainer):
 
 @contextlib.contextmanager
 def _replicated_items(model: nn.Module) -> Iterator[None]:
-    """Gives each device the number of items that its loss is divided by."""
-
     def mark(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         number = kwargs.get("num_items_in_batch")
         return args, kwargs | ({"num_items_in_batch": replicated(number)} if torch.is_tensor(number) else {})

@@ -131,7 +131,6 @@ def _warn(why: str) -> None:
 
 
 def _telling_part(shares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A mask of the rows that two weightings weigh most differently."""
     one, other = max(itertools.combinations(shares, 2), key=lambda pair: float((pair[0] - pair[1]).abs().sum()))
     return one > other
 
@@ -153,7 +152,6 @@ def _nearest(means: Sequence[float], loss: torch.Tensor, tolerance: float) -> li
 
 
 def _tolerance(model: nn.Module, *losses: torch.Tensor) -> float:
-    """The relative error of losses: that of the coarsest dtype in their computation."""
     tensors = [*model.parameters(), *losses]
     dtypes = {tensor.dtype for tensor in tensors}
     dtypes |= {
@@ -190,14 +188,11 @@ def _with_loss(outputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _with_sum(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A forward whose loss is summed over replicas."""
     return _with_loss(type(model).forward(model, *args, **kwargs), summed)
 
 
 @functools.cache
 def _with_weighted_sum(way: str) -> Callable[..., Any]:
-    """A forward whose loss, times the weight of a replica's labels, is summed over replicas."""
-
     def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weight = _WEIGHTS[way](kwargs["labels"]).sum()
 
@@ -212,7 +207,6 @@ def _with_weighted_sum(way: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a model's forward in a context."""
     before = model.__dict__.get("forward")
     model.forward = MethodType(forward, model)
     try:

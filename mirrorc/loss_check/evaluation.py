@@ -69,7 +69,6 @@ _BATCH_NORMS = {F.batch_norm: inspect.signature(F.batch_norm)}
 
 
 def _use_running_statistics(arguments: dict[str, Any]) -> None:
-    """A BatchNorm without running statistics gets constant ones."""
     x = arguments["input"]
     arguments["training"] = False
     if arguments["running_mean"] is None:

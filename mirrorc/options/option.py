@@ -344,7 +344,6 @@ class Options:
 
 
 def _spelled(value: Any) -> str:
-    """A value as Python code; "..." for a value without a short form."""
     text = repr(value)
     return text if len(text) <= 60 and " at 0x" not in text and not text.startswith("<") else "..."
 

@@ -32,7 +32,6 @@ def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dic
 
 
 def _named(placement: Mapping[str, str | torch.device], model: ModelState, devices: Sequence[Device]) -> dict[str, Any]:
-    """For a dict of owners, which may use any name of a tied parameter."""
     known = [device.name for device in devices]
     owners: dict[str, str] = {}
     for name, owner in placement.items():

@@ -148,7 +148,6 @@ def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pa
 
 
 def _end_of_options(text: str, start: int) -> int | None:
-    """The index after the braces that open at ``start``; ``start`` without braces; None if the braces do not close."""
     if not text.startswith("{", start):
         return start
     depth = 0

@@ -67,7 +67,6 @@ class Reproducer(Instrument):
         error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.mirror.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
-        """The failing and later passes as text; or the failing pass; or None and the reason."""
         places = [i for i, candidate in enumerate(self.passes) if candidate is compiler_pass]
         place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
         try:

@@ -76,7 +76,6 @@ class BucketNames:
 
     @functools.cached_property
     def _chunks(self) -> dict[str, dict[_Elements, int]]:
-        """Chunk numbers by elements, for each bucket or pack whose chunks do not overlap."""
         chunks: dict[str, dict[_Elements, int]] = {}
         for sent in self.sent:
             if sent.is_chunk:

@@ -208,7 +208,6 @@ def _buckets(program: Program, text: str) -> Iterator[ReportedBucket]:
 
 
 def _numbers_of_lines(program: Program, text: str) -> list[Mapping[fx.Node, int]]:
-    """By device, the line number of each call. Devices with equal programs have one function."""
     lines = text.split("\n")
     numbers: list[Mapping[fx.Node, int]] = []
     for name, module in zip(function_names(program), program.device_graphs.values(), strict=True):

@@ -48,8 +48,6 @@ _KINDS = {"shard": 0, "mirrored": 0, "device": 1, "region": 1}  # the number of 
 
 @dataclass
 class _Function:
-    """Numbers are line numbers."""
-
     number: int
     kind: str
     label: str
@@ -201,8 +199,6 @@ def _module(function: _Function, graph: fx.Graph, regions: Mapping[str, Region],
 
 
 class _GraphReader:
-    """Builds the graph of one function. ``targets`` are those found so far, by name."""
-
     def __init__(self, types: TypeReader, targets: dict[str, Any], regions: Collection[str]) -> None:
         self._types, self._targets, self._regions = types, targets, regions
         self._graph = fx.Graph()

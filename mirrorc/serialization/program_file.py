@@ -82,7 +82,6 @@ def parse(text: str, name: str = "the text") -> Program:
 
 
 def _checked_version(text: str, name: str) -> str:
-    """The version of torch that has written the text. Raises ValueError if the text has another version."""
     first, _, rest = text.partition("\n")
     second = _VERSION.fullmatch(rest.partition("\n")[0])
     if not first.startswith("# mirrorc · "):
@@ -111,7 +110,6 @@ def _place(error: TextError) -> str:
 
 
 def _shown(error: TextError, text: str) -> str:
-    """The line with an error, and a mark below it. A long line is cut around the error."""
     lines = text.split("\n")
     if error.line is None or not 0 < error.line <= len(lines):
         return ""

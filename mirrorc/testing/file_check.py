@@ -170,7 +170,6 @@ def _reason(culprit: _Directive) -> str:
 
 
 def _culprit(directives: Sequence[_Directive], plain: Sequence[str]) -> tuple[_Directive, Sequence[_Directive]]:
-    """The first failing directive, and the earlier ones that determine the start of its search."""
     begin = 0
     for end, directive in enumerate(directives, 1):
         following = directives[end].kind if end < len(directives) else ""

@@ -94,7 +94,6 @@ def _printed(program: Program, forms: Sequence[_Directive]) -> str:
 
 
 def _renewed(lines: Sequence[str], update: _Directive, printed: str) -> list[str]:
-    """The lines of a file with new CHECK lines, made from functions, which follow the tables after empty lines."""
     start = "" if update.value == "all" else update.value
     functions = [function for function in printed.strip().split("\n\n")[1:] if function.startswith(start)]
     if not functions:

@@ -74,8 +74,6 @@ def _first_failure(actions: Iterable[Callable[[], object]]) -> Exception | None:
 
 
 class _SavedMemory:
-    """Also undoes a resize."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._original = tensor, tensor.data
         self._num_bytes = self._original.untyped_storage().nbytes()

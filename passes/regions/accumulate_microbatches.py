@@ -204,7 +204,6 @@ class _ShardGraph:
         return whole
 
     def _slot(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """The slot, or the gradient that earlier microbatches have written there."""
         earlier: fx.Node | None = before["gradients"][node.kwargs["variable"]] if before is not None else None
         return earlier if earlier is not None and slot_of(earlier) is not None else self._shared_copy(node)
 

@@ -144,7 +144,6 @@ class FactorGradients:
         return names, whole
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
-        """The reason why gradients stay whole if they are not required as factors; empty if there is none."""
         if program.leaves_gradients:
             return "the user gets each whole"
         if program.accumulation is not Accumulation.NONE:

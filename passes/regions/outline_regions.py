@@ -238,7 +238,6 @@ def _call(
 
 
 def _sizes_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The graph's arguments for symbols in the sizes of ``nodes``; their region needs them as well."""
     symbols = symbols_in([node.meta.get("val") for node in nodes])
     arguments = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
     return [node for node in arguments if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]

@@ -90,7 +90,6 @@ class ReuseArguments:
         return program.evolve(regions=regions).with_remarks(remark)
 
     def _reuses(self, body: fx.Graph, places: set[int]) -> dict[str, str]:
-        """For each argument to overwrite, the name of the value written to it. No value occurs twice."""
         reuses: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
@@ -105,9 +104,6 @@ def _is_large(value: Any, min_bytes: int) -> bool:
 
 
 def _last_made_of(argument: fx.Node) -> fx.Node | None:
-    """The last elementwise result of an argument; None if it does not fit, or if other operators read the argument
-    later.
-    """
     reached, value = {argument}, argument
     order = list(argument.graph.nodes)
     for node in order[order.index(argument) + 1 :]:

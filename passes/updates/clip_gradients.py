@@ -228,7 +228,6 @@ def _set_types_behind(program: Program, commit: fx.Node) -> None:
 
 
 def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exchanged: bool) -> fx.Node:
-    """The sum. If each worker has the whole sum, this worker's part of it."""
     bucket = program.buckets[reduced.bucket]
     elements = measured_elements(program, bucket, are_exchanged=are_exchanged)
     if bucket.part is not None or elements == Elements(0, bucket.num_elements):

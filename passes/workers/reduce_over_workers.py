@@ -133,7 +133,6 @@ def _check(program: Program, bucket: Bucket) -> None:
 
 
 def _sums(program: Program) -> list[list[fx.Node]]:
-    """The values to exchange, by pack: all replicas' waits for the sum, or a single replica's `pack`."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
         sums: list[list[fx.Node]] = [[] for _ in program.packs]

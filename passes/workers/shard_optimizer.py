@@ -105,7 +105,6 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
 
 
 def _deal_out_sum(program: Program, bucket: Bucket) -> None:
-    """Changes the waits for a bucket's sum to return only this worker's part."""
     graph = program.mirrored_graph
     (exchange,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
     launch = exchange

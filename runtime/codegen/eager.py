@@ -93,7 +93,6 @@ def _needs_layouts(target: Any) -> bool:
 
 
 def _layout(argument: Any) -> Any:
-    """Inferred strides; a `DimOrder` if symbolic; a list for several tensors; None for scalars and non-tensors."""
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dim() == 0:

@@ -115,7 +115,6 @@ def _written(node: fx.Node) -> Iterator[Any]:
 
 
 def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """None for an operator that does more than rearrange its argument's elements."""
     target, rank = node.target, len(before.dims)
     if target in _SAME_VALUES:
         return before
@@ -148,7 +147,6 @@ def _permutation(node: fx.Node, rank: int) -> list[int]:
 
 
 def _reshaped(before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """None unless factors of the old sizes, in order, make up the new sizes."""
     waiting = deque(part for dim in before.dims for part in dim)
     cuts: dict[_Part, tuple[_Part, _Part]] = {}
     dims: list[tuple[_Part, ...]] = []
@@ -193,7 +191,6 @@ def _quotient(size: Any, divisor: Any) -> Any:
 
 
 def _rewrite(node: fx.Node, arrangement: _Arrangement, nodes_of_sizes: Mapping[Any, fx.Node]) -> bool:
-    """Replaces a node by at most a view, a permute, a clone and a view. Returns True on success."""
     last = [part for dim in arrangement.dims for part in dim]
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     sizes: Sequence[Any] = sizes_key(arrangement.source.meta["val"].shape)

@@ -345,7 +345,6 @@ class _Walk:
         return (), 0
 
     def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
-        """Upper bound for the memory of the replicas' summed rows, or of row indices only."""
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]
@@ -400,7 +399,6 @@ class _Walk:
         return (self._of([operand]) if has_sum else ()), 0
 
     def _bytes_to_gather(self, wait: fx.Node) -> int:
-        """Temporary bytes of a device that sums all devices' factors itself, with its copies of the factors."""
         packs = [pack for pack in packs_of(self.program, bucket_of(wait)) if pack.args]
         factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
         pieces = pieces_of_share(self.program.buckets[bucket_of(wait)], factored_slots(packs[0]), 0, 1)
@@ -463,7 +461,6 @@ class _Walk:
 
 
 def _nodes_of_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that process gradients outside of regions: products of factors, buckets, sums, messages, norms and updates."""
     nodes: set[fx.Node] = set()
     for node in graph.nodes:
         begins = "bucket" in node.kwargs or node.target in ops.FACTORED

@@ -66,7 +66,6 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
 
 
 def _remarks_on_call(program: Program, state: StepState) -> list[str]:
-    """Memory that the report leaves out for a call without an update."""
     if program.takes_tangents or keeps_values(program):
         way = "backward" if program.takes_tangents else "forward"
         return [
@@ -125,7 +124,6 @@ class _Tally:
             self._add(tuple(names), kind, num_bytes)
 
     def _copies(self, bucket: Bucket) -> list[Owners]:
-        """For each copy of parameters or state, the names of the devices that share it."""
         owners: dict[int, list[str]] = {}
         for replica, name in enumerate(self.names):
             owners.setdefault(bucket.owner_of_parameters(replica), []).append(name)

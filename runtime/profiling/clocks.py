@@ -94,7 +94,6 @@ class EventClock(Clock):
         return [first_ns, *(first_ns + round(first.elapsed_time(event) * 1e6) for event in rest)]
 
     def _happened_ns(self, recorded_seconds: float, event: Any) -> int:
-        """At least the time at which the event was recorded."""
         if self._anchor is None or abs(recorded_seconds - self._anchor[0]) > _SECONDS_OF_AN_ANCHOR:
             with made_current(self._device):
                 anchor = self._make_event()

@@ -246,7 +246,6 @@ _LARGE = 0.1  # of the step, from where it is explained
 
 
 def _start_of(program: Program, devices: Sequence[DeviceTimes], step_ms: float, is_interleaved: bool = False) -> str:
-    """The parts of ``start``, and the device that begins last; empty if it takes little."""
     last = max(devices, key=lambda device: device.started_ms)
     if last.started_ms < _LARGE * step_ms:
         return ""

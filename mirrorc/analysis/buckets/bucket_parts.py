@@ -152,7 +152,6 @@ class BucketParts:
         return whole
 
     def _exchanged(self, sources: list[fx.Node], bucket: int) -> Part | None:
-        """None unless this worker sends its own sum."""
         part = self._exact(sources[0]) if sources else None
         local, everyone = frozenset(self._program.local_replicas), range(self._program.workers.num_all_replicas)
         if part is None or (part.kind, part.bucket) != (GRADIENTS, bucket):
@@ -162,7 +161,6 @@ class BucketParts:
         return replace(part, spans=tuple(replace(span, replicas=frozenset(everyone)) for span in part.spans))
 
     def _gathered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """None unless this worker sends its own factors."""
         first, everyone = self._program.workers.first_replica, range(self._program.workers.num_all_replicas)
         if not 0 <= index < len(self._program.buckets):
             return None
@@ -178,7 +176,6 @@ class BucketParts:
         return _cut(whole, *bucket.updated(replica_at(self._program, wait), self._program.num_replicas))
 
     def _scattered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """None unless this worker sends its own sum."""
         if not 0 <= index < len(self._program.buckets):
             return None
         bucket, num_replicas = self._program.buckets[index], self._program.num_replicas
@@ -262,7 +259,6 @@ class BucketParts:
         return last == _named_cast(wide) and is_from_narrow and torch.promote_types(narrow, wide) == wide
 
     def _exact(self, node: fx.Node) -> Part | None:
-        """None if the value has elements outside of the part."""
         part, value = self._part_of.get(node), node.meta.get("val")
         if part is None or not isinstance(value, torch.Tensor):
             return None
@@ -329,7 +325,6 @@ def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
 
 
 def _added(part: Part, other: Part) -> Part | None:
-    """None unless both parts have the same elements, from different replicas."""
     if part.kind != GRADIENTS or replace(part, spans=()) != replace(other, spans=()):
         return None
     spans = list(_pairwise_sums(part, other))

@@ -156,7 +156,6 @@ class _Run:
 
 
 def _tag(node: fx.Node, replica: int) -> Any:
-    """A key that is equal for all launches of a collective, or for a `send` and its `recv`."""
     if node.target in (ops.send, ops.recv):
         is_sent = node.target is ops.send
         to = node.kwargs["destination"] if is_sent else replica

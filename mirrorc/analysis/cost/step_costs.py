@@ -112,7 +112,6 @@ class ProgramDurations:
         return line.at(size) if line is not None else 0.0
 
     def _seconds_of_update(self, node: fx.Node, kind: str, size: int) -> float:
-        """Estimates an update in parts from whole updates, or the reverse."""
         is_in_parts = kind.startswith(_IN_PARTS)
         other = kind.replace(_IN_PARTS, _WHOLE, 1) if is_in_parts else kind.replace(_WHOLE, _IN_PARTS, 1)
         line = self._costs.lines.get(other)

@@ -99,10 +99,7 @@ def _choose(
     *,
     is_due: bool,
 ) -> bool:
-    """True if a gradient becomes factors. Otherwise writes the reason into ``whole``.
-
-    Factors of all microbatches of a replica count together. Due gradients were chosen by all workers before.
-    """
+    """Factors of all microbatches of a replica count together. Due gradients were chosen by all workers before."""
     if len(of_graph) < len(graphs):
         return False
     shards = set(program.shard_of_microbatch) or {(shard,) for shard in range(len(graphs))}

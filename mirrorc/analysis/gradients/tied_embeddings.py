@@ -51,7 +51,6 @@ def added_rows(
 
 
 def _argument_with_rows(gradient: fx.Node) -> int | None:
-    """The index of the argument to which a gradient adds rows. None if argument or gradient have other readers."""
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs or len(gradient.users) != 1:
         return None
     before, table = gradient.args
@@ -65,7 +64,6 @@ def _argument_with_rows(gradient: fx.Node) -> int | None:
 
 
 def _is_product_for(program: Program, value: fx.Node, reader: fx.Node, once: Mapping[str, fx.Node]) -> bool:
-    """True for another region's matrix product with ``reader`` as its only user, by one argument."""
     maker: Any = value.args[0] if value.target is operator.getitem else None
     if not isinstance(maker, fx.Node) or not is_region_call(maker) or region_of(maker) not in once:
         return False

@@ -66,7 +66,6 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
 
 
 def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
-    """Packs of the bucket on all replicas with examples."""
     packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
     return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
 

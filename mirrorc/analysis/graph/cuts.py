@@ -54,7 +54,6 @@ def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.N
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:
-    """The readers and the views that they need. None if they need any other value from after ``piece``."""
     needed = set(readers)
     pending = list(readers)
     for node in pending:

@@ -42,7 +42,6 @@ def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
 
 
 def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
-    """True if a region's result is the only value in new or reserved memory."""
     body = program.regions[region_of(maker)].graph_module.graph
     if unaliased_product(body, place) is not None:
         return True

@@ -81,7 +81,6 @@ def element_of_row(values: RowValues[V], op: ValueOp[V]) -> V | None:
 
 
 def _element(values: RowValues[V], source: V, dim: int, index: V, most: int = _MOST_FOLLOWED) -> V | None:
-    """Gathers from the operands of ``source``. None if only ``source`` itself can be gathered from."""
     op, at = values.op_of(source), values.op_of(index)
     if op is None or at is None or op.kwargs or op.target not in READ_THROUGH or not op.shape or not most:
         return None
@@ -159,7 +158,6 @@ def _scaled(
 
 
 def _is_row_of(shape: tuple[int, ...], whole: tuple[int, ...], dim: int, size: int | None) -> bool:
-    """``size`` is the allowed size in dimension ``dim`` (None: any)."""
     if len(shape) != len(whole) or (size is not None and shape[dim] != size):
         return False
     return all(size_there == other for i, (size_there, other) in enumerate(zip(shape, whole, strict=True)) if i != dim)

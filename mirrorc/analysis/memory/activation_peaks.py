@@ -60,7 +60,6 @@ class JointTimeline:
         }
 
     def _sizes(self) -> list[int]:
-        """0 for views, variables, arguments, and gradients in buckets."""
         output: Any = self.nodes[-1].args[0]
         gradients: set[fx.Node] = set(output["gradients"].values())
         in_buckets = {self.owner(self._place[node]) for node in gradients}

@@ -31,7 +31,6 @@ class Network:
             self._saturate(levels)
 
     def _levels(self) -> list[int]:
-        """Distances from the source over edges with remaining capacity; -1 without a path."""
         levels = [-1] * len(self._edges_of)
         levels[0] = 0
         waiting = deque([0])

@@ -154,7 +154,6 @@ class Segments:
         return Choice(frozenset(units.keys() - again), saved, seconds)
 
     def _bytes_to_keep(self, unit: fx.Node, parts: Sequence[fx.Node]) -> int:
-        """0 if the first operator of backward reads the results directly."""
         if any(self._timeline.first in part.users for part in parts):
             return 0
         return sum(num_bytes_of(owner) for owner in {owner_of(part) for part in parts} if not _is_free(owner))

@@ -231,7 +231,6 @@ def _flatten_per_replica(value: PerReplica, path: str, leaves: list[Leaf]) -> St
 
 
 def _flatten_examples(value: Examples, path: str, leaves: list[Leaf], count: Leaf) -> Structure:
-    """A list of as many items on each replica as its part of ``count``."""
     leaves.append(count)
     items = value.items
     children: list[Structure] = [("leaf", len(leaves) - 1)]

@@ -127,7 +127,6 @@ _WITH_ATTRIBUTES = ("kind of tuple", "kind of list", "kind of dict", "kind of Or
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(cls: type) -> str:
-    """ "refused" for a container that cannot be rebuilt; "" for a class that is not a container."""
     plain = {dict: "dict", list: "list", tuple: "tuple", types.MappingProxyType: "mappingproxy", deque: "deque"}
     if cls in plain or cls is defaultdict:
         return plain.get(cls, "defaultdict")

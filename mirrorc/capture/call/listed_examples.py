@@ -41,7 +41,6 @@ def _each_marked(
 
 
 def _num_examples(values: Iterable[Any]) -> int | None:
-    """The batch size, from the first argument that shows it: a tensor, or a marked list."""
     for value in values:
         if isinstance(value, Examples):
             return len(value.items)
@@ -55,7 +54,6 @@ def _num_examples(values: Iterable[Any]) -> int | None:
 
 
 def _length_of_lists(values: Sequence[Any]) -> int | None:
-    """The length of lists that are equally long, if one has dicts, as the images and targets of a detector."""
     lists = [value for value in values if type(value) is list]
     lengths, have_dicts = {len(value) for value in lists}, any(type(item) is dict for value in lists for item in value)
     return lengths.pop() if len(lists) > 1 and len(lengths) == 1 and have_dicts else None

@@ -66,7 +66,6 @@ class Signature:
     def _with_target(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Takes the last positional argument as the target if forward does not need it."""
         leaves_input = len(args) > 1 or (bool(args) and bool(kwargs))  # a model takes something
         is_target = leaves_input and not self._why_not_bound(args[:-1], kwargs)
         is_input = not self._why_not_bound(args, kwargs)
@@ -96,7 +95,6 @@ class Signature:
         return ""
 
     def _unpacked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> str:
-        """The call with the batch's items as its arguments; empty if it has other arguments."""
         if len(args) != 1 or kwargs:
             return ""
         call = "model" if self._is_module else "step" if trains else "step.evaluate"

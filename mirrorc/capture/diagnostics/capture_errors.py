@@ -200,7 +200,6 @@ _CHANGED = re.compile(r"\[[\w.]+ \[[\d, ]*\]\].* is at version \d+; expected ver
 
 
 def _place(error: Exception) -> tuple[str, str]:
-    """The line that could not be traced, and a description of its code."""
     frames, traced = user_frames(error), traced_frames(error)
     recorded = "" if frames else last_users_line(str(error))  # after tracing, the message contains the line
     line = line_of(frames[-1]) if frames else recorded

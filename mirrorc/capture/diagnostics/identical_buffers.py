@@ -81,7 +81,6 @@ def written_alike(
 
 
 def _exchanged(graph: fx.Graph, writes: Mapping[str, fx.Node]) -> set[str]:
-    """Buffers computed from values of all replicas."""
     after: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target in _SAME_ON_ALL or not after.isdisjoint(node.all_input_nodes):

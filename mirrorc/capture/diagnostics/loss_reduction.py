@@ -67,7 +67,6 @@ def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
 
 
 def _summands(loss: Any) -> Iterator[tuple[fx.Node, tuple[float, ...]]]:
-    """Yields the factors of each summand, too."""
     seen: set[fx.Node] = set()
     waiting: list[tuple[Any, tuple[float, ...]]] = [(loss, ())]
     while waiting:

@@ -39,7 +39,6 @@ def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _origin(value: Any) -> int | None:
-    """The index of the leaf that a value's dim 0 comes from; None if unsure."""
     while isinstance(value, fx.Node):
         if value.op == "placeholder":
             return leaf_of_placeholder(value)

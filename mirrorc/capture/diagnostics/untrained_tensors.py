@@ -77,7 +77,6 @@ def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
 
 
 def _leads_to_output(node: fx.Node) -> bool:
-    """Follows values that require a gradient, including in-place writes."""
     order = {node: place for place, node in enumerate(node.graph.nodes)}
     since, waiting = {node: -1}, [node]  # the position from which on a value depends on the node
     while waiting:

@@ -129,7 +129,6 @@ def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
 
 
 def _makers(target: fx.Node, loss: fx.Node) -> list[fx.Node]:
-    """The nodes that compute the targets, including in-place writes."""
     nodes, size = ancestors(target), 0
     while len(nodes) > size:
         size = len(nodes)
@@ -201,7 +200,6 @@ def differences_in(means_of: Sequence[Sequence[WeightedMean]], shards: Shards) -
 
 
 def _text(mean: WeightedMean, *, ignores: bool = False) -> str:
-    """Describes the divisor of a replica's mean; empty for the number of examples."""
     divisors = [
         *(["the class weights"] if mean.is_weighted else []),
         *([f"the number of targets that are not {mean.ignore_index}"] if ignores or _ignores(mean) else []),

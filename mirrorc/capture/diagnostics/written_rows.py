@@ -42,7 +42,6 @@ def notes_on_rows(
 
 
 def _writes_rows(node: fx.Node, buffer: str, differs: dict[fx.Node, bool], sizes: Set[str]) -> bool:
-    """True for writes at indices from the batch, or of as many rows as there are examples."""
     operator, args = bare_name(node.target), list[Any](node.args)
     if operator in _AT_INDEX and _is_of(args[0], buffer):
         places = args[1] if operator == "index_put" else [args[2]]

@@ -39,7 +39,6 @@ def weight_outputs(traced: fx.GraphModule, names: Sequence[str], model_name: str
 
 
 def _attached(detached: fx.Node) -> fx.Node:
-    """The output whose detached copy a trace returns."""
     copied = detached.args[0] if detached.target is torch.clone else detached
     assert isinstance(copied, fx.Node) and isinstance(copied.args[0], fx.Node)
     return copied.args[0]

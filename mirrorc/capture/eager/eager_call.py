@@ -250,7 +250,6 @@ class OpaqueCall:
 
     @contextlib.contextmanager
     def _drawing(self, run: Run, phase: str) -> Iterator[None]:
-        """Refuses random draws if the run has no stream."""
         if run.stream is not None:
             with run.stream.drawn_from():
                 yield

@@ -89,7 +89,6 @@ class _Place:
 
 
 def _is_unchanged(now: Any, before: Any) -> bool:
-    """Compares plain values by value, other objects by identity, and collections by items."""
     if _is_same_item(now, before):
         return True
     if isinstance(now, dict) and isinstance(before, dict):
@@ -211,7 +210,6 @@ class _Search:
             self._visit(*self._waiting.pop())
 
     def _found(self, value: Any, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        """Queues a value for the search. ``write`` replaces it."""
         if stand_in_for(value, functools.partial(Refusing, name, "", ())) is not value:
             self.sources.append(Source(name, value, read, write))
         if not isinstance(value, PLAIN):
@@ -346,7 +344,6 @@ class _Search:
             self._visit_global(outside, name, name, set(global_names(code)))
 
     def _visit_global(self, table: dict[str, Any], key: str, name: str, names: Set[str]) -> None:
-        """``names`` include those of attributes; a module has some of them."""
         value = table.get(key, _ABSENT)
         if isinstance(value, ModuleType):
             if _is_users_file(getattr(value, "__file__", None) or _BUILT_IN):
@@ -413,7 +410,6 @@ def _is_mirrorcs(kind: type) -> bool:
 
 
 def _file_of(kind: type) -> str:
-    """Empty for a class without a module, such as one from code in a string."""
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 

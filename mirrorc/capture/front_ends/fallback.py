@@ -83,7 +83,6 @@ def _why(error: CaptureError) -> str:
 
 
 def _with_first_attempt(error: CaptureError, first: CaptureError) -> CaptureError:
-    """Appends the first front end's error to the causes of the last front end's error; only its line if both are equal."""
     if (
         isinstance(first, UnreadableError)
         and first.at

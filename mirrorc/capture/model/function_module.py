@@ -68,7 +68,6 @@ def with_trained_modules(loss_fn: Any, model: nn.Module, optimized: Iterable[Any
 
 
 def _modules_in_use(value: Any, depth: int = 0) -> Iterator[nn.Module]:
-    """Modules in a function's closure, globals, bound object and arguments."""
     if isinstance(value, nn.Module):
         yield value
         return

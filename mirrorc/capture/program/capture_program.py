@@ -356,7 +356,6 @@ def _gathered(
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
-    """Decides how outputs are gathered, and sets ``how`` of each gather in the graphs."""
     size_of: dict[int, int] = {}
     for indices, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
         for shard, size in zip(indices, of_graphs, strict=False):
@@ -406,7 +405,6 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
-    """Scalar constants in CPU memory, which operators on GPUs may read."""
     reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
     elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
     return {str(node.kwargs["variable"]) for node in elsewhere}

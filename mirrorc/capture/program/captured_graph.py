@@ -117,7 +117,6 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """Returns keys, symbols first. Adds each node's key to ``values``."""
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:

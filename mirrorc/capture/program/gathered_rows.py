@@ -122,7 +122,6 @@ class GatheredRows:
                 nodes[place].kwargs = {**nodes[place].kwargs, "before": before}
 
     def _rows_elsewhere(self, place: int, num_meetings: int, local_rows: int) -> tuple[int, int]:
-        """Rows of workers of lower and of higher rank; guesses until they report."""
         if self._elsewhere is not None and len(self._elsewhere) == num_meetings:
             return self._elsewhere[place]
         return self._guessed_elsewhere(local_rows)

@@ -237,7 +237,6 @@ def _wrapped(trace: NumberTrace, builder: Any, value: Number) -> Any:
 
 @contextlib.contextmanager
 def _numpys_numbers(trace: NumberTrace) -> Iterator[None]:
-    """Makes Dynamo treat inputs as numpy's numbers, with their type, ``item``, and functions such as ``np.cos``."""
     from torch._dynamo.variables.misc import NumpyVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
 

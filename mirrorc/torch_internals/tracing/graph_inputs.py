@@ -52,7 +52,6 @@ def read_variables_from_module(traced: fx.GraphModule) -> None:
 
 
 def _copied(module: nn.Module | None, copies: dict[nn.Module, nn.Module]) -> nn.Module | None:
-    """A copy of a module that shares all attributes but the tables of parameters, buffers and submodules."""
     if module is None or module in copies:
         return copies.get(module) if module is not None else None
     copy: nn.Module = object.__new__(type(module))

@@ -263,7 +263,6 @@ def _value_of(variable: Any) -> Any:
 
 
 def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
-    """Changes of objects that existed before the trace; assignments of equal values do not count."""
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     writes = []

@@ -82,7 +82,6 @@ class _Reader(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _name(self, node: ast.AST) -> str | None:
-        """Empty for expressions without a name in the user's code; None for unknown expressions."""
         match node:
             case ast.Subscript(ast.Name("L"), ast.Constant("self")):
                 return ""

@@ -69,7 +69,6 @@ def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
 
 
 def _written_in_place(variable: Any) -> str:
-    """The source name of a tensor returned by an in-place operator such as ``x += 1``."""
     from torch._dynamo.variables import TensorVariable
 
     if not isinstance(variable, TensorVariable):

@@ -34,7 +34,6 @@ def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Viol
 
 
 def _is_sharded(program: Program) -> bool:
-    """True if the program updates, and a pass has sharded the optimizer."""
     is_there = Property.SHARDED in program.properties or program.stage is Stage.LOWERED
     return is_there and program.updates
 

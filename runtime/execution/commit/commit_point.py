@@ -167,12 +167,10 @@ class CommitPoint:
         return self._numbers_for_all(met)
 
     def _numbers_for_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
-        """Calls ``settle``. Returns numbers that are bitwise equal on all workers."""
         self._settle()
         return met if self._agreed_numbers is None or met is None else self._agreed_numbers.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:
-        """The numbers of all replicas, [number, replica], on this replica's device; None without numbers."""
         if not self._numbers[replica].values:
             return None
         device = self._devices[replica].torch_device

@@ -181,7 +181,6 @@ class CheckedCommit(CommitPoint):
                 yield f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
 
     def _gradient_messages(self, faults: Sequence[Fault]) -> Iterator[str]:
-        """A message about the first non-finite gradient. An element checked by several replicas counts once."""
         names = {fault.variable for fault in faults}
         first = next((name for name in self._program.variables if name in names), None)
         if first is not None:

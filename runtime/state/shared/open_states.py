@@ -115,7 +115,6 @@ def take_in(
 
 
 def _merge(states: Sequence[HeldState], *, is_running: bool = False) -> HeldState | None:
-    """Merges states into the first. None if they are incompatible, or if one is in use and ``is_running`` is False."""
     is_ready = is_running or len(states) == 1 or not any(held.callers.now for held in states)
     if not states or not is_ready or not all(a.can_merge_with(b) for a, b in combinations(states, 2)):
         return None

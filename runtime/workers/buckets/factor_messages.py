@@ -47,7 +47,6 @@ class FactorMessage:
         return views
 
     def _pieces(self, num_rows: NumRows) -> Iterator[tuple[tuple[int, int, int], int, int, RowType]]:
-        """Yields in message order: (gradient, replica, microbatch), factor, number of rows, type of rows."""
         for replica in range(len(num_rows[0])):
             for place, gradient in enumerate(self.gradients):
                 for part, number in enumerate(num_rows[place][replica]):

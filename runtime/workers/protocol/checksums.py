@@ -45,10 +45,7 @@ def checksums_of_state(
 
 
 def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor | str]]:
-    """Yields paths and tensors of a nested value; texts for parts other than tensors.
-
-    Texts are equal in all processes. ``known`` has the paths of visited containers, by id.
-    """
+    """Paths, and tensors or texts, of a nested value. Texts are equal in all processes."""
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
         yield f"{path} sizes", str(list(value.shape))
         yield f"{path} indices", value._indices()

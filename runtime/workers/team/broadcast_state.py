@@ -85,7 +85,6 @@ def stream_of_chief(team: Team) -> Iterator[None]:
 
 
 def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
-    """Path and type of the first item that cannot be saved. ``around`` has the enclosing containers, to detect cycles."""
     if id(state) in around or isinstance(state, torch.Tensor):
         return ""
     if isinstance(state, Mapping | list | tuple):

@@ -114,7 +114,6 @@ class Meetings:
     def _difference(
         self, headers: Sequence[torch.Tensor], facts: Mapping[str, Details], name: str, other: int
     ) -> CommunicationError:
-        """Raises a more precise error if facts can be compared."""
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
         if name in facts and not (any(left) and name in _OF_LIVE_ONES):
             self._control.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))
