@@ -18,8 +18,8 @@ Gradients = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TopK:
-    """Top-k compression with error feedback: each worker sends the largest elements of its gradient sums, and adds the
-    others to the next step.
+    """Top-k compression with error feedback: each worker sends the largest elements of its gradient sums. The others
+    are added in the next step.
 
     Attributes:
         ratio: the fraction of a bucket's elements to send, above 0 and at most 1; at least one element is sent.
@@ -121,7 +121,7 @@ class Payload:
 
 
 def check_payload(payload: Payload) -> None:
-    """Raises TypeError unless the payload's class is a frozen dataclass with its own `num_bytes` and `exchange`."""
+    """Raises TypeError unless the payload is a frozen dataclass with `num_bytes` and `exchange` of its own."""
     kind = type(payload)
     if "__dataclass_params__" not in vars(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise problem(

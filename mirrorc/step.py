@@ -149,10 +149,9 @@ class Step(StepReports):
         """Runs forward and backward on one batch, and adds the gradient of the whole batch to ``p.grad`` of the
         parameters.
 
-        Nothing is updated; you call ``optimizer.step()``. As by ``loss.backward()``, gradients are added to ``p.grad``
-        of all the model's parameters that require one and that the loss depends on, whether an optimizer trains them or
-        not. Later calls only add to ``p.grad``. Buffers are written as in training. All workers call it, and each gets
-        the sum over the examples of all workers.
+        Nothing is updated; you call ``optimizer.step()``. Like ``loss.backward()``, it adds to ``p.grad`` of all
+        parameters that require a gradient and affect the loss, with or without an optimizer. Buffers are written as in
+        training. All workers call it, and each gets the sum over the examples of all workers.
 
         Args:
             *args, **kwargs: as for a training call.

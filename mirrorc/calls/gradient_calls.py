@@ -61,6 +61,7 @@ def refuse_odd_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def refuse_update(options: StepOptions) -> None:
+    """Raises `ValueError` if there is no optimizer."""
     if not options.optimizers.optimizers:
         raise problem(
             ValueError,

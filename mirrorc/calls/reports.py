@@ -118,8 +118,8 @@ class StepReports(ABC):
     def shard_batch(self, batch: _T) -> _T:
         """This worker's shard of a batch that every worker has whole, as by `mirrorc.shard_batch`.
 
-        The calls ``step(step.shard_batch(x), target=step.shard_batch(y))`` of all workers equal a call with the whole
-        batch in one process over all devices, even if the batch is too small for all replicas. Each replica gets two
+        If all workers call ``step(step.shard_batch(x), target=step.shard_batch(y))``, this equals one call with the
+        whole batch, in one process over all devices. The batch may be too small for all replicas. Each replica gets two
         examples if BatchNorm needs them. If torch refuses single examples for another reason (``F.batch_norm`` with
         ``training=True``), each worker splits its own shard. Buffers may differ after a batch that leaves a replica
         without examples.

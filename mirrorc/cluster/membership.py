@@ -45,6 +45,12 @@ def local_system() -> str:
 
 @dataclass(frozen=True)
 class Worker:
+    """A worker's description of itself.
+
+    Attributes:
+        system: see `local_system`.
+    """
+
     rank: int
     num_workers: int
     machine: str = field(default_factory=socket.gethostname)

@@ -35,6 +35,7 @@ class EditedProgram:
     """The program of `mirrorc.compile`'s option ``program``: a file, or a program."""
 
     def __init__(self, source: str | os.PathLike[str] | Program) -> None:
+        """Raises ValueError if the file cannot be read, or has no program."""
         self._name = "the given program" if isinstance(source, Program) else f"the program of {os.fspath(source)}"
         try:
             self._edited = source if isinstance(source, Program) else load_program(source)

@@ -139,8 +139,8 @@ def _erase(graph: fx.Graph, names: Set[str]) -> None:
 
 
 def _variables(variables: Mapping[str, Variable], graphs: Iterable[fx.Graph], *, updates: bool) -> dict[str, Variable]:
-    """Variables that a program reads or writes. ``updates`` adds those with gradients and those that forward has
-    written, because workers average these after backward.
+    """Variables that a program reads or writes. ``updates`` adds variables with gradients, and variables that forward
+    has written, because workers average them after backward.
     """
     used: set[str] = set()
     for graph in graphs:

@@ -62,8 +62,8 @@ class JoinedStep:
 class Block:
     """One worker's loop over some steps, followed by calls of workers whose loops still run.
 
-    With several steps, all workers exchange headers before each call, over the connections of the first step, because a
-    worker whose loop has ended does not know the next step.
+    With several steps, all workers exchange headers before each call, over the connections of the first step: a worker
+    whose loop has ended does not know the next step.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:

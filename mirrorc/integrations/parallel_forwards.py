@@ -119,7 +119,7 @@ def check_parameters(loss: torch.Tensor, model: nn.Module) -> None:
 
 
 def _outside(node: Any) -> list[Any]:
-    """The inputs of an autograd node; for a forward's node, only those of its arguments, which come first."""
+    """The inputs of an autograd node. For a forward's node, only those of its arguments, which come first."""
     before = [other for other, _ in node.next_functions]
     run = getattr(node, "run", None)
     if not isinstance(run, ForwardRun) or run.backward is None:

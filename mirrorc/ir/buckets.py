@@ -155,7 +155,7 @@ class Bucket:
 
     @property
     def updates_by_shares(self) -> bool:
-        """False for an optimizer that needs the whole gradient, unless one replica owns the bucket."""
+        """An optimizer that needs the whole gradient cannot update by shares, but one owner can."""
         return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
 
     @property

@@ -93,6 +93,7 @@ FORMS: dict[Any, GradientForm] = {}
 
 
 def register(form: GradientForm) -> None:
+    """Raises ValueError if the operation is not declared as factored, or has a form already."""
     name = form.operation.__name__
     if form.operation not in ops.FACTORED:
         raise problem(

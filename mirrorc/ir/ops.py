@@ -91,7 +91,7 @@ def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
 
 @operation(Kind.SOURCE, since=Stage.OUTLINED, gives=of_reserved, stem="reserved_{number}", value="slot")
 def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | None = None) -> Any:
-    """Memory for a large result of a region, kept from step to step.
+    """Memory for a large result of a region, reused in each step.
 
     A replica's values with the same ``number`` share the memory; their lifetimes are disjoint.
     """
@@ -578,7 +578,7 @@ def clip_value(gradient: Any, *, max_value: float, replica: int) -> Any:
 
 @operation(Kind.GATHER, since=Stage.UPDATED, effects=(Effect.TELLS,), gives=of_report, stem="tell_{what}")
 def tell(value: Any, *, what: str, replica: int) -> None:
-    """Reports a number that is the same on all replicas to the step's caller."""
+    """Reports a number, equal on all replicas, to the step's caller."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")

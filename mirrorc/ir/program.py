@@ -289,7 +289,7 @@ class Program:
             regions: print bodies of regions, too.
             slots: print every gradient of a bucket on its own line.
             sources: print the user's source lines. Without them, the text does not depend on line numbers.
-            fold: print repeated layers, devices and shard sizes once. True by default, unless ``slots`` is.
+            fold: print repeated layers, devices and shard sizes once. By default, the opposite of ``slots``.
         """
         if complete:
             from mirrorc.serialization import text_of

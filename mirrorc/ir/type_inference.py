@@ -81,6 +81,7 @@ def has_inferred_type(program: Program, node: fx.Node) -> bool:
 
 
 def infer_type(program: Program, node: fx.Node) -> ValueType:
+    """Raises TypeError with the reason."""
     record = operation_of(node.target)
     if record is not None and record.gives is not None and record.kind is not Kind.REGION:
         return record.gives(program, node)

@@ -87,7 +87,7 @@ def check_loss(
     raises: bool = False,
     **kwargs: Any,
 ) -> LossCheck:
-    """Checks on one batch that a step on several devices makes the same update as one device.
+    """Checks on one batch that a step on several devices and a step on one device make the same update.
 
     It computes loss and gradients of the whole batch, and of its shards in turn, on the model's device. Model,
     gradients, random streams and the Python state of model and loss do not change, except for globals, classes,

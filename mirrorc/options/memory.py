@@ -26,7 +26,7 @@ def activation_bound(activations: int | str | None) -> float | None:
     """A bound of activations: an int of bytes, or a float as a fraction of the peak without a bound; or None.
 
     Raises:
-        ValueError: a text that is neither a percentage nor a size, or a number that is not positive.
+        ValueError: the text is malformed, or the number is not positive.
     """
     if activations is None:
         return None

@@ -1,4 +1,4 @@
-"""Names of the values that messages of an all-reduce sum up, the same on all devices."""
+"""Names of values in all-reduces by messages, the same on all devices."""
 
 from __future__ import annotations
 

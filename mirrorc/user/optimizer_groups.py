@@ -116,10 +116,12 @@ class OptimizerGroups:
 
 
 def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) -> OptimizerGroups:
-    """Raises:
-    TypeError: a value is not an optimizer, or its step needs a closure.
-    ValueError: the list is empty; an optimizer is repeated, or shards parameters itself; a parameter is not the
-        model's, or is in two optimizers.
+    """Checks the option ``optimizer``.
+
+    Raises:
+        TypeError: a value is not an optimizer, or its step needs a closure.
+        ValueError: the list is empty; an optimizer is repeated, or shards parameters itself; a parameter is not the
+            model's, or is in two optimizers.
     """
     if option is None:
         return OptimizerGroups([])

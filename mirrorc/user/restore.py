@@ -143,7 +143,7 @@ def is_same(container: Any, content: Any) -> bool:
 
 
 def refill(container: Any, content: Any) -> None:
-    """In a dict, writes only differences if the order is the same, because other threads may read it."""
+    """In a dict, writes only differences if the order is the same: other threads may read the dict."""
     kind = _base_of(container)
     if issubclass(kind, dict):
         for key in kind.keys(container) - content.keys():

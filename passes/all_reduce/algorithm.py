@@ -59,6 +59,7 @@ class AllReduceAlgorithm:
         return True
 
     def objection(self, num_replicas: int) -> str:
+        """Why the algorithm cannot be used; empty if it can."""
         return ""
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:

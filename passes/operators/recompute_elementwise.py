@@ -34,8 +34,8 @@ class RecomputeElementwise:
                                                            exp   = aten.exp(again)
 
     Here forward would write ``sub`` only for backward. A value is recomputed if this moves fewer bytes than writing and
-    reading the value. The bytes of recomputation are those of the sources that it reads, and of sources that must be
-    stored for it.
+    reading the value. Recomputation moves the bytes of the sources that it reads. Sources that must be stored for it
+    count, too.
 
     Guarantees: every value is the same expression, bit for bit. Forward saves no more bytes, except for small values.
     """

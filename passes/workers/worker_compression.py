@@ -22,7 +22,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class WorkerCompression:
-    """Replaces exchanges of whole sums by those of a subclass.
+    """The base class of passes that replace exchanges of whole sums by compressed ones.
 
     Needs: the exchanges of reduce-over-workers, not yet sharded or linked.
     Guarantees: each wait returns the sum of the workers' messages in the bucket's dtype.

@@ -71,12 +71,14 @@ def generate(
     pauses: Callable[[fx.Node], bool] = lambda _: False,
     waits: Callable[[fx.Node], bool] = lambda _: False,
 ) -> GraphFunction:
-    """Args:
-    bind: returns a call's function, or a `Constant`, a `TwoPartCall` or an `Asking`.
-    boxed: True if a node's function takes a list of arguments, empties it, and returns a sequence.
-    clock: marks the end of every call.
-    pauses: True to yield before a node's call, or between the parts of a `TwoPartCall`.
-    waits: True to yield `WAITS` before a node's call.
+    """Generates the function of a graph.
+
+    Args:
+        bind: returns a call's function, or a `Constant`, a `TwoPartCall` or an `Asking`.
+        boxed: True if a node's function takes a list of arguments, empties it, and returns a sequence.
+        clock: marks the end of every call.
+        pauses: True to yield before a node's call, or between the parts of a `TwoPartCall`.
+        waits: True to yield `WAITS` before a node's call.
     """
     return _Generator(graph, bind, boxed, clock, pauses, waits).generate(title)
 

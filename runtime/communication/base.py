@@ -56,7 +56,7 @@ class Communicator:
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """The sum, bitwise equal on all replicas. Replicas are added in order, unless a library adds."""
+        """The sum, bitwise equal on all replicas. Replicas are added in order, except by libraries such as NCCL."""
         raise self._not_carried("all_reduce")
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:

@@ -17,7 +17,7 @@ def cache_freed_memory() -> None:
     freed so far, so this function frees one of 32 MB.
 
     A thread's heap has 64 MB. Unless ``M_TOP_PAD`` is as large, glibc returns free heaps to the system (``heap_trim``
-    in malloc/arena.c), which costs a device with several heaps 8% of its steps.
+    in malloc/arena.c). This costs a device with several heaps 8% of its steps.
     """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "malloc_trim"):

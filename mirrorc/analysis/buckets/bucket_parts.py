@@ -27,7 +27,7 @@ _CAST = torch.ops.aten._to_copy.default
 class Span:
     """A range of a bucket's elements.
 
-    ``replicas``, numbered over all workers, are those whose gradients are summed, or that updated the parameters.
+    ``replicas``, numbered over all workers, have computed the summed gradients, or updated the parameters.
     """
 
     start: int

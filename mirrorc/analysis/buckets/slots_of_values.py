@@ -40,7 +40,7 @@ def gradient_of(value: Any) -> str | None:
 
 
 def is_partial(program: Program, gradient: fx.Node) -> bool:
-    """True for a tied parameter's gradient of some uses, to which a later region adds that of others."""
+    """True for a tied parameter's gradient from some of its uses. A later region adds the gradient from the others."""
     variable = gradient_of(gradient)
     if variable is None or program.microbatches:  # else each microbatch adds to the earlier ones
         return False

@@ -10,7 +10,7 @@ from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 
 
 def keeps_values(program: Program) -> bool:
-    """True for forward of a module, unless its backward needs only arguments and variables."""
+    """False for other programs than forward of a module. Also false if its backward needs only arguments and variables."""
     return any(True for graph in program.graphs() for _ in calls_to(graph, ops.keep))
 
 

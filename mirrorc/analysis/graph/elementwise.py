@@ -58,7 +58,7 @@ _TAKING = frozenset(
         aten.var_mean.correction,
     }
 )
-"""Other operators that backends fuse with elementwise operators before them, or whose operands are short-lived."""
+"""Other operators that backends fuse with elementwise operators before them, or with short-lived operands."""
 
 
 def is_cheap(node: fx.Node) -> bool:

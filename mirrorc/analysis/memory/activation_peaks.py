@@ -115,7 +115,7 @@ class JointTimeline:
         return Peak(most, seconds)
 
     def _runs(self, again: Set[int]) -> tuple[list[tuple[int, list[int]]], float]:
-        """The index of each run and those of its inputs, in order; and the seconds of recomputation.
+        """Each run's index and its inputs' indices, in order; and the seconds of recomputation.
 
         The index of a recomputed value is larger by the number of nodes.
         """

@@ -86,7 +86,7 @@ class Segments:
         return crossing
 
     def cut_into(self, number: int) -> list[Segment]:
-        """At most ``number`` segments that store about equally many bytes for backward, cut where few bytes cross."""
+        """At most ``number`` segments, cut where few bytes cross. Each stores about equally many bytes for backward."""
         before, total = [], 0
         for node in self._nodes:
             total += self._saved_bytes.get(node, 0)
@@ -173,8 +173,8 @@ class Segments:
 def is_copied(node: fx.Node) -> bool:
     """True for an operator that may run twice: an operator of torch or mirrorc that writes no argument.
 
-    Random operators are functions of a seed since capture. Operators of other libraries may have hidden effects, as may
-    those of mirrorc that run plain PyTorch (`OPAQUE`).
+    Random operators are functions of a seed since capture. Operators of other libraries may have hidden effects. So may
+    mirrorc's operators that run plain PyTorch (`OPAQUE`).
     """
     target: Any = node.target
     if not is_compute(node) or target in OPAQUE:

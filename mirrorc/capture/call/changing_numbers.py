@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChangingNumbers:
-    """The numbers that have changed between calls of a step, by the Python expressions that read them.
+    """Numbers that have changed between calls of a step, by their Python expressions.
 
     A Python number is a constant of the first program, and a graph input from its second value on. Numpy's numbers are
     inputs from the start. A number that cannot be an input gets a program for each value.

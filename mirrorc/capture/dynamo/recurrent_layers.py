@@ -38,7 +38,7 @@ TRACED_INSTEAD: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_relu: _rnn_relu,
     **PACKING,
 }
-"""Substitutes in a trace for torch's functions that recurrent modules call or that pack sequences."""
+"""Substitutes in a trace for torch's functions in recurrent modules, and for those that pack sequences."""
 
 
 def _run(

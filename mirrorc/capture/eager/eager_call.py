@@ -65,6 +65,7 @@ class OpaqueCall:
         self._used = used
 
     def forward(self, inputs: RunInputs) -> list[torch.Tensor]:
+        """Raises `ExecutionError` if the run differs from the first runs in its writes, draws or results."""
         run = self._checked_run(inputs)
         token = self._runs.add(run)
         self._used.note_outputs(run.attached)

@@ -144,7 +144,8 @@ class Changes:
 class PythonState:
     """Python state within reach of forward and loss: their modules, functions, closures, and the globals in their code.
 
-    Functions and classes of installed packages are not searched, nor objects of torch, numpy and the standard library.
+    The search leaves out functions and classes of installed packages, and objects of torch, numpy and the standard
+    library.
     """
 
     def __init__(self, root: nn.Module) -> None:

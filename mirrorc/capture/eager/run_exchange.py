@@ -24,7 +24,7 @@ class Others(Protocol):
     count: int
 
     def meet_at(self, subject: str, kind: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-        """The result of an exchange in which all replicas have the same subject; the value itself without a kind."""
+        """The result of an exchange. All replicas must have the same subject. Without a kind, the value itself."""
 
 
 class RunExchange:

@@ -144,7 +144,7 @@ def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) ->
 
 
 def _differentiable(outputs: TracedOutputs, model_name: str) -> tuple[str, ...]:
-    """All outputs other than integers: the set of those that need a gradient may depend on the data."""
+    """All outputs other than integers. Which outputs need a gradient may depend on the data."""
     names = tuple(name for name, (_, dtype) in outputs.types.items() if dtype.is_floating_point or dtype.is_complex)
     if not names:
         raise NoGradientError(f"no output of {model_name} can have a gradient")
@@ -361,9 +361,11 @@ def _notes_on_transient(transient: Set[Attribute], model_name: str) -> list[Note
 
 
 class _ObservedOperators:
-    """Attributes:
-    undefined: the line of the first operator that returns NaN for one example; may be empty. means: the means over
-    targets, with the numbers of targets.
+    """Observations of the operators of a first run.
+
+    Attributes:
+        undefined: the line of the first operator that returns NaN for one example; may be empty.
+        means: the means over targets, with the numbers of targets.
     """
 
     def __init__(self) -> None:

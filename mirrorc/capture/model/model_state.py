@@ -159,6 +159,11 @@ class ModelState:
                             yield root, path, attributes, key
 
     def fingerprint(self) -> tuple[Any, ...]:
+        """A value that changes if the captured graph may have become invalid.
+
+        Raises:
+            ValueError: a parameter, buffer or submodule was replaced, or a parameter has a hook.
+        """
         for description, members, key, member in self._members:
             if _member(members, key) is not member:
                 raise problem(

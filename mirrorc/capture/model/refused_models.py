@@ -1,4 +1,4 @@
-"""Refuses models that cannot have a step, and modules that cannot be traced."""
+"""Refuses models that have no step, and modules that cannot be traced."""
 
 from __future__ import annotations
 

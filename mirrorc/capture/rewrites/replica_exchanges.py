@@ -113,7 +113,7 @@ def refuse_replica_values(
 def refuse_stale_buffers(
     written: Sequence[str], runs: Sequence[Sequence[int]], graph: fx.Graph, model_name: str
 ) -> None:
-    """In plain PyTorch, nothing shows whether a buffer's value is the same on all replicas."""
+    """In plain PyTorch, nothing shows if a buffer's value is the same on all replicas."""
     if written and not all(runs) and plain_exchange(graph) is not None:
         raise problem(
             CaptureError,

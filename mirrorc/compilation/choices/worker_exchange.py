@@ -160,7 +160,7 @@ class ExchangeChoice(JointChoice):
             )
 
     def _bytes_sent(self, name: str, gradient: torch.Tensor) -> int:
-        """The bytes of an uncompressed sum that would take as long as this gradient's sum, which may be compressed."""
+        """The bytes of an uncompressed sum that takes as long as this gradient's sum with its compression."""
         num_elements, dtype = gradient.numel(), gradient.dtype
         num_workers = self._options.program_workers.num_workers
         for entry in self._options.pipeline:

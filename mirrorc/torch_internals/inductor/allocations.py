@@ -71,7 +71,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def peak_allocation(action: Callable[[], object], older: Sequence[torch.Tensor]) -> int:
     """The peak bytes of tensors allocated by operators in ``action``.
 
-    Temporary memory within an operator does not count, nor the memory of ``older`` tensors.
+    Temporary memory within operators, and ``older`` tensors, do not count.
     """
     known = {storage_key(tensor) for tensor in older}
     holders: dict[int, int] = {}

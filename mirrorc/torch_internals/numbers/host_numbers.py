@@ -54,7 +54,7 @@ def is_ordinary(value: Any) -> bool:
 
 
 def plain_number(value: Number) -> int | float:
-    """The Python number of the same value, because PyTorch treats numpy's numbers so in operators on tensors."""
+    """PyTorch treats numpy's numbers like this in operators on tensors."""
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -35,7 +35,7 @@ _LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of t
 
 
 class DynamoGuards:
-    """Checks that a call of a module would still be traced to the same graph.
+    """Checks that a call of a module would be traced to the same graph again.
 
     Other code checks arguments, parameters, buffers and hooks of submodules, and torch's modes. This class adds guards
     that Dynamo lacks: on identities of outside tensors, hooks of outside modules, methods of the classes in use, the

@@ -23,7 +23,7 @@ _OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.k
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def some_replica_has_examples(program: Program) -> Iterator[Violation]:
-    """At least one replica has examples, unless other workers may have some. Before replication, exactly the replicas
+    """At least one replica of the worker, or another worker, has examples. Before replication, exactly the replicas
     with examples have a graph.
     """
     if not program.present and not program.workers.are_several:
@@ -64,8 +64,8 @@ def _is_of_forward_or_backward(node: fx.Node) -> bool:
 
 @rule(since=Stage.CAPTURED)
 def losses_are_for_training(program: Program) -> Iterator[Violation]:
-    """A program with a loss weight trains. It returns a loss, unless it begins with gradients of outputs. Any other
-    program evaluates: it has no buckets, update rules, losses or gradients, and no regions of backward.
+    """A program with a loss weight trains. It returns a loss, or begins with gradients of outputs. Any other program
+    evaluates: it has no buckets, update rules, losses, gradients or regions of backward.
     """
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]

@@ -42,8 +42,8 @@ def _changes_something(node: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
-    """In a checked step, each replica's commit takes `is_finite` of all inputs of its updates, and of its loss unless
-    the loss is scaled. Nothing else uses these booleans. All replicas have the same ``otherwise``.
+    """In a checked step, each replica's commit takes `is_finite` of all inputs of its updates, and of its unscaled
+    loss. Nothing else uses these booleans. All replicas have the same ``otherwise``.
     """
     commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
     for _, graph, _ in scopes(program):

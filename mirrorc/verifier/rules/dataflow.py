@@ -33,9 +33,9 @@ Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 @rule(scope=Scope.PASS, is_about_dataflow=True)
 def dataflow_is_preserved(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
-    """On every replica, a pass keeps the expressions of the loss, of each gradient, check, output and written buffer,
-    of each operand of the model's collectives, and of the operators on each bucket before its update, unless the pass
-    has the attribute changes_dataflow = True.
+    """On every replica, a pass keeps the expressions of the loss, gradients, checks, outputs, written buffers and
+    operands of the model's collectives, and the operators on each bucket before its update, unless the pass has the
+    attribute changes_dataflow = True.
 
     Expressions are compared by structure. Unchanged regions are compared as calls, others by their operators. A value
     equals its copy in another memory format, except where an operator may read memory in order.

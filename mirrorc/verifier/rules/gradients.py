@@ -125,7 +125,7 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
-    """No gradient is packed twice, unless it spans several packs of its bucket. Nothing but `pack` uses it."""
+    """A gradient is packed once, or once for each pack of its bucket that it spans. Nothing but `pack` uses it."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
             for gradient in node.all_input_nodes:
@@ -192,8 +192,8 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def factors_are_not_variables(program: Program) -> Iterator[Violation]:
-    """A factor of a gradient is not a variable, nor a view of one: an update may write it before the gradient is
-    computed.
+    """A factor of a gradient is not a variable or a view of one, because an update may write the variable before the
+    gradient is computed.
     """
     variables = ViewedVariables(program)
     for graph in program.graphs():
@@ -207,7 +207,9 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def slots_are_for_their_gradients(program: Program) -> Iterator[Violation]:
-    """A region that takes a variable's slot writes that variable's gradient into it, and belongs to the slot's replica."""
+    """A region that takes a variable's slot belongs to the slot's replica, and writes the variable's gradient into the
+    slot.
+    """
     for graph in program.graphs():
         for call in region_calls(graph):
             yield from _wrong_slots(program, call)

@@ -15,8 +15,8 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.SCHEDULED)
 def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Violation]:
-    """If workers shard the optimizer, a bucket with an element-wise update has as many equal parts as there are workers, and
-    each worker updates the part of its rank. No other bucket has parts.
+    """If workers shard the optimizer, buckets with element-wise updates have as many equal parts as there are workers,
+    and each worker updates the part of its rank. Other buckets have no parts.
     """
     is_due = program.workers.shards_optimizer and _is_sharded(program)
     for bucket in program.buckets:

@@ -1,4 +1,4 @@
-"""Rules on backwards that run as plain PyTorch, where a parameter may have no gradient."""
+"""Rules on backwards that run as plain PyTorch. A parameter may have no gradient there."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def regions_take_gradients_by_tokens(program: Program) -> Iterator[Violation]:
-    """A region that uses gradients of a plain PyTorch backward has the token and the tangents among its arguments, so
-    that its caller can wait for them.
+    """A region that uses gradients of a plain PyTorch backward takes its token and tangents as arguments. Its caller
+    can therefore wait for the gradients.
     """
     for region in program.regions.values():
         for taken in taken_gradients(region.graph_module.graph):

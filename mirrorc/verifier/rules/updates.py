@@ -239,8 +239,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
-    """Before a device writes shared parameters, it waits for a reduction, or passes an early commit, which each device
-    reaches after its last use of variables. If sends make up the sums, synchronous devices may pass any commit.
+    """Before a device writes shared parameters, it waits for a reduction, or passes an early commit. Each device
+    reaches these after its last use of variables. If sends make up the sums, synchronous devices may pass any commit.
     """
     shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:

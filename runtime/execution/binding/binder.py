@@ -98,7 +98,7 @@ class Binder:
         self.parts = BucketParts(program)
 
     def few_made(self, replica: int, gradient: Any) -> MadeShare:
-        """The finished share of a gradient; empty unless the gradient's reduction has only packs as sources."""
+        """The finished share of a gradient; empty if the gradient's reduction has other sources than packs."""
         value = before_rescaling(gradient)
         sources = [value]
         if value.target is ops.wait and value.all_input_nodes[0].target in (ops.reduce_scatter, ops.gather_factors):
@@ -213,7 +213,7 @@ class Binder:
         return pack
 
     def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        """The function sums sparse rows, unless all users of the pack read factors."""
+        """The function sums sparse rows if a user of the pack needs the sum."""
         flat, is_left = self.state.buckets[bucket_of(node)], is_left_to_shares(node)
         whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
 

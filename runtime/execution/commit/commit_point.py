@@ -143,9 +143,7 @@ class CommitPoint:
         self._rendezvous.abort()
 
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
-        """Records that a replica has passed all operations that can fail, and its numbers for other replicas. Never
-        blocks.
-        """
+        """Records that a replica can no longer fail, and its numbers for other replicas. Never blocks."""
         if numbers:
             self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
         self._rendezvous.announce(replica)

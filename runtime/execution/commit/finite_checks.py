@@ -151,7 +151,7 @@ class CheckedCommit(CommitPoint):
         return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)
 
     def _refuse(self) -> None:
-        """Raises an error, equal on all workers, unless all skip the step."""
+        """Lets all workers skip the step, or raises an error that is equal on all workers."""
         if self._skips:
             return
         assert self._workers is not None, "alone, a fault raises before the decision"

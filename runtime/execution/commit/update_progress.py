@@ -60,7 +60,7 @@ class UpdateProgress:
 
 
 def progress_of(program: Program) -> UpdateProgress | None:
-    """None for a program without an early commit and without parameters gathered from other workers."""
+    """None for programs that cannot fail after their commit: those without early commits and gathered parameters."""
     nodes = [node for graph in program.graphs() for node in calls_to(graph, ops.commit, ops.gather_parameters)]
     is_due = any(node.target is ops.gather_parameters or is_early(node) for node in nodes)
     return UpdateProgress(program) if is_due else None

@@ -18,12 +18,12 @@ from mirrorc.runtime.state.evaluation_state import EvaluationState
 class UsedVariables:
     """Determines at the commit which parameters were used.
 
-    A parameter with an accumulated gradient counts as used. So do those in a bucket with partial exchange, because sent
-    elements may be of an earlier step.
+    A parameter with an accumulated gradient counts as used. So does a parameter in a bucket with partial exchange,
+    because sent elements may be of an earlier step.
 
     Attributes:
         next: filled by the next run.
-        last: that of the last run.
+        last: filled by the last run.
     """
 
     def __init__(self, program: Program, state: ProgramState) -> None:

@@ -69,9 +69,9 @@ class _Counts:
 class AccumulatedGradients:
     """Gradients that each replica has summed since the last update, in the dtype of their parameters.
 
-    All examples have the same weight, with weight 1 for the first call's loss; the updating step corrects the weights.
-    With loss scaling, the first call's weight is the scale times the call's fraction of the last update's examples,
-    rounded down to a power of two. float16 gradients then overflow as in a loop that divides losses.
+    All examples have the same weight. The first call's loss has weight 1; the updating step corrects this. With loss
+    scaling, its weight is the scale times the call's fraction of the last update's examples, rounded down to a power of
+    two, so that float16 gradients overflow as in a loop that divides losses.
 
     Attributes:
         share: the factor of the sums in the running step.

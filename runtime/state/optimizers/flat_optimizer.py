@@ -117,9 +117,11 @@ class PartOptimizer:
     def update(
         self, parts: Callable[[Callable[[int, torch.Tensor], None]], None], divisor: float | None = None
     ) -> None:
-        """Args:
-        parts: calls its argument with the first element and the 1-D tensor of each part, in order.
-        divisor: as in `FlatOptimizer.update_divided`.
+        """Runs one step.
+
+        Args:
+            parts: calls its argument with the first element and the 1-D tensor of each part, in order.
+            divisor: as in `FlatOptimizer.update_divided`.
         """
         whole, part = self._whole.state, self._part
         numbers = {key: value for key, value in whole.items() if key in SCALAR_STATE}

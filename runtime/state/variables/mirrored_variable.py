@@ -38,8 +38,10 @@ class MirroredVariable:
         return self._store.tensors[self.name].detach()
 
     def get(self, device: str) -> torch.Tensor:
-        """Raises:
-        ValueError: no such device in this program.
+        """The value on one device.
+
+        Raises:
+            ValueError: no such device in this program.
         """
         names = [d.name for d in self._devices]
         if str(device) not in names:

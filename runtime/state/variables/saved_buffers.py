@@ -38,8 +38,10 @@ class SavedBuffers:
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any], store: StepVariables) -> None:
-        """Raises:
-        TypeError, ValueError: the state is malformed, or of another model or number of devices.
+        """Loads the result of `state_dict`.
+
+        Raises:
+            TypeError, ValueError: the state is malformed, or of another model or number of devices.
         """
         self.check(state, store)
         copies = {name: _copied(buffer) for name, buffer in state.items()}

@@ -180,7 +180,7 @@ class VariableStore:
         new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
 
     def _moved_by_user(self) -> set[str]:
-        """Excludes parameters moved by other steps over the same model."""
+        """Parameters moved by other steps over the same model do not count."""
         moved = [watched.tensor for trained in self._trained.values() for watched in trained if watched.has_moved()]
         if not moved:
             return set()
