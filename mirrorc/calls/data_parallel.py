@@ -146,7 +146,7 @@ class DataParallel(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy compiles anew."""
+        """A copy compiles again."""
         return self._again, (self.module,)
 
 

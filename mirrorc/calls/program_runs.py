@@ -146,7 +146,6 @@ class ProgramRuns:
         return self.pool
 
     def interrupt(self) -> None:
-        """Stops a run in another thread, unless it is committed."""
         if self.last is not None:
             self.last.interrupt()
 

@@ -102,7 +102,7 @@ class StepReports(ABC):
 
     @property
     def num_workers(self) -> int:
-        """1 in a process on its own."""
+        """The number of workers; 1 in a process on its own."""
         return self._options.program_workers.num_workers
 
     @property

@@ -34,7 +34,7 @@ class Transport(Protocol):
     def workers(self) -> Sequence[Worker]: ...
 
     def digests(self, topic: str, text: str) -> Sequence[int]:
-        """By rank."""
+        """Digests of all workers' texts, by rank."""
         ...
 
     def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:

@@ -157,13 +157,11 @@ def _is_source(line: str) -> bool:
 
 
 def _num_differing(old_part: _Part, new_part: _Part) -> int:
-    """Takes linear time. Moved lines do not count."""
     counts = [Counter(part.lines) for part in (old_part, new_part)]
     return (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
 
 
 def _hunks(name: str, old_part: _Part, new_part: _Part) -> Iterator[str]:
-    """Only the first hunks of a very long part."""
     limit = min(len(old_part.lines), len(new_part.lines))
     start = next((i for i in range(limit) if old_part.lines[i] != new_part.lines[i]), limit)
     end = next((i for i in range(limit - start) if old_part.lines[-1 - i] != new_part.lines[-1 - i]), limit - start)

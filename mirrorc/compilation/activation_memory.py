@@ -18,7 +18,6 @@ from mirrorc.printing.printed_values import size_text
 from mirrorc.runtime.memory.report import MemoryReport
 
 _MOST_TRIES = 6
-"""The most tries after the program without recomputation."""
 _LEAST_STEP = 1 / 64
 """The smallest reduction from one try to the next, as a fraction of the bound."""
 _MOST_NAMED = 3  # values at the peak, in an error

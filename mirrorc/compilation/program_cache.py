@@ -141,7 +141,6 @@ class Specialization:
         return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
-        """By replica, as of the last check of the guards."""
         of_graphs = self.guards.numbers_by_graph()
         if not any(of_graphs):
             return []

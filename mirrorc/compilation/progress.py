@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 2.0
 """Shorter compilations show no progress on a terminal or in the log."""
 
 PATIENCE_ELSEWHERE_SECONDS = 10.0
-"""Shorter compilations show no progress elsewhere, where the line stays."""
+"""Shorter compilations show no progress in other places, because a line stays there."""
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 

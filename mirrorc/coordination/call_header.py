@@ -67,7 +67,6 @@ class Announcements:
         has_left: bool,
         batch: int,
     ) -> tuple[Header, dict[str, Details]]:
-        """``executor`` and ``num_examples`` are as in `TeamCoordinator.exchange_header`."""
         program, tensors = executor.program, self._state.store.tensors
         if tensors.keys() != self._variables.texts.keys():
             self._variables = Facts(shapes(tensors))

@@ -60,7 +60,6 @@ def hyperparameters_of(options: StepOptions) -> dict[str, str]:
 
 
 def written_buffers(program: Program) -> list[Variable]:
-    """The buffers that forward writes, sorted by name."""
     written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
     return sorted(written, key=lambda variable: variable.name)
 

@@ -89,7 +89,6 @@ def seeded(op: Any) -> Any:
 
 
 def unseeded(op: Any) -> Any:
-    """The inverse of `seeded`; None for any other operator."""
     return next((drawn for drawn, seeded_op in _seeded_ops.items() if seeded_op is op), None)
 
 

@@ -37,7 +37,7 @@ class Route(NamedTuple):
 
 
 def replica_of_graph(program: Program, graph: fx.Graph) -> int:
-    """-1 for a graph of several devices."""
+    """The replica of a device's graph; -1 for a graph of several devices."""
     return next((i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph), -1)
 
 

@@ -19,7 +19,6 @@ from mirrorc.torch_internals import knowledge_of, quiet_fake_tensors, size_of_ke
 
 
 def set_type(program: Program, node: fx.Node) -> None:
-    """Records the inferred fake value on the node, or raises TypeError."""
     if is_compute(node):
         node.meta["val"] = _run_fake(node)
     elif is_region_call(node):

@@ -94,7 +94,7 @@ class Workers:
 
     @property
     def num_all_replicas(self) -> int:
-        """0 if a process trains on its own."""
+        """The number of replicas on all workers; 0 if a process trains on its own."""
         return sum(self.devices_per_worker)
 
 

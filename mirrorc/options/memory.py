@@ -44,7 +44,6 @@ def activation_bound(activations: int | str | None) -> float | None:
 
 
 def bound_text(bound: float) -> str:
-    """A bound in the form of `Memory.activations`."""
     return f"'{100 * bound:g}%'" if isinstance(bound, float) else str(bound)
 
 

@@ -64,7 +64,6 @@ class BucketNames:
 
     @functools.cached_property
     def sent(self) -> list[SentPart]:
-        """All messages of gradients, by device, in program order."""
         sent = []
         for graph in self._program.graphs():
             for send in sorted(sends_in(graph)):

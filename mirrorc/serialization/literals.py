@@ -23,7 +23,6 @@ _CONSTANTS: dict[str, Any] = {
 DTYPES: Mapping[str, torch.dtype] = {
     dtype_name(value): value for value in _CONSTANTS.values() if isinstance(value, torch.dtype)
 }
-"""By short names."""
 
 
 def quoted(text: str) -> str:
@@ -96,7 +95,6 @@ def argument_of(node: ast.expr, leaf: Callable[[ast.expr], Any]) -> Any:
 
 
 def no_value(node: ast.expr) -> Any:
-    """The ``leaf`` for expressions with literals only."""
     raise TextError(f"{ast.unparse(node):.60} stands for no value", node)
 
 

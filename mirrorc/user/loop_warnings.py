@@ -89,7 +89,6 @@ class GradientHabits:
             )
 
     def note_step(self) -> None:
-        """Clears gradients found by `look_for_gradients`."""
         for parameter in self._with_gradients:
             parameter.grad = None
         self._with_gradients = []

@@ -37,7 +37,6 @@ _KNOWN = {*(entry for entries in _REQUIRED.values() for entry in entries), *(ent
 
 
 def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries that a parameter's nonempty state must have."""
     switched = [entry for switch, entry in _SWITCHES if kind is not torch.optim.SGD and group.get(switch)]
     return (*_REQUIRED[kind], *switched)
 

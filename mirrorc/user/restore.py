@@ -134,7 +134,6 @@ def content_of(container: Any) -> Any:
 
 
 def is_same(container: Any, content: Any) -> bool:
-    """Compares the objects in a container by identity."""
     if isinstance(container, dict):
         return is_same(list(container), list(content)) and is_same(list(container.values()), list(content.values()))
     if isinstance(container, set):

@@ -20,7 +20,6 @@ from mirrorc.messages.wording import counted
 from mirrorc.printing.printed_values import size_text
 
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of forward segments that the search tries."""
 _MOST_KEPT = 64
 """The largest average number of saved values per segment: larger segments gain nothing, and cost time."""
 _MOST_TRIMS = 48

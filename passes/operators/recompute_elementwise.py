@@ -17,8 +17,6 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
 
 _MOST_OPERATORS = 16
-"""The most operators to rerun for one value."""
-
 _SMALL = 8
 """A source counts as free to save if it is this many times smaller than the value, such as one number per row."""
 

@@ -47,7 +47,6 @@ class WorkerCompression:
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """Describes the ``new`` launches, which replace exchanges of ``before`` bytes."""
         raise NotImplementedError
 
     def run(self, program: Program) -> Program:

@@ -91,7 +91,6 @@ class Ledger:
                 peak.num_bytes, peak.at, peak.length = num_bytes, where, len(self.history)
 
     def blocks_at(self, peak: Peak) -> list[Block]:
-        """The live blocks at a peak, the largest first."""
         alive: dict[Block, None] = {}
         for block, is_taken in self.history[: peak.length]:
             if is_taken:

@@ -70,7 +70,6 @@ GRADIENT_PARTS: Mapping[str, str] = MappingProxyType(
         "kept": "in sums outside of buckets, kept until the next step",
     }
 )
-"""The parts of a device's gradients, in the printed order."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "end": "done, while another device is not",
     }
 )
-"""The parts of a device's step, in the printed order."""
 
 
 def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, int]:

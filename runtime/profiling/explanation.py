@@ -71,7 +71,6 @@ class Explanation:
 
     @property
     def totals(self) -> tuple[BucketTimes, ...]:
-        """The buckets, each with the sum of its messages or packs."""
         return tuple(map(added_up, by_kind_and_bucket(self.buckets)))
 
     @property

@@ -158,7 +158,7 @@ def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Mac
 
 
 def _seconds_of_calls(steps: Sequence[RecordedStep], replica: int) -> dict[fx.Node, float]:
-    """Without waits for other devices."""
+    """Means of the calls' seconds, without waits for other devices."""
     seconds: defaultdict[fx.Node, list[float]] = defaultdict(list)
     for step in steps:
         skews = {

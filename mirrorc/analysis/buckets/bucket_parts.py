@@ -84,7 +84,7 @@ class BucketParts:
         self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
 
     def of(self, value: Any) -> Part | None:
-        """None if the value has no elements of a bucket, or unknown ones."""
+        """The bucket elements in a value; None if there are none, or if they are unknown."""
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()

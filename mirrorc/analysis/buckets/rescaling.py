@@ -24,7 +24,6 @@ def before_rescaling(value: fx.Node) -> fx.Node:
 
 
 def rescalings_of(value: fx.Node) -> list[fx.Node]:
-    """The operations that turn a reduced gradient into ``value``, in order."""
     rescalings = []
     while value.target in ops.RESCALING and value.args and isinstance(value.args[0], fx.Node):
         rescalings.append(value)
@@ -37,7 +36,6 @@ def scaling_factor(node: fx.Node) -> Any:
 
 
 def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
-    """The `rescalings_of` a value, then the taker if it has a factor."""
     return [*rescalings_of(value), *([taker] if scaling_factor(taker) is not None else [])]
 
 
@@ -60,7 +58,7 @@ class Factor:
 
 
 def factor_of(value: Any) -> Factor | None:
-    """None if no gradient may be scaled by the value."""
+    """None if the value is not a factor of gradients."""
     if getattr(value, "target", None) is ops.clip_factor:
         return Factor(value, unscales=False)
     if _is_scale(value, torch.ops.aten.reciprocal.default):

@@ -37,7 +37,6 @@ class WorkerMeeting:
 
     @property
     def line(self) -> str:
-        """The collective as text, equal on all workers."""
         shape = list(self.shape) if self.rows is None else ["rows", *self.shape[1:]]
         return f"{self.name} {self.number} {self.dtype} {', '.join(map(str, shape))}"
 

@@ -111,7 +111,6 @@ class _Run:
         return self._next[replica] < len(self._todo[replica])
 
     def advance(self, replica: int) -> bool:
-        """False if the device must wait for other devices."""
         node = self._todo[replica][self._next[replica]]
         start = self.now[replica]
         duration = self._durations.seconds_of(replica, node)

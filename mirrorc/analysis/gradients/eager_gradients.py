@@ -49,6 +49,6 @@ def taken_gradients(graph: fx.Graph) -> list[TakenGradients]:
 
 
 def places_of_arguments(graph: fx.Graph, values: Sequence[fx.Node]) -> list[int]:
-    """Raises ValueError if a value is not an argument of the graph."""
+    """Indices of arguments. Raises ValueError if a value is not an argument of the graph."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     return [placeholders.index(value) for value in values]

@@ -91,7 +91,7 @@ def factor_values(gradient: fx.Node) -> list[tuple[torch.Tensor, ...]]:
 
 
 def maker_of(gradient: fx.Node) -> Maker | None:
-    """None before the gradient is packed, or before links are chosen."""
+    """The place where a gradient is computed; None before it is packed, or before links are chosen."""
     users = list(gradient.users)
     if any(user.op == "output" for user in users):
         return None

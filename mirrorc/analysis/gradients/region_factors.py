@@ -50,7 +50,6 @@ class FactorsOfRegions:
         }
 
     def chosen(self, region: str) -> dict[int, FactoredGradient]:
-        """A region's gradients that become factors, by result index."""
         return {
             place: gradient
             for place, gradient in self._recognized_in[region].items()

@@ -77,7 +77,7 @@ def sent_factors(program: Program, variable: str) -> SentFactors:
 
 
 def fake_rows(gradient: FactoredGradient) -> list[torch.Tensor] | None:
-    """None if the gradient's form is not sent as factors."""
+    """The rows of a gradient as fake tensors; None if its form is not sent as factors."""
     return gradient.form.to_rows([factor.meta["val"] for factor in gradient.factors])
 
 
@@ -104,7 +104,7 @@ def gradients_of(pack: fx.Node) -> list[fx.Node]:
 
 
 def packed_factors(gradient: fx.Node) -> SentFactors | None:
-    """None if the gradient's form is not sent as factors."""
+    """The description of a gradient's sent factors; None if its form is not sent as factors."""
     rows = rows_of(gradient)
     return _described(form_of(gradient), rows[0], details_of(gradient)) if rows is not None else None
 
@@ -151,7 +151,6 @@ def row_counts(program: Program) -> Counts:
 
 
 def no_rows(program: Program) -> Counts:
-    """The `row_counts` of a batch without examples."""
     return (0,) * sum(program.num_replicas * len(bucket.sent_factors) for bucket in program.buckets)
 
 

@@ -45,7 +45,6 @@ def _may_give_any(target: Any) -> bool:
 
 
 def shared_by(value: fx.Node) -> list[fx.Node]:
-    """The operands that a value may be a view of."""
     while value.target is operator.getitem and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     if not is_computed(value):

@@ -78,7 +78,6 @@ def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
 
 
 def stored_product(value: Any) -> fx.Node | None:
-    """The product that a value is or views."""
     node = value if isinstance(value, fx.Node) and value.op == "call_function" else None
     while node is not None and node.target not in PRODUCTS:
         node = viewed(node)

@@ -27,8 +27,6 @@ BY_POSITION = (
     aten._reshape_alias.default,
     aten._reshape_alias_copy.default,
 )
-"""Operators with explicit strides among their arguments."""
-
 _READ_STRIDES = (*BY_POSITION, aten.view.dtype)
 _OF_TORCH = ("aten", "prims")
 

@@ -76,7 +76,6 @@ class JointTimeline:
         return place
 
     def again(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> list[int]:
-        """Indices of the values that these checkpoints recompute, in order."""
         recomputed = recomputed_values(self.forward, self.backward, self.first, checkpoints.get)
         return sorted(self._place[node] for node in recomputed)
 

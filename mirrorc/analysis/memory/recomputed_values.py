@@ -16,7 +16,7 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.torch_internals import num_bytes_now, storage_bytes_now
 
 CheckpointOf = Callable[[fx.Node], Checkpoint | None]
-"""None for an operator outside of checkpoints."""
+"""The checkpoint of an operator; None outside of checkpoints."""
 
 
 def recomputed_values(

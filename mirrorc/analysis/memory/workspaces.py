@@ -51,7 +51,7 @@ def _blocked_weight(weight: torch.Tensor) -> int:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """The larger of: all operands in blocked format; the result in both formats."""
+    """Bytes of all operands in blocked format, or of the result in both formats if these are more."""
     copied = _blocked(image) if image.shape[1] > _UNBLOCKED_CHANNELS else 0
     return max(copied + _blocked_weight(weight) + _blocked(result) - result.nbytes, _blocked(result))
 

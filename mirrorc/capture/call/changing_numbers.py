@@ -31,7 +31,7 @@ class ChangingNumbers:
 
     @property
     def constants(self) -> frozenset[str] | None:
-        """The numbers that cannot be inputs; None for all."""
+        """The numbers that cannot be inputs; None if no number can."""
         return frozenset(self._given_up) if self._can_be_inputs else None
 
     @contextlib.contextmanager

@@ -42,8 +42,6 @@ INSTALLS_HOOKS = KnownFailure(
 )
 
 DATA_DEPENDENT = ("data-dependent", "data dependent")
-"""Words of the tracer's errors about branches on tensors."""
-
 _KNOWN = (
     KnownFailure(
         "its mask is looked at to see whether it is causal, and the captured graph cannot branch on tensor values",

@@ -153,7 +153,6 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
 
 
 def users_place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The user's innermost line; may be empty."""
     frame = _users_frame(stack)
     return line_of(frame) if frame is not None else ""
 

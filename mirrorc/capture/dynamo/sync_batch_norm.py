@@ -54,7 +54,7 @@ def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def has_substitute(norm: nn.Module) -> bool:
-    """False for an instance with another forward than its class."""
+    """False if the instance replaces its class's forward."""
     return type(norm).forward in SYNCHRONIZED and "forward" not in vars(norm)
 
 

@@ -61,7 +61,6 @@ class CarriedState:
         self._state.put_back()
 
     def changes(self) -> Changes:
-        """The changes of a first run."""
         assert self._state is not None, "within first runs"
         return self._state.changes()
 

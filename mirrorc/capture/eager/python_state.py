@@ -74,14 +74,14 @@ class _Place:
             self.write(self.before)
 
     def change_to(self, now: Any) -> Any:
-        """For a dict, only the changed entries."""
+        """The new value; for a dict, only its changed entries."""
         if not (isinstance(now, dict) and isinstance(self.before, dict)):
             return now
         each = {key: (now.get(key, _ABSENT), self.before.get(key, _ABSENT)) for key in (*now, *self.before)}
         return {key: value for key, (value, before) in each.items() if not _is_same_item(value, before)}
 
     def name_of(self, change: Any) -> str:
-        """For a dict, includes the first changed entry."""
+        """The location's name; for a dict, with the first changed entry."""
         if not (isinstance(change, dict) and isinstance(self.before, dict) and change):
             return self.name.removesuffix(".")
         key = next(iter(change))
@@ -166,7 +166,6 @@ class PythonState:
 
     @property
     def actions(self) -> list[Callable[[], object]]:
-        """Functions that each restore one location."""
         return [place.put_back for place in self._places]
 
     def put_back(self) -> None:

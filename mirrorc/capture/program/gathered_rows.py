@@ -44,7 +44,7 @@ class GatheredRows:
 
     @property
     def num_replicas(self) -> int:
-        """This worker's replicas with examples."""
+        """The number of this worker's replicas with examples."""
         return max(len(self._sizes), 1)
 
     def of(self, shard: int, more: int = 0) -> RowsOfAll:

@@ -66,7 +66,6 @@ def traced_on_fake_tensors(
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Silences torch's log of failures on fake tensors."""
     from torch._subclasses.fake_tensor import log
 
     with patch.object(log, "disabled", True):

@@ -15,8 +15,6 @@ ClippingObserver = Callable[[str, Sequence[torch.Tensor]], None]
 ZeroGradObserver = Callable[[Sequence[torch.Tensor]], object]
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-"""Functions of `torch.nn.utils` that clip gradients."""
-
 _of_clipping: list[ClippingObserver] = []
 _of_zero_grad: list[ZeroGradObserver] = []
 

@@ -125,13 +125,12 @@ def _is_from_torch(function: Any) -> bool:
 
 
 def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
-    """Not copies."""
+    """The tables themselves, not copies."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, name) for name in names]
 
 
 def global_hook_tables() -> list[Mapping[Any, Any]]:
-    """Not copies."""
     from torch.nn.modules import module
 
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -187,7 +186,6 @@ def _function_modes() -> tuple[Any, ...]:
 
 
 def is_plain_thread() -> bool:
-    """False if autocast or an intercepting mode is active."""
     return (
         not torch.is_autocast_enabled("cpu")
         and not torch._C._len_torch_function_stack()

@@ -244,7 +244,6 @@ def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
 
 
 def cpp_compiler() -> str | None:
-    """Inductor's command to compile CPU kernels, or None."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

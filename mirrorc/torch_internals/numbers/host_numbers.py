@@ -54,7 +54,7 @@ def is_ordinary(value: Any) -> bool:
 
 
 def plain_number(value: Number) -> int | float:
-    """PyTorch treats numpy's numbers like this in operators on tensors."""
+    """The Python number of the same value. Operators on tensors treat numpy's numbers like Python's."""
     return value.item() if isinstance(value, np.generic) else value
 
 

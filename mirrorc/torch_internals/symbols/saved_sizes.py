@@ -121,7 +121,6 @@ _FUNCTIONS = (
     *("IntTrueDiv", "FloatTrueDiv", "ToFloat", "CeilToInt", "FloorToInt", "TruncToInt", "TruncToFloat", "RoundToInt"),
     *("PowByNatural", "FloatPow", "LShift", "RShift", "OpaqueUnaryFn_sqrt"),
 )
-"""Torch's and sympy's functions of sizes, by name."""
 
 
 def _function(name: str) -> Any:

@@ -126,7 +126,6 @@ def num_elements_now(tensor: torch.Tensor) -> int:
 
 
 def num_bytes_now(value: Any) -> int:
-    """The bytes of a tensor's elements; 0 for other values."""
     return num_elements_now(value) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 

@@ -168,7 +168,6 @@ def _has_zero(value: Any) -> bool:
 
 
 def traced_globals(module: nn.Module) -> dict[str, Any]:
-    """Globals of a module's traced function; Dynamo adds names to them."""
     from torch._dynamo.convert_frame import get_traced_fn
 
     names: dict[str, Any] = get_traced_fn(module)[0].__globals__

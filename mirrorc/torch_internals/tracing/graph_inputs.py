@@ -95,7 +95,6 @@ def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[t
 def outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], names: Collection[str]
 ) -> list[ReadVariable]:
-    """Parameters and module buffers among `outside_tensors`, in the graph's order."""
     wanted = {id(tensor): tensor for _, tensor in outside_tensors(traced, leaves)}
     if not wanted:
         return []

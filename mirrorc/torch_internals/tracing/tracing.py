@@ -172,7 +172,6 @@ def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
 
 
 def leaf_of_placeholder(node: fx.Node) -> int | None:
-    """The index of a placeholder in ``*leaves``; None if it is a variable."""
     match = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
     return int(match[1]) if match else None
 

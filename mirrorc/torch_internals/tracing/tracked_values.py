@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 MISSING = object()
-"""Marks an absent or unknown value."""
 
 
 def content_of(variable: Any) -> Any:

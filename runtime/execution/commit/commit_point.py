@@ -79,7 +79,6 @@ class CommitPoint:
 
     @property
     def is_skipped(self) -> bool:
-        """True if all replicas skip the step's updates."""
         return self._decision.get("step") is SKIPPED
 
     @property

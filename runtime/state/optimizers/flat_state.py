@@ -17,7 +17,6 @@ from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 from mirrorc.user.optimizer_kinds import SCALAR_STATE, flat_entries
 
 UserState = Mapping[str, Any]
-"""The user's state of a parameter; may be empty."""
 
 
 @dataclass

@@ -43,7 +43,7 @@ def bounding_by(max_value: float) -> Visit:
 
 
 Take = Callable[[int, torch.Tensor], None]
-"""Takes a part's first element, counted from the bucket's, and the 1-D part."""
+"""Receives the index of a part's first element in the bucket, and the 1-D part."""
 
 Factors = tuple[torch.Tensor, ...]
 """In the order of the form's `factor_names`."""

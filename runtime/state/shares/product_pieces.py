@@ -34,7 +34,7 @@ class Rectangle(FactoredPiece):
 
     @classmethod
     def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
-        """The end of a row, whole rows, and the beginning of a row."""
+        """Cuts a range into the end of a row, whole rows, and the beginning of a row."""
         width = slot.shape[1]
         while first < last:
             row, column = divmod(first - slot.offset, width)

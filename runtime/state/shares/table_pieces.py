@@ -102,7 +102,7 @@ class TablePiece(Rectangle):
 
     @property
     def num_made(self) -> int:
-        """Counts repeated rows."""
+        """The number of written rows; repeated rows count each time."""
         if self.written is None:
             return self.stop - self.start
         return sum(map(len, self.written)) * self._sizes()[1]

@@ -94,7 +94,6 @@ class Gathering:
 
 
 RowsOf = Callable[[int], Sequence[NumRows]]
-"""Returns a pack's numbers of rows in this step, by rank."""
 
 
 def _aligned(num_bytes: int) -> int:

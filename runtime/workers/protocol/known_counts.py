@@ -33,7 +33,7 @@ class KnownCounts:
         )
 
     def of_all(self, headers: Sequence[torch.Tensor], counts: Counts, run_control: RunControl) -> list[Counts]:
-        """By rank. ``run_control`` runs a collective of all workers."""
+        """Row counts of all workers, by rank. ``run_control`` runs a collective of all workers."""
         decoded = [Header(*map(int, header)) for header in headers]
         length = max(peer.num_counts for peer in decoded)
         if not length:
