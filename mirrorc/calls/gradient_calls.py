@@ -43,9 +43,7 @@ def refuse_gradients(options: StepOptions) -> None:
 
 
 def refuse_odd_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `ExecutionError` if a parameter has a gradient that torch cannot add to, instead of failing half-way
-    later.
-    """
+    """Raises `ExecutionError` if a parameter has a gradient that torch cannot add to. Adding would fail half-way."""
     for name, tensor in tensors.items():
         gradient = tensor.grad if tensor.is_leaf else None
         if gradient is None or gradient.layout is not torch.strided:

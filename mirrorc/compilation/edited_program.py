@@ -49,7 +49,9 @@ class EditedProgram:
         self._is_compiled |= self._takes_part
 
     def continued(self, captured: Program, pipeline: Sequence[Pass]) -> tuple[Program, Sequence[Pass]]:
-        """The edited program and the remaining passes. For a later call of another kind, the arguments with a remark.
+        """The edited program and the remaining passes.
+
+        For a later call of another kind, ``captured`` with a remark, and all passes.
 
         Raises:
             ValueError: the program is of another model, call or pipeline; names the difference.

@@ -314,7 +314,7 @@ class Options:
                 )
 
     def check_exclusions(self, request: Request) -> None:
-        """Refuses options that cannot be combined with another option, the devices, or several workers."""
+        """Refuses options that another option, the devices, or several workers exclude."""
         has_pipeline = bool(request.pipeline)
         for option in self:
             value = request[option.name]

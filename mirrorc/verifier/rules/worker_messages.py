@@ -24,8 +24,8 @@ _ADDS_WHOLE = (ops.all_reduce, ops.reduce_scatter, *ops.EXCHANGES_OF_SUMS, ops.s
 
 @rule(since=Stage.PACKED)
 def rows_stay_rows(program: Program) -> Iterator[Violation]:
-    """Replicas pack the gradient of a table with a row-wise optimizer as rows and indices, which are gathered and never
-    summed to a whole gradient: the optimizer also updates rows whose gradients are zero or cancel out.
+    """For a table with a row-wise optimizer, replicas pack the gradient as rows and indices. These are gathered and never
+    summed to a whole gradient, because the optimizer also updates rows with a gradient of zero.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack, *_ADDS_WHOLE):

@@ -21,8 +21,8 @@ _torn: weakref.WeakSet[TornState] = weakref.WeakSet()
 class TornState:
     """Parameters and optimizers after a partial update.
 
-    Calls of steps over them are refused until the user has written or replaced every parameter and every entry of the
-    optimizers' state. `guard` adds refusals of reads and saves.
+    Steps refuse calls until the user has written or replaced every parameter and every entry of the optimizers'
+    state. `guard` also refuses saves.
     """
 
     def __init__(

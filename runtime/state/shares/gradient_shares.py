@@ -63,7 +63,7 @@ def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visi
 
 @dataclass(frozen=True)
 class MadeShare:
-    """A finished share in memory. ``pieces`` is empty if its content is unknown."""
+    """A finished share in memory. ``pieces`` is empty if the share's content is unknown."""
 
     pieces: Sequence[Piece] = ()
     start: int = 0
