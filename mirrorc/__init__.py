@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mirrorc.interface import __all__ as __all__
 
     __version__: str
-else:  # a checker that sees __getattr__ takes any name
+else:  # with a visible __getattr__, type checkers accept any name
     _FORMER = {
         "PowerSGD": "its place is examples/power_sgd.py, a payload of one's own for Communication(compression=); copy it",
         "CommunicationOptions": "give mirrorc.Communication(buckets=bytes_per_pack / 2**20, timeout=..., algorithm='ring')",

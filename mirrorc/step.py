@@ -64,7 +64,7 @@ class Step(StepReports):
         )
         held = held_state(model.tensors, options.devices, options.optimizers, is_captured=options.cuda_graphs)
         hold = held.hold(model.tensors, options.optimizers, type(options.model).__name__)
-        groups = hold.optimizers.groups  # they have one count for all steps with them
+        groups = hold.optimizers.groups  # one count for all steps with these optimizers
         remarks = (*options.remarks, *([held.remark] if held.remark else []))
         options = replace(options, optimizers=groups, remarks=remarks)
         state = make_state(hold, options.check_replicas_every)
@@ -78,7 +78,7 @@ class Step(StepReports):
         state.optimizers.user_steps.tell_when_idle(self._habits.warn_of_idle_step)
         try:
             self._coordinator = coordinator_of(options, model, state)
-        except BaseException:  # the others do not compile this step
+        except BaseException:  # other workers do not compile this step
             state.close()
             raise
         on_cpu = options.devices[0].torch_device.type == "cpu"

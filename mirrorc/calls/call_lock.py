@@ -87,7 +87,7 @@ class ExclusiveCalls:
         """Refuses further calls. Interrupts a call in another thread, and waits up to 5 seconds for its end."""
         self.is_closed = True
         running = self._callers.now.get("now")
-        # a call that runs this itself, in a hook of the optimizer, goes on to its end
+        # a call that closes the step itself, in a hook of the optimizer, runs to its end
         is_within = is_thread_of_device() or (running is not None and running[0] == threading.get_ident())
         if running is not None and running[1] is self and not is_within:
             interrupt()

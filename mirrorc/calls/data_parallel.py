@@ -61,7 +61,7 @@ class DataParallel(nn.Module):
         self.module = module
         self.__dict__["_captured"] = module  # no second child of this name
         self._step, self._calls, self._close, self._again = step, calls, close, again
-        self._forward = torch.compiler.disable(calls.forward)  # a torch.compile around this module leaves it as it is
+        self._forward = torch.compiler.disable(calls.forward)  # an enclosing torch.compile does not trace it
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 

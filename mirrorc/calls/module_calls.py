@@ -54,7 +54,7 @@ class ModuleCalls:
         self._signature, self._state, self._specializer, self._runs = signature, state, specializer, runs
         self._coordinator, self._modes, self._exclusively = coordinator, modes, exclusively
         self._reduction = reduction
-        self._alone = LocalCoordinator(timeout_seconds)  # of forward, which each worker runs by itself
+        self._alone = LocalCoordinator(timeout_seconds)  # for forward, which workers run alone
         self._have_met = coordinator.team is None
         self._last_share = -1, 1.0  # the number of the last backward, and the weight of this worker in it
         self._warns_of_shares = True
@@ -93,7 +93,7 @@ class ModuleCalls:
         inputs = [call.leaves[i].tensor for i in cut.gradients_of_leaves]
         inputs += [variables[name] for name in backward.gradients]
         read: list[torch.Tensor] = []
-        if not backward.runs_plain:  # else the graph of each run guards what it reads
+        if not backward.runs_plain:  # otherwise each run's graph guards the tensors that it reads
             read = [variables[name] for name in cut.read_variables if name in variables]
             read += [*backward.constants, *(tensor for i in cut.read_leaves for tensor in _tensors_of(call.leaves[i]))]
         return outputs_in_autograd(run, self._backward, read, [tensor for tensor in inputs if tensor is not None])

@@ -156,7 +156,7 @@ class TrainingState:
         values: dict[str, torch.Tensor] = {}
         payload: dict[str, torch.Tensor] = {}
         if not any(one["unsent"] or one["state"] for one in workers):
-            pass  # the earlier run had sent all
+            pass  # the earlier run has no residuals
         elif own is not None and num_before == self._num_workers:
             worker = own["worker"]
             values, payload = unsent_of_worker([{**worker, "rank": 0, "num_workers": 1}], 0, 1, self._model.parameters)

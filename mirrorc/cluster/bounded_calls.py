@@ -37,7 +37,7 @@ def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callabl
         left = until - time.monotonic()
         look = left if is_over is None else min(left, _SECONDS_BETWEEN_LOOKS)
         try:
-            # the last look follows the deadline: this process may have been stopped, and has the answer now
+            # looks once more after the deadline: this process may have been stopped, and have the answer now
             result, error = results.get(timeout=min(max(look, _SECONDS_BETWEEN_LOOKS), threading.TIMEOUT_MAX))
             break
         except queue.Empty:

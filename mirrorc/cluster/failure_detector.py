@@ -146,7 +146,7 @@ class FailureDetector:
 
     def _run(self) -> None:
         number = num_errors = 0
-        while not self._connection.is_lost:  # the store's host has ended, perhaps as training is over
+        while not self._connection.is_lost:  # the store's host has ended, perhaps because training is over
             number += 1
             self._asked_at = time.monotonic()
             try:

@@ -26,7 +26,7 @@ from mirrorc.errors import CommunicationError
 from mirrorc.messages.problem import problem
 
 _BY_GROUP = "the process group"
-_LIFE = "life"  # the part of the store for signs of life
+_LIFE = "life"  # the part of the store for heartbeats
 _LONGEST_VERDICT_SECONDS = 10.0  # on top of the wait for others, to send the verdict
 
 _joining = threading.Lock()

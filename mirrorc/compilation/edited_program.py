@@ -42,7 +42,7 @@ class EditedProgram:
         except OSError as error:
             fix = "give the file of an edited program, a Program, or None"
             raise problem(ValueError, f"MC1002: program is {source!r}", f"{error.strerror}", fix) from error
-        self._takes_part = False  # in what is compiled at present
+        self._takes_part = False  # in the current compilation
         self._is_compiled = False  # once it is, calls of other sizes compile without it
 
     def note_compiled(self) -> None:

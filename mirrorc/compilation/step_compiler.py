@@ -177,7 +177,7 @@ class StepCompiler:
         try:
             training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
         except NoGradientError:
-            purpose = Purpose.EVALUATION  # autograd has nothing to do behind this forward
+            purpose = Purpose.EVALUATION  # no backward follows this forward
             training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
         if purpose is Purpose.FORWARD:
             return self._forward_and_backward(training_call, captured, call, symbolic, progress)
@@ -251,7 +251,7 @@ class StepCompiler:
         self.front_ends[purpose] = climbed.front_end.name
         for error in climbed.errors:
             if isinstance(error, StateError) and not self._carried[purpose.trains].is_advanced:
-                raise error  # plain PyTorch has not found what forward changes
+                raise error  # plain PyTorch did not show the changes of forward, either
         self._carried[purpose.trains].note_capture(is_fallback=bool(climbed.failed))
         model = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(model))

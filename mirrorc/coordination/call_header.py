@@ -48,7 +48,7 @@ class Announcements:
         if not (is_stale or is_behind):
             return 0
         if self._taken.lack_any():
-            return 1  # all take over the chief's values in any case
+            return 1  # all workers receive the chief's values in any case
         tensors, optimizers = self._state.store.tensors, self._state.optimizers
         buffers = {variable.name for variable in written_buffers(program)}
         others = {name: tensor for name, tensor in tensors.items() if name not in buffers}

@@ -40,7 +40,7 @@ def _checked(
 ) -> tuple[dict[int, Mapping[str, torch.Tensor]], Mapping[str, Any]]:
     for state in states:
         keys = set(state) if isinstance(state, Mapping) else set()
-        if not keys.issuperset(_KEYS):  # those of earlier versions have other keys besides
+        if not keys.issuperset(_KEYS):  # states of earlier versions have additional keys
             raise TypeError(
                 f"MC7002: each of the states is a dict with {', '.join(_KEYS)}, as step.state_dict() has it under 'worker'"
             )

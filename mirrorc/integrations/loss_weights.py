@@ -70,7 +70,7 @@ class LossWeights:
                 total = _WEIGHTS[way](labels).sum()
                 divide = functools.partial(_with_loss, change=lambda loss: loss / total)
                 stack.enter_context(parallel.register_forward_hook(lambda _module, _args, outputs: divide(outputs)))
-                # Weighted so, it gives the gradients of one device.
+                # With these weights, gradients are those of one device.
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", "MC3101: the loss gives other gradients")
             yield
@@ -85,7 +85,7 @@ class LossWeights:
             sizes = torch.stack(losses).double().nan_to_num(0.0, 0.0, 0.0).abs()
             once, twice = self._gather(sizes).view(-1, 2).sum(0).tolist()
             if once == twice == 0.0:
-                return True  # a batch without labels tells nothing
+                return True  # a batch without labels shows nothing
             self._is_divided = abs(once - 2 * twice) < abs(once - twice)
         return self._is_divided
 

@@ -31,12 +31,12 @@ TypeRule = Callable[[Program, fx.Node], ValueType]
 
 
 class Kind(enum.Enum):
-    SOURCE = "source"  # gives a value that exists already: an argument, a variable, a slot
+    SOURCE = "source"  # returns an existing value: an argument, a variable, a slot
     REGION = "region"  # runs a region
     CHECK = "check"  # stops the step unless a value is true
-    GATHER = "gather"  # hands a value to the step's caller
+    GATHER = "gather"  # returns a value to the step's caller
     COMPUTE = "operator"  # computes a value from others without effects, as an operator of torch does
-    FACTORED = "factored"  # gives a gradient as factors
+    FACTORED = "factored"  # returns a gradient as factors
     PACK = "pack"  # fills a bucket
     LAUNCH = "launch"  # begins communication
     WAIT = "wait"  # ends communication

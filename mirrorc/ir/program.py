@@ -101,9 +101,9 @@ class Region:
 class ArgumentKind(enum.StrEnum):
     """Saved and printed programs contain the member's value."""
 
-    BATCH = "batch"  # a shard, or a tensor that is given whole
+    BATCH = "batch"  # a shard, or a whole tensor
     TANGENT = "tangent"  # a replica's part of the gradient of an output
-    SAVED = "saved"  # a value that the program of forward has kept
+    SAVED = "saved"  # a value saved by the program of forward
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
     SIZE = "size"  # a Python number computed from the sizes of the replica's shard
     NUMBER = "number"  # a Python number that may change in each step, as a scalar of 64 bits

@@ -37,8 +37,8 @@ class Aggregation(enum.Enum):
     NONE = "none"
     MEAN = "mean"
     FIRST = "first"  # replica 0's
-    SAME = "same"  # any replica's: all write the same value, and replicas that did not run take it over
-    COUNTER = "counter"  # as SAME, but each microbatch goes on from the one before
+    SAME = "same"  # any replica's: all write the same value; replicas that did not run get it
+    COUNTER = "counter"  # as SAME, but each microbatch continues from the previous one
 
 
 @dataclass(frozen=True)

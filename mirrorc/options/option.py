@@ -39,7 +39,7 @@ FORMER: Mapping[str, str] = {
 """Former options, and their replacements; ``{value}`` stands for the value."""
 
 _SCALARS = (str, bool, int, float)
-_STRICT_KINDS = (bool, str, bytes)  # no numbers or sequences, although Python takes them for such
+_STRICT_KINDS = (bool, str, bytes)  # not numbers or sequences, although Python treats them so
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class StepOptions:
     program: str | os.PathLike[str] | Program | None  # an edited one
     dynamic: bool | None  # sizes of arguments are symbols; None: once they change
     remarks: tuple[str, ...]  # on the arguments, for every program of the step
-    is_module: bool = False  # the caller has the loss and the updates
+    is_module: bool = False  # the user's loop has the loss and the updates
 
 
 LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0

@@ -48,7 +48,7 @@ def check_case(path: Path, *, renews: bool = False) -> None:
     text = path.read_text(encoding="utf-8")
     lines = text.split("\n")
     runs, errors, updates = (_directives(lines, name) for name in ("RUN", "ERROR", "UPDATE"))
-    # Each in its place, so that failures name lines of the file:
+    # At the same line as in the file, so that failures name its lines:
     checks = [line if _CHECK.match(line) else "" for line in lines]
     if len(runs) != 1 or (errors and any(checks)):
         raise ValueError(f"MC7201: {path} needs one line '# RUN: PASSES', and lines of either '# CHECK:' or '# ERROR:'")

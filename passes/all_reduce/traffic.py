@@ -164,7 +164,7 @@ class Traffic:
     def finish(self, results: Sequence[Held]) -> None:
         for replica, wait in self._waits.items():
             result = results[replica]
-            value = self._value(result) if result.node is not None else None  # what nobody uses is awaited, too
+            value = self._value(result) if result.node is not None else None  # unused values are awaited, too
             if wait.users:
                 wait.replace_all_uses_with(value or self._nothing(replica))
             wait.graph.erase_node(wait)

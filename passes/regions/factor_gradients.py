@@ -133,7 +133,7 @@ class FactorGradients:
         for graph in graphs:
             for node, name in gradient_names(graph).items():
                 slot = slots.get(name)
-                least = 0 if name in due else self.min_elements  # due ones were chosen by the bytes that are sent
+                least = 0 if name in due else self.min_elements  # required factors were chosen by bytes sent
                 why = why_whole(node.meta["val"], slot.strides if slot is not None else None, least)
                 if why := "in buckets that are cut into packs" if name in cut else why:
                     whole[name] = why
@@ -264,7 +264,7 @@ def _rewire(
     node.args = tuple(node.args[i] for i in split.arguments)
     node.meta["val"] = tuple(result.meta["val"] for result in split.results)
     outside = {inside: of_calls[number] for inside, of_calls in split.outer_arguments.items()}
-    called: dict[fx.Node, str] = {}  # for each call anew, because its factors are for variables of its own
+    called: dict[fx.Node, str] = {}  # a region per call, because each call's factors belong to other variables
     for place, made in split.factored.items():
         for factor, name in zip(made.factors, made.form.factor_names, strict=True):
             called.setdefault(factor, f"{identifier(names[parts[place]])}_{name}")

@@ -45,7 +45,7 @@ class GraphFunction:
         self.filename = f"<mirrorc {title} #{next(_serial)}>"
         exec(compile(source, self.filename, "exec"), namespace)  # the source was generated below from a graph
         self.call: Callable[[list[Any]], Any] = namespace["run"]
-        namespace["run"].graph_function = self  # lets the holder of the function find the failing node
+        namespace["run"].graph_function = self  # to find the failing node
         _programs[self.filename] = self
 
 

@@ -33,7 +33,7 @@ class NcclCommunicator(Communicator):
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float, unit: str = "bucket") -> None:
         super().__init__(devices, timeout_seconds, unit)
-        # what waits for a bucket waits for all replicas, so its few blocks come before those of backward
+        # a wait for a bucket is a wait for all replicas, so its few blocks have priority over backward
         self._streams = [torch.cuda.Stream(device.torch_device, priority=_HIGH) for device in devices]
         self._offers: dict[int, int] = {}
 

@@ -24,7 +24,7 @@ def cache_freed_memory() -> None:
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         libc.free.argtypes = [ctypes.c_void_p]
         libc.free(libc.malloc(_LARGEST_CACHED))
-        libc.mallopt(_M_TOP_PAD, _HEAP_BYTES)  # glibc adapts no more from here on
+        libc.mallopt(_M_TOP_PAD, _HEAP_BYTES)  # from here on, glibc does not adapt the value
 
 
 def return_freed_memory() -> None:

@@ -246,7 +246,7 @@ def _serve(
                 return
             jobs, replica, results = order
             job = jobs.pop(replica, None)
-            if job is None:  # it was handed out twice
+            if job is None:  # the job was sent twice
                 continue
             try:
                 results[replica] = (True, job())

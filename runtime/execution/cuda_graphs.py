@@ -198,7 +198,7 @@ class StepGraph:
         """Runs nothing, so variables stay unchanged."""
         loss = self._loss
         assert loss is not None, "it has run before"
-        raised: list[BaseException] = []  # leaving torch.cuda.graph raises another exception, which says less
+        raised: list[BaseException] = []  # leaving torch.cuda.graph raises a less precise exception
 
         def step() -> None:
             try:

@@ -300,7 +300,7 @@ class Executor:
         step_graph.load(values)
         if step_graph.is_due:
             with self.state.optimizers.capturing(), self.commit.suspended():
-                step_graph.capture(function)  # the calls are made, but nothing runs
+                step_graph.capture(function)  # calls are captured, not run
         if step_graph.is_captured:
             self.commit.commit()
         return step_graph.run(function)
@@ -328,7 +328,7 @@ class Executor:
         elif self._progress is not None:
             assert isinstance(self.state, StepState), "a program that commits early trains"
             self.state.tear(self._progress.clause())
-        if pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
+        if pool.is_stuck:  # when a stuck device continues, it must find its rendezvous aborted
             return
         self._forget_step()
         self._binder.forget_deferred()

@@ -107,7 +107,7 @@ def _place_of_message(message: Collective) -> tuple[int | None, ...]:
 
 def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]]) -> Launch:
     if node.target is ops.reduce and node.kwargs["root"] != replica:
-        members = [(replica, node)]  # the device gets nothing of the sum, and waits for nobody
+        members = [(replica, node)]  # the device gets no part of the sum, and does not wait
     giver = None if node.target is ops.reduce else node.kwargs.get("root", node.kwargs.get("source"))
     awaited = [
         (r, n) for r, n in members if giver is None or (r == giver and n.kwargs.get("destination", replica) == replica)

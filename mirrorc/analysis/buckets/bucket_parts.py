@@ -88,7 +88,7 @@ class BucketParts:
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()
-        while waiting:  # depth first, without recursion: the values of a ring are nested as deep as it has rounds
+        while waiting:  # without recursion, because a ring nests values as deep as it has rounds
             node = waiting[-1]
             missing = [n for n in self._sources(node) if n not in self._part_of and n not in entered]
             entered.add(node)
@@ -223,7 +223,7 @@ class BucketParts:
         if part is None or node.target in _SAME_ELEMENTS or node.target is ops.add_accumulated:
             return part
         if part.kind == ROWS:
-            return None  # their elements are known in a step alone
+            return None  # their elements are known only at run time
         if node.target is torch.ops.aten.slice.Tensor and exact is not None:
             return _sliced(exact, *others, **node.kwargs)
         other = self._exact(others[0]) if others and isinstance(others[0], fx.Node) else None

@@ -103,9 +103,9 @@ class _Run:
         self.now = [durations.start_seconds(replica) for replica in self.replicas]
         self.calls: list[list[SimulatedCall]] = [[] for _ in graphs]
         self.flights: list[Flight] = []
-        self._came: dict[Any, dict[int, float]] = {}  # when each device came to a joint operation
-        self._arrived: dict[Any, float] = {}  # when a launch between workers arrives
-        self._free = 0.0  # when the link between workers is idle
+        self._came: dict[Any, dict[int, float]] = {}  # the time at which each device reached a joint operation
+        self._arrived: dict[Any, float] = {}  # arrival times of launches between workers
+        self._free = 0.0  # the time from which the link between workers is idle
 
     def has_more(self, replica: int) -> bool:
         return self._next[replica] < len(self._todo[replica])

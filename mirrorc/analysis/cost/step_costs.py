@@ -104,7 +104,7 @@ class ProgramDurations:
         if node.target is ops.wait and launch_of(node).target is ops.scatter_sums:
             return self._seconds_of_adding(replica, node)
         if node.target is ops.wait and launch_of(node).target is ops.gather_parameters:
-            return 0.0  # they come to where they belong
+            return 0.0  # received elements are already in place
         kind, size = kind_of_call(self._program, node), num_bytes_of_call(self._program, replica, node)
         line = self._costs.lines.get(kind)
         if line is None and node.target is ops.update:

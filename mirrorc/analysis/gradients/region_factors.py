@@ -125,7 +125,7 @@ def _choose(
     return True
 
 
-_MUCH = 4  # with symbols: how many times larger or smaller factors may become than their gradient, and the choice stays
+_MUCH = 4  # with symbols, factors may become this many times larger or smaller before the choice changes
 
 
 def _guard_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:

@@ -112,7 +112,7 @@ def _one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHo
     if id(value) not in known:
         if len(known) == _MOST_FOLLOWED:
             return None
-        known[id(value)] = None  # no value is made of itself
+        known[id(value)] = None  # a value is not computed from itself
         known[id(value)] = _made_one_hot(values, value, dim, known)
     return known[id(value)]
 

@@ -195,7 +195,7 @@ def _refuse_tensor_kinds(tensor: torch.Tensor, path: str) -> None:
         )
     of_marks = ("_dynamo", "_has_dynamo", "_specialize_on")  # of `torch._dynamo.mark_dynamic`
     names = [name for name in getattr(tensor, "__dict__", ()) if not name.startswith(of_marks)]
-    if names and not tensor.is_nested:  # the attributes of nested ones are torch's; `split_call` refuses them
+    if names and not tensor.is_nested:  # `split_call` refuses nested tensors, whose attributes are torch's
         raise problem(
             TypeError,
             f"MC1302: argument {path!r} is a tensor with attributes that Python code has set, {', '.join(names)}",

@@ -59,14 +59,14 @@ class Signature:
             split_call, call, self._num_replicas, microbatches=parts, may_be_empty=trains and self._are_several
         )
         shards = split()
-        if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # only then does BatchNorm matter
+        if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # otherwise BatchNorm does not matter
             shards = split(fewest=fewest_examples(*self._roots))
         return shards
 
     def _with_target(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        leaves_input = len(args) > 1 or (bool(args) and bool(kwargs))  # a model takes something
+        leaves_input = len(args) > 1 or (bool(args) and bool(kwargs))  # a model takes at least one argument
         is_target = leaves_input and not self._why_not_bound(args[:-1], kwargs)
         is_input = not self._why_not_bound(args, kwargs)
         if is_target and (trains or not is_input):

@@ -222,7 +222,7 @@ class OpaqueCall:
     def _run_backward(self, run: Run, tangent: torch.Tensor, *, keeps_graph: bool) -> None:
         trainable = [tensor for tensor in run.inputs if tensor.requires_grad]
         for tensor in trainable:
-            if tensor.grad is not None:  # from a backward() inside of forward, which the loss weight did not reach
+            if tensor.grad is not None:  # from a backward() within forward, so the loss weight is missing
                 tensor.grad.mul_(tangent.to(tensor.grad))
         meets = exchanging(run.exchange)
         with torch.enable_grad(), self.state.alone(), self._drawing(run, "backward"), meets:

@@ -66,7 +66,7 @@ class _Place:
         if self.kind == "state":
             if _is_unchanged(now, self.before):
                 return False
-            return not self.name.endswith(".") or bool(self.change_to(now))  # the order of attributes is no state
+            return not self.name.endswith(".") or bool(self.change_to(now))  # the order of attributes is not state
         return not are_equal(now, self.before)
 
     def put_back(self) -> None:
@@ -368,7 +368,7 @@ class _Search:
             self._found(value, name, read, write)
 
     def _add_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        if tensor.is_inference():  # it counts no writes
+        if tensor.is_inference():  # inference tensors have no versions
             return
         if not can_keep_value(tensor) or tensor.nbytes > _LARGEST_COPY:
             self.places.append(_Place(name, lambda: tensor._version, lambda _: None, "memory"))

@@ -269,7 +269,7 @@ def _refuse_changes_of_backward(before: Changes, after: Changes, model_name: str
 
 def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:
     if call.takes_tangents:
-        return torch.float64  # of weights of workers
+        return torch.float64  # for weights of workers
     if not isinstance(call, EvaluationCall):
         return check_trained_loss(loss, model_name).dtype
     if loss.shape != (0,) or call.needs_loss:

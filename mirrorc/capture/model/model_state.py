@@ -35,7 +35,7 @@ class ModelState:
         self.tensors: dict[str, torch.Tensor] = {}
         self.names: dict[str, str] = {}
         self.outside = OutsideNames()
-        self._has_autograds_gradients = has_autograds_gradients  # hooks of parameters are then called
+        self._has_autograds_gradients = has_autograds_gradients  # with these, hooks of parameters are called
         self._roots = roots = {"model": model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
         first: dict[int, str] = {}
         for path, tensor in _named_tensors(roots):

@@ -359,7 +359,7 @@ def _gathered(
     size_of: dict[int, int] = {}
     for indices, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
         for shard, size in zip(indices, of_graphs, strict=False):
-            size_of.setdefault(shard, size)  # of the first replica: a graph of symbolic sizes is traced with its shard
+            size_of.setdefault(shard, size)  # the first replica's: a graph with symbolic sizes is traced with its shard
     sizes = [size_of[shard] for shard in range(len(captured))] if size_of else [STAND_IN_SIZE]
     traced = [graph.traced.outputs for graph in captured if graph.traced.outputs is not None]
     is_split = len(runs) > 1 or bool(shards.microbatches) or not size_of

@@ -164,7 +164,7 @@ def compile_with_inductor(
             _keep_strides(graph_module, example_inputs, wanted)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-        # part of the cache key, which the lines above and below and the calls of `call_directly` are not
+        # part of the cache key, unlike the settings around it and the calls of `call_directly`
         graph_module.meta["mirrorc"] = (
             "all outputs keep their strides, some operators are called directly, index_put never in place,"
             " scatters at their indices, kernels in the order of writes"

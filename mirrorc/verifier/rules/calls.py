@@ -119,7 +119,7 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
         gathers = list(calls_to(graph, ops.gather))
         for r in replicas:
             if (i if r is None else r) not in program.present:
-                continue  # `replicas_without_examples_run_nothing` speaks of it
+                continue  # `replicas_without_examples_run_nothing` reports it
             size = sizes[i if r is None else r] if sizes else None
             each.append((name_of_replica(r), [node for node in gathers if replica_of(node) == r], size))
     first: dict[str, _Key] | None = None
@@ -128,7 +128,7 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
         for node in nodes:
             name = str(node.kwargs.get("output"))
             if not node.all_input_nodes:
-                continue  # `operations_have_their_arguments` speaks of it
+                continue  # `operations_have_their_arguments` reports it
             if name in keys:
                 yield Violation(f"{where} gathers {name} twice", node)
             keys[name] = _key(node)

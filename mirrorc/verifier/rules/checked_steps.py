@@ -68,7 +68,7 @@ def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
 def _missed(graph: fx.Graph, replica: int | None, where: str, is_scaled: bool) -> Iterator[Violation]:
     commit = next((node for node in calls_to(graph, ops.commit) if replica_of(node) == replica), None)
     if commit is None:
-        return  # `a_step_commits_once` speaks of it
+        return  # `a_step_commits_once` reports it
     takers = [node for node in gradient_takers(graph) if replica_of(node) == replica]
     losses: Any = graph.output_node().args[0]
     loss = losses if replica is None else losses["losses"][replica]

@@ -87,7 +87,7 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
     """After a `pack`, no region of its replica writes into its slots. After a `send`, nothing writes the sent value."""
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
-        closed: dict[tuple[int | None, str], str] = {}  # by replica and slot, the node behind which no write may come
+        closed: dict[tuple[int | None, str], str] = {}  # by replica and slot, the node after which no write may come
         sent: dict[tuple[int | None, _Memory], str] = {}
         for node in graph.nodes:
             if node.op == "placeholder" or node.target is operator.getitem:

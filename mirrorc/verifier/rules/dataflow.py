@@ -205,7 +205,7 @@ def _way(
     user.
     """
     part = parts.of(value)
-    if part is None:  # it leads to nothing that can be told: `collectives` and `updates` speak of it
+    if part is None:  # its elements are unknown: rules on collectives and updates report it
         return expressions.number("way", value.name)
     all_steps = (*part.steps, named_step(ops.scale, ("value",))) if scales else part.steps
     steps = [step for step in all_steps if step[0] not in left_out]

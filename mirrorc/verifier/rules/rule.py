@@ -25,7 +25,7 @@ class Order(enum.IntEnum):
     REFERENCES = 1  # references of nodes are valid, and operations have their arguments
     MEANING = 2  # everything else
     OWNERS = 3  # values stay on their replica, a step commits; another rule often explains such a fault better
-    TYPES = 4  # the same is true of a wrong type
+    TYPES = 4  # another rule often explains a wrong type better, too
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class CommitPoint:
         self._decision: dict[str, str] = {}
         self._numbers: list[_Numbers] = [_Numbers()] * len(devices)  # of each replica that has arrived
         self._is_suspended = False
-        self._agreed_numbers: torch.Tensor | None = None  # the numbers with which all workers go on
+        self._agreed_numbers: torch.Tensor | None = None  # the numbers that all workers use
         self._voting = threading.Lock()
         self._rendezvous = self._make_rendezvous()
 

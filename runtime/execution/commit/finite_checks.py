@@ -128,7 +128,7 @@ class CheckedCommit(CommitPoint):
         shares = [check.deferred for check in checks if isinstance(check, ExaminedShare) and check.deferred is not None]
         DeferredTables.settle(shares)
         if not sums_are_finite(checks, at_once=self._devices[replica].is_asynchronous):
-            for share in shares:  # elements are looked at, and what is not made yet is of an earlier step
+            for share in shares:  # elements are read, and shares that are not made yet have those of an earlier step
                 share.make()
             pairs = zip(self._ranges[replica], checks, strict=True)
             faults = [fault for ranges, check in pairs for fault in _faults(ranges, check.value, replica)]

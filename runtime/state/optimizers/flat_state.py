@@ -84,7 +84,7 @@ class FlatState:
                 continue
             whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=home)
             for view, state in zip(slot_views(whole, bucket), known, strict=True):
-                if key in state:  # else without an update so far
+                if key in state:  # otherwise not updated yet
                     view.copy_(state[key])
             if bucket.part is not None:
                 whole = whole[bucket.part.start : bucket.part.stop].clone()

@@ -13,7 +13,7 @@ class CallStage(enum.StrEnum):
     An early commit passes VOTING_EARLY, UPDATING and UPDATED. A call that all workers refuse ends in REFUSED.
     """
 
-    BEFORE = "before"  # the others know of no vote of this worker
+    BEFORE = "before"  # other workers have no vote of this worker
     REFUSED = "refused"  # all workers raise the same error
     VOTING = "voting"
     DECIDED = "decided"  # all workers have decided for the step or against it

@@ -49,7 +49,7 @@ class Tells(enum.Enum):
 
     NOTHING = enum.auto()
     FAILURE = enum.auto()  # its error, unless a failure of this call is published already
-    END = enum.auto()  # it cannot go on
+    END = enum.auto()  # the worker cannot continue
 
 
 @dataclass(frozen=True)

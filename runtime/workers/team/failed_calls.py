@@ -67,7 +67,7 @@ class FailedCalls:
         event, stage = _event(error, failure), self._stage(is_whole)
         if CONSEQUENCES[event][stage].next is Next.FIND:
             failure = self._failures.find_failed_worker(error, self._watcher)
-            event, stage = Event.of(failure), self._stage(is_whole)  # a device may have gone on meanwhile
+            event, stage = Event.of(failure), self._stage(is_whole)  # a device may have continued meanwhile
         consequence = CONSEQUENCES[event][stage]
         if consequence.next is Next.RAISE:
             return error

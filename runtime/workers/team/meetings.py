@@ -41,7 +41,7 @@ _OF_LIVE_ONES = (
     "turn",
     "hyperparameters",
     "schedule",
-)  # workers that have left adopt these, or do not know them
+)  # workers whose loops have ended adopt these, or do not have them
 
 Details = Callable[[], Mapping[str, object]]
 """Returns the facts behind a header field, by name. Called if workers differ in the field."""

@@ -42,7 +42,7 @@ class PublishedFailures:
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile
             return published
-        call, seen = self._call, _without_outcome(error)  # the outcome is said at the end
+        call, seen = self._call, _without_outcome(error)  # the outcome follows at the end
         if silent is None:
             text = (
                 f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"

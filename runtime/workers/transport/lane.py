@@ -128,7 +128,7 @@ class Lane:
         self.cut()
         with self._launching:
             group, self._group = self._group, None
-            self._works.put(group)  # the thread lets it go: it waits for all works, however long these take
+            self._works.put(group)  # the thread releases it, because it waits for all works
             del group
         if threading.current_thread() is not self._thread:
             self._thread.join(_LONGEST_CLOSING_SECONDS)
