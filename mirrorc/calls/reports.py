@@ -58,7 +58,7 @@ class StepReports(ABC):
 
     @abstractmethod
     def _foundations(self) -> Foundations | None:
-        """None for a process alone."""
+        """Measured facts for predictions; None for a process on its own."""
 
     @property
     def program(self) -> Program:

@@ -26,18 +26,17 @@ _Compiled = TypeVar("_Compiled")
 
 
 class BoundedPrograms(Generic[_Compiled]):
-    """Compiles programs with more and more recomputation until one is within the bound. The first keeps all
-    activations.
+    """Compiles programs with more and more recomputation until one is within the bound.
 
-    `ChooseCheckpoints` predicts memory from the captured graph. `report_memory` counts it after the regions are
-    compiled, which calibrates the next prediction.
+    The first program keeps all activations. `ChooseCheckpoints` predicts memory from the captured graph. The memory of
+    the compiled regions (`report_memory`) calibrates the next prediction.
 
     Args:
-        bound: bytes as an int; a fraction of ``most`` as a float.
+        bound: an int of bytes, or a float as a fraction of ``most``.
         most_before: ``most`` of earlier calls.
 
     Attributes:
-        most: the largest peak of programs that keep all activations, so far; set by `find`.
+        most: the largest peak so far of a program without recomputation; set by `find`.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ def gradient_output(argument: str) -> str:
 
 
 class Stage(enum.IntEnum):
-    """SCHEDULED is UPDATED with further properties."""
+    """The stages of a program. SCHEDULED is UPDATED with further properties."""
 
     CAPTURED = 0
     OUTLINED = 1
@@ -61,7 +61,7 @@ class Stage(enum.IntEnum):
 
 
 class Property(enum.Enum):
-    """Established by passes. Messages show the member's value."""
+    """A property of programs, established by passes. Messages show the value."""
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
@@ -79,7 +79,7 @@ class Property(enum.Enum):
 
 
 class Accumulation(enum.StrEnum):
-    """Saved and printed programs contain the member's value."""
+    """The use of accumulated gradients in a program. Saved and printed programs contain the value."""
 
     NONE = "none"  # the program updates with its own gradients alone
     ADDS = "accumulating"  # the program adds its gradients to the accumulated ones, and updates nothing
@@ -99,7 +99,7 @@ class Region:
 
 
 class ArgumentKind(enum.StrEnum):
-    """Saved and printed programs contain the member's value."""
+    """The kind of an argument. Saved and printed programs contain the value."""
 
     BATCH = "batch"  # a shard, or a whole tensor
     TANGENT = "tangent"  # a replica's part of the gradient of an output

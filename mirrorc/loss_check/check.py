@@ -222,7 +222,7 @@ def _reasons_for(
     is_normalization: bool,
     is_repeatable: bool,
 ) -> tuple[str, ...]:
-    """``fitting_reduction``: the other ``loss_reduction``, if batch and shards agree with it; else None."""
+    """``fitting_reduction``: the ``loss_reduction`` with which batch and shards would agree, or None."""
     if fitting_reduction is not None:
         return (
             f"with loss_reduction={fitting_reduction!r} they are the same: the loss is a {fitting_reduction} over its examples",

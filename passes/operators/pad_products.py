@@ -67,7 +67,7 @@ class PadProducts:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Gradients of weights are transposed before they are returned."""
+    """Looks through transpositions, because gradients of weights are transposed before they are returned."""
     users = node.users
     return any(user.op == "output" or (user.target in REARRANGEMENTS and _is_result(user)) for user in users)
 

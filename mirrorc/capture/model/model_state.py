@@ -227,7 +227,7 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """A key, equal for equal values. None for other values than plain ones; guards watch these."""
+    """A key, equal for equal plain values. None for other values, which guards watch."""
     if not _is_plain(value):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself

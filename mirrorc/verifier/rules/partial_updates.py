@@ -91,8 +91,8 @@ def new_parameters_are_gathered_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def updates_in_parts_take_shares_alone(program: Program) -> Iterator[Violation]:
-    """An update in parts takes a share of a bucket with factors, which nothing else uses, because there is no gradient
-    to read or scale. A part has at least one element.
+    """An update in parts takes a share of a bucket with factors. Nothing else uses this share, because it has no gradient
+    in memory. A part has at least one element.
     """
     for where, graph, _ in scopes(program):
         for update in calls_to(graph, ops.update):

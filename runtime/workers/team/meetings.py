@@ -77,7 +77,7 @@ class Meetings:
         Args:
             facts: facts behind header fields, for the message if workers differ.
             counts: row counts of this worker's factors.
-            gathered_rows: this worker's numbers of gathered rows, as many as on other workers with matching programs.
+            gathered_rows: this worker's `gathered_rows`, as many as on other workers with matching programs.
 
         Raises:
             CommunicationError: workers differ; raised by all, with the worker and the difference.
