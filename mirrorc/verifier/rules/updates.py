@@ -239,9 +239,9 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
-    """Before a device writes shared parameters, all devices have finished their uses of variables: it has waited for a
-    reduction, or passed an early commit, that each device reaches later. Synchronous devices with sums from sends may
-    pass any commit.
+    """Before a device writes shared parameters, it waits for a reduction that each device launches after its last use of
+    variables, or passes an early commit after all these uses. If sends make up the sums, synchronous devices may pass
+    any commit.
     """
     shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:
