@@ -27,7 +27,7 @@ from mirrorc.runtime.state.step_state import StepState
 from mirrorc.user.restore import put_back_after
 
 KEYS = ("model", "loss_fn", "other_buffers", "optimizers", "scaler", "choices", "replica_buffers", "worker")
-"""``other_buffers`` are missing in ``model.state_dict()``; ``worker`` is this process's part."""
+"""The keys of the state. ``other_buffers`` are missing in ``model.state_dict()``; ``worker`` is this process's part."""
 
 
 class TrainingState:

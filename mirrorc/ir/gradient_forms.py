@@ -79,7 +79,7 @@ class GradientForm(ABC):
 
     @abstractmethod
     def expression(self, *factors: str) -> str:
-        """Such as ``left @ right``."""
+        """The gradient as an expression, such as ``left @ right``."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
         return sum(map(num_elements_now, factors))

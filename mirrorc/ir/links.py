@@ -152,7 +152,7 @@ def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.D
 
 
 def why_memory_is_not_shared(devices: Sequence[Device]) -> str:
-    """Empty if devices can work on one copy of the parameters."""
+    """Why devices cannot work on one copy of the parameters; empty if they can."""
     if not have_shared_memory(devices):
         return "the devices do not share one memory"
     if not any(link.reads_shared_memory and not link.objection(devices) for link in _links.values()):

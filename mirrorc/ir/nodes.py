@@ -77,7 +77,7 @@ def region_of(node: fx.Node) -> str:
 
 
 def region_title(name: str) -> str:
-    """Such as ``bwd_0.shard1``."""
+    """The printed name of a region, such as ``bwd_0.shard1``."""
     return _VARIANT.sub(r".shard\1", name)
 
 

@@ -24,7 +24,7 @@ CAPTURE = "capture"
 
 @dataclass(frozen=True)
 class Remark:
-    """``is_kept``: later programs print the remark, too."""
+    """A remark in a program. ``is_kept``: later programs print it, too."""
 
     text: str
     by: str = ""

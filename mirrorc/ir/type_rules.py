@@ -43,7 +43,7 @@ def _flat(node: fx.Node, num_elements: int, dtype: torch.dtype) -> ValueType:
 
 
 def region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
-    """Also checks the call's arguments."""
+    """The results of a called region. Also checks the call's arguments."""
     name = region_of(node)
     if name not in program.regions:
         raise TypeError(f"it calls {name}, which is no region of the program")

@@ -55,7 +55,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Curve:
-    """``points``: a polyline in a box of 1000 by 100."""
+    """A curve in the picture. ``points`` are a polyline in a box of 1000 by 100."""
 
     y: int
     height: int
@@ -65,7 +65,7 @@ class Curve:
 
 @dataclass
 class Picture:
-    """``ticks``: place and text. ``first_bar``: the name of the first bar of each line."""
+    """The picture's data. ``ticks`` have place and text; ``first_bar`` names the first bar of each line."""
 
     height: int = 0
     ticks: list[tuple[float, str]] = field(default_factory=list)

@@ -32,7 +32,7 @@ def load_report(path: str | os.PathLike[str]) -> StepReport:
 
 
 def predicted_report(program: Program, facts: Mapping[str, str]) -> StepReport:
-    """Has no times if the program is not lowered or cannot be predicted."""
+    """The report of a program that has not run; without times if its step cannot be predicted."""
     if program.stage is Stage.LOWERED and program.trains:
         try:
             step, stands_on = predicted_step(program, measured_machine())

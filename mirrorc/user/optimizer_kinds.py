@@ -99,7 +99,7 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
 
 
 def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Without entries that element-wise optimizers do not use; these are the user's."""
+    """The entries that element-wise optimizers use; other entries are the user's."""
     return {key: value for key, value in state.items() if key in _KNOWN and value is not None}
 
 

@@ -122,7 +122,7 @@ def can_keep_value(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes, nan equals itself, and 0.0 differs from -0.0."""
+    """The bytes of a tensor: nan equals itself, and 0.0 differs from -0.0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -127,7 +127,7 @@ class FactorGradients:
         due: Collection[str],
         why_not: str,
     ) -> tuple[dict[fx.Node, str], dict[str, str]]:
-        """By node, variables whose gradients may become factors. By variable, reasons why others stay whole."""
+        """Variables whose gradients may become factors, by node; and reasons why others stay whole, by variable."""
         cut = {slot.variable for bucket in program.buckets if bucket.is_cut for slot in bucket.slots}
         names, whole = {}, {}
         for graph in graphs:

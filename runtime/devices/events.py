@@ -11,7 +11,7 @@ import torch
 
 
 def record_event(device: torch.device) -> Any:
-    """None on the CPU, where calls are synchronous."""
+    """An event on a GPU's current stream; None on the CPU, where calls are synchronous."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -26,7 +26,7 @@ Where = tuple[fx.Node, DryStep | None]
 
 @dataclass
 class Peak:
-    """``length``: of the history up to the peak."""
+    """A peak of live memory. ``length`` is that of the history up to the peak."""
 
     num_bytes: int = 0
     at: Where | None = None

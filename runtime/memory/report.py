@@ -162,7 +162,7 @@ class MemoryReport:
 
     @property
     def optimizer_state(self) -> int | None:
-        """None if unknown before the first step."""
+        """Bytes of optimizer state; None if unknown before the first step."""
         parts = [row.optimizer_state for row in self.rows]
         return None if None in parts else sum(part for part in parts if part is not None)
 

@@ -28,7 +28,7 @@ class Parts(NamedTuple):
 
 
 def flatten_container(value: Any, path: str) -> Parts | None:
-    """None for a value that is not a container.
+    """The parts of a container; None for other values.
 
     Raises:
         TypeError: the container cannot be rebuilt.

@@ -61,7 +61,10 @@ class ChangingSizes:
     def symbolic_dims(
         self, call: Call, purpose: str, *, has_one_example: bool = False, is_evaluation: bool = False
     ) -> SymbolicDims:
-        """Empty after `give_up`, and for the shapes of a first call without symbolic dimensions."""
+        """The dimensions that become symbols.
+
+        Empty after `give_up`, and for the shapes of a first call without symbolic dimensions.
+        """
         key = _kind(call, purpose)
         if (key, has_one_example) in self._refusals:
             return ()

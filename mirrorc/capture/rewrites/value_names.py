@@ -64,7 +64,7 @@ def _numbered(base: str, counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """``since`` is the position of the first use, -1 for arguments."""
+    """The place of a value. ``since`` is the position of the first use, -1 for arguments."""
 
     name: str = ""
     since: int = -1

@@ -79,7 +79,7 @@ def choose_sent_as_factors(
 
 
 def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
-    """Empty if all workers compute the same bits of a matrix product."""
+    """Why workers compute different bits of a matrix product; empty if they do not."""
     other = next((rank for rank, number in enumerate(devices_per_worker) if number != devices_per_worker[0]), None)
     if other is not None:
         return (

@@ -37,7 +37,7 @@ class NumberedRows:
             self._op_of[number] = _op_of(node, numbered) if is_of_rows else node
 
     def by_elements(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """None if the value depends on more than one element of a row."""
+        """The row element's number; None if the value depends on more than one element of a row."""
         element = by_elements(self, _op_of(node, numbered))
         return element.number if element is not None else None
 

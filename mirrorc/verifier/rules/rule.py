@@ -53,7 +53,7 @@ class Rule:
 
     @property
     def applies(self) -> str:
-        """``to every stage``, ``from PACKED on`` or ``to every pass``."""
+        """Where the rule applies: ``to every stage``, ``from PACKED on`` or ``to every pass``."""
         if self.scope is Scope.PASS:
             return "to every pass"
         return "to every stage" if self.since is None else f"from {self.since.name} on"
@@ -107,7 +107,7 @@ def withdraw(check: Callable[..., Any]) -> None:
 
 
 def rules() -> list[Rule]:
-    """In checking order; rules on passes are last."""
+    """All rules in checking order; rules on passes are last."""
     return list(_RULES)
 
 

@@ -111,7 +111,7 @@ def are_finite(tables: Iterable[DeferredTable]) -> bool:
 
 
 def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
-    """None if elements may not be finite. Each table gets its summed rows."""
+    """The norm of the tables; None if elements may not be finite. Each table gets its summed rows."""
     norms = []
     for group in _by_width(tables):
         places, rows = _selected(group)

@@ -46,7 +46,7 @@ Take = Callable[[int, torch.Tensor], None]
 """Receives the index of a part's first element in the bucket, and the 1-D part."""
 
 Factors = tuple[torch.Tensor, ...]
-"""In the order of the form's `factor_names`."""
+"""Factors of one microbatch, in the order of the form's `factor_names`."""
 
 
 @dataclass(frozen=True)
