@@ -141,7 +141,7 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._run, name="mirrorc heartbeats", daemon=True)
 
     def start(self) -> None:
-        """The listener also receives earlier messages."""
+        """Starts the thread. The listener also receives messages sent before this call."""
         self._thread.start()
 
     def _run(self) -> None:

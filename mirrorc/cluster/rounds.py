@@ -54,7 +54,7 @@ class Round:
         )
 
     def all_say(self, text: str, *, timeout_seconds: float) -> list[str]:
-        """See `Cluster.all_say`; also raises if a worker has failed in this round."""
+        """As `Cluster.all_say`. Raises if a worker has failed in this round."""
         return self._meet(
             lambda store, deadline: all_say(store, self.workers, self.rank, text, deadline, self._look),
             "spoke with the others",

@@ -20,7 +20,7 @@ class Sink:
         raise NotImplementedError
 
     def save(self, name: str, program: Program) -> bool:
-        """False if the sink accepts only texts."""
+        """Saves a program. Returns False if the sink accepts only texts."""
         return False
 
 

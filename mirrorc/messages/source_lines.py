@@ -33,7 +33,7 @@ LINE_OF_TEXT = "line_of_text"
 
 
 def place_of(node: fx.Node) -> str:
-    """The user's line of a node, and the line of the program's text from which it was read; empty if unknown."""
+    """A node's line in the user's code, and its line if the program was read from text; empty if unknown."""
     number = node.meta.get(LINE_OF_TEXT)
     in_text = f"line {number} of the program's text" if number is not None else ""
     return ", ".join(filter(None, (in_text, source_line(node))))

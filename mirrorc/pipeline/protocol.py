@@ -72,13 +72,13 @@ class Instrument:
         """Called before the first pass; an exception stops the compilation."""
 
     def refused(self, program: Program, error: Exception) -> None:
-        """Called after an error in an instrument's `start`, before it is raised."""
+        """Called with an error of an instrument's `start`, before the error is raised."""
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """Called after each pass; an exception stops the compilation."""
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Called after an error in a pass, or in an instrument's `after_pass`, before it is raised."""
+        """Called with an error of a pass, or of an instrument's `after_pass`, before the error is raised."""
 
     def finish(self, program: Program) -> None:
         """Called after the last pass."""

@@ -148,7 +148,7 @@ _WIDTH = 158
 
 
 def wrapped(title: str, parts: Sequence[str]) -> list[str]:
-    """``#   TITLE part, part, ...``, wrapped with deeper indentation."""
+    """A comment ``#   TITLE part, part, ...``. Further lines are indented more."""
     lines, line = [], f"#   {title}"
     for i, part in enumerate(parts):
         piece = part + (", " if i + 1 < len(parts) else "")

@@ -20,7 +20,7 @@ class Launch:
 
     Attributes:
         wait: None on a device that only sends.
-        awaited: (replica, node) of the launches that the wait needs.
+        awaited: the launches, as (replica, node), without which the wait cannot end.
     """
 
     replica: int
@@ -119,7 +119,7 @@ def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[t
 
 
 def skew_ns(step: RecordedStep, launch: Launch) -> int:
-    """The part of a device's wait before the last launch that it needs."""
+    """How long a device waits for the launches of other devices."""
     if launch.wait is None:
         return 0
     wait = step.call_of[launch.wait]

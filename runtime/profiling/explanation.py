@@ -95,9 +95,7 @@ class Explanation:
 
     @property
     def other_ms(self) -> float:
-        """The rest, as a mean over devices: starting, packing, launching, and waiting for the last device at the commit
-        and the end.
-        """
+        """Time in starting, packing, launching, and waiting for the last device at the commit and the end; a mean."""
         return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "commit", "other", "end"))
 
     def __str__(self) -> str:

@@ -258,7 +258,7 @@ _LONGEST_PATH = 1000
 
 
 class _TraceReader(OutputReader):
-    """Reads outputs of two builds of a trace. An object in both existed before the trace."""
+    """Compares two builds of a trace's outputs. An object in both existed before the trace."""
 
     gathered: dict[str, fx.Node]
 

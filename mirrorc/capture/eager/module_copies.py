@@ -158,7 +158,7 @@ class ModuleCopy:
         return assigned
 
     def replaced(self) -> str | None:
-        """A parameter, buffer or submodule (in TorchScript, any attribute) that was replaced since `load`; or None."""
+        """The name of a parameter, buffer, submodule or TorchScript attribute that was replaced since `load`."""
         for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
             for table, before in zip(_TABLES, loaded[1:], strict=True):
                 now = attributes.get(table, {})

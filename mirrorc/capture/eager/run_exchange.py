@@ -24,7 +24,7 @@ class Others(Protocol):
     count: int
 
     def meet_at(self, subject: str, kind: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-        """The result of an exchange. All replicas must have the same subject. Without a kind, the value itself."""
+        """Exchanges a value with replicas that pass the same subject. Without a kind, returns the value itself."""
 
 
 class RunExchange:

@@ -67,7 +67,7 @@ def attribute_source(path: Sequence[str], name: str) -> str:
 
 
 class Slot(NamedTuple):
-    """An earlier number among a function's arguments; ``place`` is the number's index."""
+    """An argument that is an earlier number, with its index among all numbers."""
 
     place: int
 

@@ -19,10 +19,10 @@ from mirrorc.runtime.codegen.graph_function import GraphFunction
 
 
 class Asked:
-    """A request for gradients of an eager backward, before the call of the region that reads them.
+    """A request for gradients of an eager backward. The region that reads them is called when they are there.
 
     Args:
-        are_last: wait for the end of the backward, so that its exceptions come before the region's call.
+        are_last: wait for the end of the backward, so that its exceptions are raised before the region's call.
         token, *tangents: the values of ``taken.sources``.
     """
 

@@ -34,7 +34,7 @@ class Exchanges(Communicator):
 
     Args:
         packs: numbers of the exchanged packs, or of the buckets if none is cut.
-        made: for each pack of factors, the range of elements that each device computes.
+        made: for each pack of factors, the elements that each device computes, as (start, stop).
     """
 
     link = "gloo"
