@@ -196,7 +196,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """Waits for a late answer: either the store hangs, or this worker was stopped and gets the answer now."""
+        """Waits for a late answer of the store, which may hang, or answer now because this process was stopped."""
         asked_at, until = self._asked_at, time.monotonic() + slack_seconds
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return

@@ -129,7 +129,7 @@ def _call_roll(
 
 
 def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
-    """None while more workers may come. The store's host waits until ``num_readers`` workers have read the verdict."""
+    """The result of joining; None while more workers may come. The store's host waits for ``num_readers`` of it."""
     missing, members = _missing(came, place), sorted(came)
     wrong = disagreement(list(came.values()))
     if wrong or not missing:

@@ -300,7 +300,7 @@ def _needed(results: Sequence[fx.Node], among: Set[fx.Node]) -> list[fx.Node]:
 
 
 def _divide(gather: fx.Node, weight: fx.Node) -> None:
-    """An argument belongs to one worker's loss, so its gradient must not have the worker's weight in the sum."""
+    """Divides an argument's gradient by the worker's weight, because the argument belongs to one worker's loss."""
     (gradient,) = gather.all_input_nodes
     with gather.graph.inserting_before(gather):
         quotient = call(gather.graph, torch.ops.aten.div.Tensor, (gradient, weight))

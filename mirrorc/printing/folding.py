@@ -39,7 +39,7 @@ _LEAST_REPEATS = 3  # a stretch with fewer repeats is printed each time
 
 @dataclass(frozen=True)
 class _Shape:
-    """A line with ``#`` in place of each number, and the numbers. ``label`` precedes the first layer's number."""
+    """A line with ``#`` in place of each number, and its numbers. ``label`` precedes the first layer's number."""
 
     text: str
     buckets: tuple[int, ...]

@@ -102,7 +102,7 @@ class _Search:
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
     def _tries(self, segments: Sequence[Segment]) -> Iterator[tuple[Levels, Peak]]:
-        """Bisects the ladder for the first peak within the bound. If no peak is, samples the ladder."""
+        """Bisects the ladder for the first peak within the bound. If the last peak exceeds it, samples the ladder."""
         ladder = _ladder(segments)
         low, high = 0, len(ladder) - 1  # the peak at low exceeds the bound
         peak = self._timeline.peak(self._checkpoints(segments, ladder[high]))
@@ -155,7 +155,7 @@ class _Search:
 
 
 def _ladder(segments: Sequence[Segment]) -> list[Levels]:
-    """Levels from no recomputation to the most. Each raises one segment by one: the cheapest, in time per byte."""
+    """Levels from no recomputation to the most. Each step raises one segment by one level, the cheapest per byte."""
     steps: list[tuple[float, int, int]] = []
     for i, segment in enumerate(segments):
         before, seconds, price = 0, 0.0, 0.0

@@ -96,7 +96,7 @@ class PlaceGradients:
 
 
 def _ways_into_slots(program: Program, names: Mapping[fx.Node, str]) -> dict[str, str]:
-    """How each gradient gets into its slot; "pack" if any shard shape needs the copy by `pack`."""
+    """How each gradient is put into its slot; "pack" if any shard shape needs a copy by `pack`."""
     ways: dict[str, str] = {}
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]

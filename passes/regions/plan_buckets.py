@@ -41,7 +41,7 @@ _LEAST_PART = 16  # a bucket below a sixteenth of its cap is not worth a message
 
 @dataclass
 class _Grouping:
-    """``closed`` has the variables of each full bucket. ``num_packs`` is for buckets to cut, by first variable."""
+    """The variables of each full bucket, and the numbers of packs of buckets to cut, by the bucket's first variable."""
 
     closed: list[list[Variable]]
     remarks: list[str]

@@ -99,7 +99,9 @@ def _remark(program: Program, otherwise: str, num_moved: int, is_scaled: bool) -
 
 
 def _move_before(commit: fx.Node) -> int:
-    """Writers, rescalings, and users of these or of commits stay behind. Returns the number of moved waits."""
+    """Moves nodes before a commit, except writers, rescalings, and users of these or of commits. Returns the number of
+    moved waits.
+    """
     late = set(calls_to(commit.graph, ops.commit))
     num_moved, nodes = 0, list(commit.graph.nodes)
     for node in nodes[nodes.index(commit) :]:

@@ -250,7 +250,7 @@ class _Walk:
 
     @accounts(ops.MEETINGS)
     def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """A copy for other replicas, and the sum over workers, live until the end of the step."""
+        """Holds a copy for other replicas, and the sum over workers, until the end of the step."""
         (source,) = node.all_input_nodes
         value = source.meta["val"]
         self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(source)}", type_of(value))])
@@ -287,7 +287,7 @@ class _Walk:
 
     @accounts(ops.gather_largest)
     def _gather_largest(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device has the workspace of the top-k search, and the workers' messages until the end of the step."""
+        """Accounts for the top-k workspace, and for workers' messages until the end of the step, on the first device."""
         if self.replica:
             return (), 0
         _, pack = self.program.packs[pack_of(node)]
@@ -309,7 +309,7 @@ class _Walk:
 
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device has the workers' messages, assumed to be of equal length, until the end of the step."""
+        """Accounts for workers' messages until the end of the step, on the first device. Assumes equal lengths."""
         operands = self._of(node.args)
         if self.program.num_replicas > 1:
             self.ledger.hold(operands)  # until the last device's launch, at an unknown time

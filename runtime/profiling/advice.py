@@ -80,7 +80,7 @@ def _meetings(devices: Sequence[DeviceTimes], of_buckets_ms: float, step_ms: flo
 def _evener_devices(
     program: Program, steps: Sequence[RecordedStep], devices: Sequence[DeviceTimes]
 ) -> tuple[float, str]:
-    """The gain: the last device reaches the commit earlier if all devices compute for the mean time."""
+    """Estimates how much earlier the last device would reach the commit if all devices computed for the mean time."""
     mean_ms = statistics.fmean(device.compute_ms for device in devices)
     busy_ms = [_busy_ms(steps, replica) for replica in range(len(devices))]
     evened_ms = [busy - device.compute_ms + mean_ms for busy, device in zip(busy_ms, devices, strict=True)]
@@ -134,7 +134,7 @@ def _even_shards(program: Program) -> str:
 
 
 def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """Each removed bucket saves the fixed cost, but a larger last bucket leaves more to transfer after backward."""
+    """Estimates the gain of larger buckets: fewer fixed costs, but more bytes to transfer after backward."""
     totals: Counter[Any] = Counter()
     for times in buckets:
         bucket = program.buckets[times.index]

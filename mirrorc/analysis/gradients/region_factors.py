@@ -98,7 +98,10 @@ def _choose(
     *,
     is_due: bool,
 ) -> bool:
-    """Factors of all microbatches of a replica count together. Due gradients were chosen by all workers before."""
+    """True if a gradient becomes factors in all graphs; else ``whole`` may get the reason.
+
+    The size of factors is that of all microbatches of a replica. Gradients that are due were chosen by all workers.
+    """
     if len(of_graph) < len(graphs):
         return False
     shards = set(program.shard_of_microbatch) or {(shard,) for shard in range(len(graphs))}

@@ -85,7 +85,7 @@ def stored_product(value: Any) -> fx.Node | None:
 
 
 def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
-    """Equal numbers mean that a backend may store the values in the same memory.
+    """Numbers values, equally if a backend may store them in the same memory.
 
     Backends merge equal operators and drop operators without effect.
     """

@@ -57,8 +57,9 @@ def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) ->
 
 
 def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any, is_strided: bool) -> int:
-    """The larger of: the workspace for the image's gradient, if needed; that for the weight's gradient, beside the
-    former.
+    """Bytes for the image's gradient, which may be None, or for the weight's gradient if these are more.
+
+    The image's gradient is computed first, so it is held during the second computation.
     """
     result_bytes = sum(part.nbytes for part in result if part is not None)
     copied = _blocked(image) if image.shape[1] >= _UNBLOCKED_CHANNELS else 0

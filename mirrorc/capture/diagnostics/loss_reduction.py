@@ -86,7 +86,7 @@ def _summands(loss: Any) -> Iterator[tuple[fx.Node, tuple[float, ...]]]:
 
 
 def _counts(nodes: Sequence[fx.Node]) -> list[int]:
-    """Divisors that turn a sum over a shard into a mean: the first size of a tensor, times any others."""
+    """Candidates for a mean's divisor: the first size of a tensor, times any of its other sizes."""
     tensors = [node.meta.get("example_value") for node in nodes]
     shapes = {tuple(sizes_now(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim()}
     subsets = [(shape[0], rest) for shape in shapes for n in range(len(shape)) for rest in combinations(shape[1:], n)]

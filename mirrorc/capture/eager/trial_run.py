@@ -295,7 +295,7 @@ def _written(
     before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     observed: _ObservedOperators,
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """Also finds writes through ``.data`` or numpy, even of equal values, because another run may write others."""
+    """Finds written tensors, also if written through ``.data`` or numpy, or with equal values."""
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
 

@@ -328,7 +328,7 @@ def _remove_dead_code(graph: fx.Graph) -> None:
 
 
 def _separate_gradients(graph: fx.Graph) -> None:
-    """Buckets are summed in place, so a gradient must have no other use. Summands may share one gradient node."""
+    """Copies gradients that have another use, because buckets are summed in place."""
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])
     gradients: dict[str, fx.Node] = {}

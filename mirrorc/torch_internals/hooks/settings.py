@@ -146,7 +146,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def _has_node_hooks(leaf: torch.Tensor) -> bool:
-    """Registers hooks, because only their handles lead to the node's tables of hooks. These live as long as the node."""
+    """Finds the tables of a node's hooks through handles of hooks. The tables live as long as the node."""
     tables = _tables_of_nodes.get(leaf, ())
     if not tables or any(table() is None for table in tables):
         with torch.inference_mode(False):

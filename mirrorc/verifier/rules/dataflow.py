@@ -201,9 +201,7 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
 def _way(
     parts: BucketParts, expressions: Expressions, value: fx.Node, left_out: Container[str], *, scales: bool = False
 ) -> int:
-    """The value number of the operators on a packed or summed bucket. ``scales`` includes a scaling by the bucket's
-    user.
-    """
+    """The value number of the operators on a packed or summed bucket. ``scales`` adds a scaling."""
     part = parts.of(value)
     if part is None:  # its elements are unknown: rules on collectives and updates report it
         return expressions.number("way", value.name)

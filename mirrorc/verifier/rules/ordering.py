@@ -151,7 +151,7 @@ def no_device_waits_forever(program: Program) -> Iterator[Violation]:
 
 
 def _places(device: str, node: fx.Node) -> list[tuple[str, str]]:
-    """A commit, or a collective of the model, has two vertices in the graph of waits: arrival and end."""
+    """A node's vertices in the graph of waits. A commit or a collective of the model has two: arrival and end."""
     arrives = node.target is ops.commit or node.target in ops.MEETINGS
     arrival = [(device, f"before {node.name}")] if arrives else []
     return [*arrival, (device, node.name)]

@@ -75,7 +75,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements of a checked value that belong to one gradient, and their offset in the bucket. Losses have no variable."""
+    """Elements of a checked value that belong to one gradient, or to a loss if ``variable`` is empty."""
 
     variable: str
     place: int

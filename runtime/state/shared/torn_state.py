@@ -96,7 +96,7 @@ class TornState:
 
 
 class _Refusal:
-    """Raises an error when such state is saved, or when the model with this hook is copied."""
+    """A hook that raises an error when torn state is saved, or when the model with this hook is copied."""
 
     def __init__(self, torn: TornState) -> None:
         self._torn = torn

@@ -157,7 +157,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 
 
 def _differs(header: Header, source: Header, name: str) -> bool:
-    """A worker whose loop has ended adopts hyperparameters, turn and kind of accumulation. NONE and ENDS do not differ."""
+    """True if a field differs. A worker whose loop has ended adopts hyperparameters, turn and kind. NONE equals ENDS."""
     if name == "kind" and min(header.kind, source.kind) < 0:
         return header.kind != source.kind
     if header.has_left and name in ("hyperparameters", "kind", "turn"):
