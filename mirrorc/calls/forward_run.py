@@ -27,7 +27,6 @@ class ForwardRun:
     Attributes:
         outputs: gathered outputs by name; a list with one per replica if they are not combined.
         kept: the values that each replica saves for backward; None after backward.
-        differentiable: the outputs that need a gradient.
         likes: tensors without memory, for the results of `_Outputs`.
     """
 

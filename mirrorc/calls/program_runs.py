@@ -32,8 +32,6 @@ class ProgramRuns:
     Attributes:
         pool: None before the first run.
         last: the program of the last call or of `prepare`.
-        last_update: the last program that updates.
-        num_updates: runs of programs that update.
         draws: seed and numbers of the last run.
     """
 

@@ -45,11 +45,7 @@ def local_system() -> str:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker's description of itself.
-
-    Attributes:
-        system: see `local_system`.
-    """
+    """A worker's description of itself."""
 
     rank: int
     num_workers: int

@@ -156,9 +156,7 @@ class _Cut:
     """The cut of a graph.
 
     Attributes:
-        tangents: outputs with a tangent, in order.
         ways: how each output is gathered.
-        saved: values that forward saves for backward.
     """
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:

@@ -92,7 +92,6 @@ class Backward:
     """The program of backward for a module's forward.
 
     Attributes:
-        gradients: the parameters with gradients.
         constants: tensors that it reads, other than variables.
         runs_plain: it runs as plain PyTorch.
     """

@@ -22,9 +22,7 @@ class ReplicaExchange(Protocol):
     """The values of all replicas, for a replica that runs as plain PyTorch.
 
     Attributes:
-        place: the number of this replica.
         count: the number of replicas with examples.
-        number: the number of exchanges so far.
     """
 
     place: int

@@ -58,7 +58,6 @@ class LossWeights:
         """Makes a module return the loss of the whole batch, although each replica computes its own loss.
 
         Args:
-            inputs: a batch with ``labels``.
             has_items: the model gets ``num_items_in_batch``, too, and divides by it.
         """
         model, labels = parallel.module, inputs["labels"]

@@ -145,9 +145,7 @@ class ProgramPrinter:
         """For other arguments see `Program.to_text`.
 
         Args:
-            remarks: print stored remarks.
             after: the pass named in the heading.
-            milliseconds: the time of the pass, for the heading.
         """
         program, is_folded = self._program, not slots if fold is None else fold
         lines = [

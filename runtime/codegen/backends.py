@@ -52,7 +52,6 @@ class Backend(ABC):
 
         Args:
             graph_module: the region's body on its device; placeholders and results have fake values.
-            num_threads: the region's threads on the CPU.
         """
 
 

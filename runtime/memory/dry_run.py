@@ -37,7 +37,6 @@ class DryStep:
 
     Attributes:
         call: the function that the statement calls or prepares memory for.
-        taken: the allocated memory.
         dropped: memory released after the statement; the caller may still hold an argument.
         workspace: bytes of the called operator's workspace.
     """

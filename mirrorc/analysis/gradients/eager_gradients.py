@@ -21,7 +21,6 @@ class TakenGradients:
         token: the token of the forward run ``call``.
         tangent: the loss's gradient, with which backward begins; None for 1.
         tangents: the gradients of outputs of a module without a loss.
-        nodes: the gradients at ``places``.
     """
 
     call: int

@@ -32,7 +32,6 @@ class _Seen:
     Attributes:
         first: the shapes of the first call; empty if it had symbolic dimensions.
         sizes: the first sizes of each dimension of each argument, without 0 and 1.
-        symbolic: the symbolic dimensions of each argument.
     """
 
     first: Shapes

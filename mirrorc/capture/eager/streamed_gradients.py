@@ -23,7 +23,6 @@ class RunGradients:
     is complete at the end of backward, because it may come in parts or from a nested backward.
 
     Attributes:
-        of: the run.
         arrived: indices of parameters and arguments in the order of their gradients; repeated for each addition to a
             gradient.
     """

@@ -65,7 +65,6 @@ class FirstRuns:
         undefined: the line of an operator that returns NaN for one example.
         rows: names of buffers in which runs have written different rows.
         means: for each run, the means over targets.
-        buffers: all buffers after forward.
         vectors: vectors of spectral norms, by index.
     """
 

@@ -26,11 +26,7 @@ _WATCHED = "_mirrorc_transient_attributes"
 
 
 class CarriedAttributes:
-    """Attributes that forward reads before it assigns them: each step continues with the value of the last one.
-
-    Attributes:
-        num: counts these attributes.
-    """
+    """Attributes that forward reads before it assigns them: each step continues with the value of the last one."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()

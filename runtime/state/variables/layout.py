@@ -67,7 +67,6 @@ class Layout:
         aggregates: aggregates of per-replica buffers, as in the user's model.
         separate: variables with a tensor on every replica.
         homes: variable -> the new memory of the user's tensor; None if it does not move.
-        program: the last program of the layout.
     """
 
     moved: Moved = Moved.NOTHING

@@ -41,7 +41,6 @@ class Failure:
 
     Attributes:
         rank: of the failed worker; -1 if unknown.
-        step: number of the failed call.
         text: the cause, as a clause: "it raised ValueError: ...".
         is_final: the worker cannot continue, so all later calls fail, too.
         stage: of the publishing worker.

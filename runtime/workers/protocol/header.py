@@ -21,7 +21,6 @@ class Header:
         variables: digest of all variables' dtypes and shapes.
         hyperparameters: digest of the optimizers' hyperparameters and the scaler's state.
         modes: digest of the modules' training modes.
-        num_present: replicas with examples.
         seed: only worker 0's seed is used.
         kind: see `kind_of`; a guess by a worker that has left its loop. `BESIDES` for a call that does not train,
             `TURN` for an exchange before a call.
