@@ -11,7 +11,7 @@ from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGra
 
 
 class ZeroableGradients:
-    """Accumulated gradients that the user's ``zero_grad`` of optimizer or model drops, except during a call."""
+    """Drops accumulated gradients at the user's ``zero_grad`` of an optimizer or model, except during a call."""
 
     def __init__(
         self, accumulated: AccumulatedGradients, tensors: Mapping[str, torch.Tensor], calls: ExclusiveCalls

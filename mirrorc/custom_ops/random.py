@@ -93,7 +93,7 @@ def unseeded(op: Any) -> Any:
 
 
 def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Restores the state of the device's global generator."""
+    """Runs an operator with a seed, then restores the device's generator."""
     generator = _global_generator(args, kwargs)
     with lock_of(generator.device):
         with STATES_LOCK:

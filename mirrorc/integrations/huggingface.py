@@ -50,7 +50,7 @@ class DataParallelMixin(_Trainer):
         self._weights = LossWeights(self.accelerator.gather)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Evaluations, too, use the module on all devices once it exists."""
+        """Evaluations use the same `DataParallel` as training if it exists."""
         model = super()._wrap_model(model, training, dataloader)
         is_wrapped = isinstance(self.model_wrapped, DataParallel) and self.model_wrapped.module is model
         return self.model_wrapped if is_wrapped and not training else model

@@ -118,7 +118,7 @@ class Norms:
         self._all_commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
 
     def of(self, node: fx.Node) -> NormOperands | None:
-        """None if the node is not a norm, or if some commit does not exchange a norm of its type."""
+        """None if the node is not a norm, or if a norm of this type is missing in a commit."""
         if node.target is not ops.norm:
             return None
         norm_type = float(node.kwargs["norm_type"])  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ class Members:
     def with_added(
         self, tensors: Mapping[str, torch.Tensor], counters: Mapping[int, int], *, are_guarded: bool = False
     ) -> Members:
-        """Some tensors may be members already, under the same names."""
+        """Adds tensors. Members may be among them, under the same names."""
         new = tensors.keys() - self.tensors.keys()
         return Members(
             {**self.tensors, **tensors},
