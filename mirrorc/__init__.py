@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from mirrorc.interface import __all__ as __all__
 
     __version__: str
-else:  # a checker that sees __getattr__ takes any name
+else:  # with a visible __getattr__, type checkers accept any name
     _FORMER = {
         "PowerSGD": "its place is examples/power_sgd.py, a payload of one's own for Communication(compression=); copy it",
         "CommunicationOptions": "give mirrorc.Communication(buckets=bytes_per_pack / 2**20, timeout=..., algorithm='ring')",
     }
 
     def __getattr__(name: str) -> Any:
-        """Imports the interface when one of its names is used first, so that `mirrorc --help` does without torch."""
+        """Imports the interface at the first use of a name, so that `mirrorc --help` needs no torch."""
         if name == "__version__":
             return importlib.metadata.version("mirrorc")
         if name in _FORMER:

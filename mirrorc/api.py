@@ -1,4 +1,4 @@
-"""`compile`: a step from the user's options; `plan`: the program of a worker that need not be there."""
+"""`compile`: a step from the user's options; `plan`: a worker's program, made without that worker."""
 
 from __future__ import annotations
 
@@ -86,58 +86,58 @@ def compile(
     """Compiles a training step that runs on several devices and computes what it would compute on one.
 
     Args:
-        model: a model written for one device. It stays the user's: its parameters are replica 0's. Or a function of a batch
-            that returns the loss, alone, as the first item of a tuple, or as ``loss`` of a dict or an object; then the step
-            returns what it returns, with the loss and metrics of the whole batch. See `train_step`.
-        modules: of a function, the modules that it calls: their parameters are trained, and each device has a copy.
-        devices: names such as ``["cpu:0", "cpu:1"]`` or ``["cuda:0", "cuda:1"]``; a number, of GPUs if
-            torch sees any; None for all visible GPUs, else one CPU. Logical CPUs share the processor's threads. ``cuda:0/1``
-            is a second logical device on GPU 0.
-        optimizer: over parameters of the model; or a list of several over different ones, which run in this order; None for
-            a step that makes no updates, but computes `Step.gradients` and evaluates.
+        model: a model written for one device. It stays the user's object, with the parameters of replica 0. Or a
+            function of a batch that returns the loss: alone, as the first item of a tuple, or as ``loss`` of a dict or
+            an object. The step then returns the function's result, with loss and metrics of the whole batch. See
+            `train_step`.
+        modules: for a function, the modules that it calls. Their parameters are trained, and each device has a copy.
+        devices: names such as ``["cpu:0", "cpu:1"]`` or ``["cuda:0", "cuda:1"]``; a number of GPUs, or of CPUs if torch
+            sees no GPU; None for all visible GPUs, else one CPU. Logical CPUs share the processor's threads.
+            ``cuda:0/1`` is a second logical device on GPU 0.
+        optimizer: over parameters of the model; or a list of optimizers over different parameters, which run in this
+            order; None for a step without updates, for `Step.gradients` and evaluations.
         loss_fn: ``loss_fn(output, target)``; None if the model returns its loss. The loss is a scalar tensor: alone, as
             the first item of a tuple, or as ``loss`` of a dict or an object.
         loss_reduction: "mean" if the loss is a mean over the examples of a batch, "sum" if it is a sum.
-        return_outputs: ``loss, outputs = step(...)``: the model's outputs, in containers of their own kinds, without
-            gradients; if loss_fn returns more than the loss, a pair of both. Tensors with a row for each example have
-            those of the whole batch, in its order. A floating-point scalar is the mean over examples. What is marked by
-            `mirrorc.summed` is the sum over replicas. Anything else, such as an integer, is a `mirrorc.PerReplica`.
+        return_outputs: ``loss, outputs = step(...)``: the model's outputs, without gradients; if loss_fn returns more
+            than the loss, a pair of both. Tensors with a row for each example have the rows of the whole batch, in its
+            order. A floating-point scalar is the mean over examples. A value marked by `mirrorc.summed` is the sum over
+            replicas. Anything else, such as an integer, is a `mirrorc.PerReplica`.
         microbatches: split each device's shard of the batch into this many parts, run in turn, with one reduction and
-            one update, so that memory holds activations of one part. The gradient is that of the whole batch. Parts differ by at
-            most one example; a part has at least one, so a small batch has fewer parts. Evaluations run in one part.
-        clip_grad_norm: scale the gradients before each update so that their norm, over all of them and the whole batch,
-            is at most this, as `torch.nn.utils.clip_grad_norm_` does. `ClipGradNorm` gives another norm; a sequence
-            gives a bound for each group of the optimizers in their order. `Step.grad_norm` has the norm; math.inf only
-            measures it.
-        clip_grad_value: clamp each element of a gradient to plus or minus this before each update, after the norm's
-            scaling.
+            one update. Memory then holds activations of one part only. Parts differ by at most one example; a small
+            batch has fewer parts. Evaluations run in one part.
+        clip_grad_norm: scale the gradients of the whole batch before each update so that their total norm is at most
+            this, as `torch.nn.utils.clip_grad_norm_` does. `ClipGradNorm` selects another norm; a sequence has a bound
+            for each group of the optimizers. `Step.grad_norm` has the norm; math.inf only measures it.
+        clip_grad_value: clamp each element of a gradient to plus or minus this before each update, after scaling by the
+            norm.
         autocast: run forward and loss under `torch.autocast` with this dtype, as a call within that context does.
-        scaler: the loss scaling of this scaler, as its ``scale``, ``unscale_``, ``step`` and ``update`` do on one
-            device: multiply the loss, divide the gradients, skip the update if one is not finite, and set the next
-            scale. `Step.num_skipped` counts skipped updates.
-        check_finite: True raises `NonFiniteError` if a replica's loss or a reduced gradient is infinite or NaN, and
-            changes nothing. "skip" skips the update of such a step, returns its loss, and counts it in
+        scaler: scale the loss as this scaler's ``scale``, ``unscale_``, ``step`` and ``update`` do on one device:
+            multiply the loss, divide the gradients, skip the update if one is not finite, and set the next scale.
+            `Step.num_skipped` counts skipped updates.
+        check_finite: True raises `NonFiniteError`, without changes, if a replica's loss or a reduced gradient is
+            infinite or NaN. "skip" skips the update of such a step, returns its loss, and counts it in
             `Step.num_skipped`.
         distributed: "auto" trains together with the other workers (processes) of an initialised process group, torchrun
-            or TF_CONFIG, see `mirrorc.cluster`: each compiles the same step over its own devices, and calls it with its own
-            examples. True refuses to train without others; False trains in this process alone.
-        mode: a preset of options that are left at their defaults, with a remark: "debug" (eager regions in exact order, finite
-            values are checked, every pass is dumped to ``mirrorc_dump``), "fast-start" (eager regions), "reproducible"
-            (``exact_order=True``), "slow-network" (gradients travel as bfloat16).
-        program: an edited program of this very step, or the file of one, of any stage (`Program.save`, `Debug.dump`). The
-            passes that it has not seen complete it. It may differ in buckets and in the order of calls, not in what a region
-            computes. Calls of other sizes compile as without it, with a remark.
-        communication: how gradients travel: buckets, algorithm, link, compression, timeout.
-        memory: where parameters and optimizer state live, and how much activations take.
+            or TF_CONFIG, see `mirrorc.cluster`. Each worker compiles the same step over its own devices, and calls it
+            with its own examples. True refuses to train without other workers; False trains in this process only.
+        mode: a preset for options that are not given, with a remark: "debug" (eager regions in exact order, checks for
+            finite values, dumps of every pass in ``mirrorc_dump``), "fast-start" (eager regions), "reproducible"
+            (``exact_order=True``), "slow-network" (gradients are sent as bfloat16).
+        program: an edited program of this step, or its file, at any stage (`Program.save`, `Debug.dump`). The remaining
+            passes complete it. Buckets and the order of calls may be edited, the computation of regions may not. Calls
+            with other sizes are compiled without it, with a remark.
+        communication: buckets, algorithm, link, compression, timeout.
+        memory: placement of parameters and optimizer state, and a bound of activations.
         compiler: backend, capture, symbolic sizes, CUDA graphs, passes of your own.
         debug: dumps, prints, progress, checks of replicas.
-        declared: options that were declared outside of the package, see `mirrorc.options.option.Option`.
+        declared: options declared outside of the package, see `mirrorc.options.option.Option`.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
-        PassError: `Compiler.passes`, ``add`` and ``disable`` make no pipeline of a whole step; says why, and the remedy.
-        CommunicationError: a worker does not come, does not compile the same step, or raises any other error; all
-            present workers raise it.
+        PassError: `Compiler.passes`, ``add`` and ``disable`` do not result in a pipeline of a whole step.
+        CommunicationError: a worker is missing, does not compile the same step, or raises any other error; raised by
+            all present workers.
     """
     arguments = {**locals()}
     del arguments["declared"]
@@ -163,7 +163,7 @@ def train_step(
         loss, metrics = step(x, y)
 
     Args:
-        modules: as for `compile`; the function refers to them by its closure or its globals.
+        modules: as for `compile`; the function must refer to them by its closure or globals.
         **options: of `compile`.
     """
     return lambda function: compile(function, devices, modules=modules, optimizer=optimizer, **options)
@@ -188,13 +188,14 @@ def data_parallel(
         loss.backward()              # p.grad has the gradient of the whole batch
         optimizer.step()
 
-    Any loss is exact, as it sees the whole batch. `compile` is faster, as it has loss and update in its program.
+    Any loss is exact, because it gets the outputs of the whole batch. `compile` is faster, because its program has loss
+    and update.
 
     Args:
-        model: a model written for one device. It stays the user's: its parameters are those of the module.
+        model: a model written for one device. It stays the user's object, and shares its parameters with the module.
         devices: as for `compile`.
-        reduction: how gradients of several workers are put together, each of which has a loss of its own batch: weighted by
-            numbers of "examples", which is exact for means; by 1 / number of "workers", as DDP does; or their "sum".
+        reduction: how to combine gradients of several workers, each of which computes a loss of its own batch: weighted
+            by numbers of "examples", which is exact for means; by 1 / number of "workers", as DDP does; or their "sum".
         distributed: as for `compile`. Under torchrun, each worker runs the same loop on its own examples.
         communication: buckets, order, link, timeout.
         compiler: backend, symbolic sizes, passes of your own.
@@ -233,23 +234,25 @@ def plan(
     rank: int = 0,
     **options: Any,
 ) -> Program:
-    """Compiles the program of a training step without running it, also for one of several workers that need not be there.
+    """Compiles the program of a training step without running it; also for one of several workers, none of which need
+    exist.
 
     Without ``optimizer=`` it is the program of `Step.gradients`.
 
     Args:
         model: as for `compile`; it stays as it is.
-        batch: this worker's examples: a tuple of positional arguments of a step, a dict of keyword arguments, or a pair of
-            both.
+        batch: this worker's examples: a tuple of positional arguments of a step, a dict of keyword arguments, or a pair
+            of both.
         devices: of this worker; None for as many as ``world`` says.
-        world: the workers; None for this process alone.
+        world: the workers; None for a process on its own.
         rank: the worker of ``world`` whose program is compiled.
         **options: as for `compile`.
 
     Raises:
         TypeError, ValueError, PassError: as `compile`.
         CaptureError: the model cannot be captured.
-        ExecutionError: an open step has the model's parameters on other devices: plan before it, or with a copy of the model.
+        ExecutionError: an open step has the model's parameters on other devices: plan before it, or with a copy of the
+            model.
     """
     if world is not None and not isinstance(world, World):
         raise TypeError(f"MC1001: world is {world!r:.60}: give mirrorc.World(num_workers=2), or None")
@@ -270,7 +273,6 @@ def plan(
 
 
 def _call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments in a tuple, a dict, or a pair of both."""
     if isinstance(batch, dict):
         return (), batch
     if not isinstance(batch, tuple):
@@ -285,7 +287,6 @@ def _call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def make_step(
     arguments: Mapping[str, Any], declared: Mapping[str, Any], joint: JointCompilation | None, workers: Workers
 ) -> Step:
-    """See `step_options`."""
     return Step(*step_options(arguments, declared, joint, workers))
 
 
@@ -300,9 +301,9 @@ def step_options(
     """Checks the options of a step.
 
     Args:
-        joint: the joined workers; None for a plan.
-        workers: those of a plan.
-        is_module: whether the caller has the loss and the updates.
+        joint: the joined workers; None for `plan`.
+        workers: for `plan`.
+        is_module: for `data_parallel`.
     """
     others = {name: value for name, value in arguments.items() if name not in ("model", "devices")}
     asked, remarks = checked_arguments(others, declared)
@@ -426,7 +427,6 @@ def _trained_module(function: Any, asked: Mapping[str, Any]) -> nn.Module:
 
 @contextlib.contextmanager
 def _naming_mode(mode: Mode | None, remarks: Sequence[str]) -> Iterator[None]:
-    """Errors about options that ``mode`` has set name it, by its remark."""
     try:
         yield
     except (ValueError, PassError) as error:
@@ -436,7 +436,6 @@ def _naming_mode(mode: Mode | None, remarks: Sequence[str]) -> Iterator[None]:
 
 
 def _pipeline_parameters(request: Request, optimizers: OptimizerGroups, model_state: ModelState) -> dict[str, Any]:
-    """The arguments of `mirrorc.passes.default_pipeline` that are options, or follow from one."""
     asked, workers, devices = request.asked, request.workers, request.devices
     same = ("order", "link", "microbatches", "check_finite", "early_update", "compression", "shard_optimizer")
     return {
@@ -451,7 +450,7 @@ def _pipeline_parameters(request: Request, optimizers: OptimizerGroups, model_st
 
 
 def usable_backend(name: str, devices: Sequence[Device]) -> Backend:
-    """The backend of this name; "eager", with a warning, if it cannot work on the devices."""
+    """The backend of this name; "eager", with a warning, if it does not support the devices."""
     backend = backend_named(name)
     objection = backend.objection(devices[0].torch_device)
     if not objection:

@@ -17,7 +17,7 @@ def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
     copies the value.
 
     Args:
-        value: a tensor of the same shape on all replicas, so the shape must not depend on the number of examples.
+        value: a tensor of the same shape on all replicas. The shape must not depend on the number of examples.
         op: "sum", or "mean": the sum divided by `num_replicas`.
 
     Returns:

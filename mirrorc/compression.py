@@ -18,8 +18,8 @@ Gradients = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TopK:
-    """Top-k compression with error feedback: each worker sends the largest elements of its gradient sums, and keeps the
-    others for the next step.
+    """Top-k compression with error feedback: each worker sends the largest elements of its gradient sums. The others
+    are added in the next step.
 
     Attributes:
         ratio: the fraction of a bucket's elements to send, above 0 and at most 1; at least one element is sent.
@@ -92,8 +92,9 @@ class Payload:
             gradients: on the device ``meta``, without values.
 
         Returns:
-            The bytes that a worker passes to `Collectives.all_reduce`, plus ``num_workers / 2`` times the bytes that it passes
-            to `Collectives.all_gather`. If this is 0, or not less than the gradients' bytes, gradients are sent whole.
+            The bytes that a worker passes to `Collectives.all_reduce`, plus ``num_workers / 2`` times the bytes that it
+                passes to `Collectives.all_gather`. If 0, or not less than the gradients' bytes, gradients are sent
+                whole.
         """
         return 0
 
@@ -102,23 +103,25 @@ class Payload:
     ) -> Gradients | None:
         """Sends the gradients of a message, and computes their sums.
 
-        It runs in a thread during backward, for one message at a time, in the same order on all workers. All workers must call
-        the same collectives, and compute the same bits; matrix products and reductions differ between processors.
+        It runs in a thread during backward, for one message at a time, in the same order on all workers. All workers
+        must call the same collectives and compute the same bits; note that matrix products and reductions differ
+        between processors.
 
         Args:
-            gradients: this worker's sums plus the residual of earlier steps. Values left in them at return are the new residual.
+            gradients: this worker's sums plus the residual of earlier steps. Their values at return are the new
+                residual.
             sums: zeros, to be overwritten with the sums over all workers.
-            state: the last result of this method for these gradients; empty in the first step. Do not write it.
+            state: the last result of this method for these gradients; empty in the first step. Do not modify it.
 
         Returns:
-            The ``state`` for the next step, equal on all workers: new tensors by parameter name, or None. A failed or skipped
-                step discards it, and the new residual. `mirrorc.Step.state_dict` has both.
+            The ``state`` for the next step, equal on all workers: new tensors by parameter name, or None. A failed or
+                skipped step discards it, and the new residual. `mirrorc.Step.state_dict` has both.
         """
         raise NotImplementedError
 
 
 def check_payload(payload: Payload) -> None:
-    """Raises TypeError unless the payload's class is a frozen dataclass with its own `num_bytes` and `exchange`."""
+    """Raises TypeError unless the payload is a frozen dataclass with `num_bytes` and `exchange` of its own."""
     kind = type(payload)
     if "__dataclass_params__" not in vars(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise problem(
@@ -140,7 +143,7 @@ _payloads: dict[str, Payload] = {}
 
 
 def register_payload(payload: Payload) -> str:
-    """Registers a payload in this process; returns its name in programs."""
+    """Registers a payload in this process. Returns its name in programs."""
     text = " ".join(repr(payload).split())  # on one line
     _payloads[text] = payload
     return text

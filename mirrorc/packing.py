@@ -1,4 +1,4 @@
-"""Plans of buckets, for ``buckets`` of `mirrorc.Communication`: groups of gradients for each reduction, and their order."""
+"""Bucket plans, for ``buckets`` of `mirrorc.Communication`: groups of gradients to reduce together, and their order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Gradient(NamedTuple):
     """A gradient, as an argument of user-defined plans.
 
     Attributes:
-        name: of the variable, as in ``step.variables``.
+        name: as in ``step.variables``.
         elements: the number of elements.
-        ready: its place in the order in which backward computes gradients, from 0.
+        ready: the index of the gradient in the order of backward.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Gradient(NamedTuple):
 
 
 Groups = Callable[[Sequence[Gradient]], Sequence[Sequence[str]]]
-"""A user-defined plan: takes all gradients, in the order of ``order``, and returns groups of their names. Each
-group is reduced at once; a gradient is in exactly one of them.
+"""A user-defined plan. It takes all gradients, in the order of ``order``, and returns groups of their names. Each group
+is reduced together; each gradient is in exactly one group.
 """
 
 GradientOrder = Literal["ready", "reversed"] | Callable[[Gradient], Any]
-"""The order of gradients in packs: as backward makes them, the reverse of the model's order of parameters, or by a key
+"""The order of gradients in packs: as backward computes them, the reverse of the model's parameters, or by a key
 function, smallest first.
 """
 
@@ -43,22 +43,22 @@ ORDERS = ("ready", "reversed")
 
 
 CAP_BETWEEN_HOSTS_MB = 4.0
-"""The default cap of a bucket, in MiB, over several workers on CPUs. Bandwidth between hosts is a hundredth of that
+"""The default cap of a bucket, in MiB, over several workers on CPUs. Between hosts, bandwidth is a hundredth of that
 within one memory, and nothing overlaps the last bucket of backward.
 """
 
 
 @dataclass(frozen=True)
 class ByBytes:
-    """Packs of whole gradients, each as large as a cap allows: a gradient that would exceed it opens the next pack.
+    """Packs of whole gradients up to a cap: a gradient that would exceed the cap opens the next pack.
 
     Attributes:
-        cap_mb: the cap, in MiB; `math.inf` for one pack, whatever ``first_mb`` is. A larger gradient has a pack for itself,
-            or joins one that is less than a sixteenth full.
-        first_mb: the cap of the first pack, in MiB, smaller to begin communication early; limited by ``cap_mb``.
+        cap_mb: the cap, in MiB; `math.inf` for one pack. A larger gradient has its own pack, or joins one that is less
+            than a sixteenth full.
+        first_mb: the cap of the first pack, in MiB, at most ``cap_mb``. A smaller one begins communication earlier.
 
     Raises:
-        ValueError: a cap is not positive, or no number.
+        ValueError: a cap is not a positive number.
     """
 
     cap_mb: float = 25.0
@@ -70,23 +70,23 @@ class ByBytes:
 
     @property
     def caps(self) -> tuple[float, float]:
-        """The cap of the first pack and that of the others, in bytes."""
+        """The caps of the first pack and of the others, in bytes."""
         first_mb = self.cap_mb if self.cap_mb == math.inf else min(self.first_mb, self.cap_mb)
         return first_mb * 2**20, self.cap_mb * 2**20
 
 
 @dataclass(frozen=True)
 class EqualPacks:
-    """Concatenated gradients, cut into packs of equal length; a pack may end within a gradient.
+    """Concatenated gradients, cut into packs of equal length. A pack may end within a gradient.
 
-    Gradients of each dtype and update rule have this many packs for themselves. The length includes padding to cache lines. The
-    last pack has the remainder.
+    Each dtype and update rule has this many packs. Lengths include padding to cache lines. The last pack has the
+    remainder.
 
     Attributes:
-        num_packs: the number of packs; 0 for no packing: one all-reduce per gradient.
+        num_packs: the number of packs; 0 for one all-reduce per gradient.
 
     Raises:
-        TypeError, ValueError: ``num_packs`` is no whole number of at least 0.
+        TypeError, ValueError: ``num_packs`` is not an integer of at least 0.
     """
 
     num_packs: int
@@ -96,21 +96,21 @@ class EqualPacks:
 
 
 LEAST_ELEMENTS = 1024
-"""The fewest elements of a pack of `EqualSplits`."""
+"""The smallest pack of `EqualSplits`, in elements."""
 
 
 @dataclass(frozen=True)
 class EqualSplits:
-    """As `EqualPacks`, if worthwhile; else one all-reduce per gradient, with a remark on the reason.
+    """Like `EqualPacks`, if worthwhile; else one all-reduce per gradient, with a remark on the reason.
 
-    It declines all gradients if these have several dtypes, and those of one update rule if a pack would have fewer than 1024
+    It is not worthwhile if gradients have several dtypes, or, for an update rule, if packs would have fewer than 1024
     elements (`LEAST_ELEMENTS`).
 
     Attributes:
         num_splits: the number of packs, at least 1.
 
     Raises:
-        TypeError, ValueError: ``num_splits`` is no whole number of at least 1.
+        TypeError, ValueError: ``num_splits`` is not an integer of at least 1.
     """
 
     num_splits: int
@@ -130,7 +130,7 @@ Plan = ByBytes | EqualPacks | EqualSplits | Groups
 Packing = float | Plan
 
 PLANS: Mapping[str, Callable[..., Any]] = {plan.__name__: plan for plan in (ByBytes, EqualPacks, EqualSplits)}
-"""The plans with a text form in pipelines, by the name of their class."""
+"""Plans with a text form in pipelines, by class name."""
 
 
 def _check_cap(name: str, cap_mb: Any) -> None:
@@ -140,10 +140,10 @@ def _check_cap(name: str, cap_mb: Any) -> None:
 
 
 def plan_of(buckets: Any) -> Plan:
-    """The plan for the user's ``buckets``; a number stands for `ByBytes` with this cap.
+    """The plan for the user's ``buckets``. A number stands for `ByBytes` with this cap.
 
     Raises:
-        TypeError: it is no plan.
+        TypeError: ``buckets`` is not a plan.
         ValueError: the number is not positive.
     """
     if isinstance(buckets, Real) and not isinstance(buckets, bool):
@@ -163,7 +163,7 @@ def plan_of(buckets: Any) -> Plan:
 
 
 def may_cut(buckets: Any) -> bool:
-    """True if a plan may cut a gradient, so that it lies in two packs."""
+    """True if a plan may cut a gradient into two packs."""
     plan = plan_of(buckets)
     if isinstance(plan, EqualSplits):
         return plan.num_splits > 1
@@ -183,7 +183,7 @@ def in_order(gradients: Sequence[Gradient], order: GradientOrder, registered: Se
 
     Args:
         gradients: in the order of backward.
-        registered: the names of the parameters, in the model's order.
+        registered: names of the parameters, in the model's order.
 
     Raises:
         ValueError: a key function fails, or its keys cannot be compared or ordered.
@@ -213,7 +213,6 @@ def in_order(gradients: Sequence[Gradient], order: GradientOrder, registered: Se
 
 
 def _why_no_key(key: Any) -> str:
-    """Describes a key that has no order; empty for other keys."""
     if isinstance(key, torch.Tensor):
         return f"a tensor ({list(key.shape)}, {key.dtype})"
     if isinstance(key, float) and math.isnan(key):
@@ -225,8 +224,8 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
     """The groups of a user-defined plan.
 
     Raises:
-        TypeError: the plan returns no groups of names.
-        ValueError: the plan fails; a name is missing, occurs twice, or is no gradient's; a group is empty or has two dtypes.
+        TypeError: the plan does not return groups of names.
+        ValueError: the plan fails; a name is missing, unknown or repeated; a group is empty or has two dtypes.
     """
     plan = f"buckets={getattr(groups, '__name__', type(groups).__name__)}"
     try:
@@ -283,7 +282,7 @@ def _is_list(value: Any) -> bool:
 
 
 def equal_ranges(num_elements: int, number: int) -> list[tuple[int, int]]:
-    """Cuts elements into at most ``number`` ranges [start, stop) of equal length; the last has the remainder."""
+    """Cuts elements into at most ``number`` equal ranges [start, stop); the last has the remainder."""
     size = max(1, num_elements // number)
     starts = [i * size for i in range(min(number, num_elements))]
     return list(zip(starts, [*starts[1:], num_elements], strict=True))

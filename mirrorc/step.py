@@ -49,8 +49,8 @@ _T = TypeVar("_T")
 class Step(StepReports):
     """A compiled training step, the result of `compile`. Call it with a batch; it returns the batch's loss.
 
-    The first call compiles it. A batch of other shapes adds a specialization over the same variables. Use it as a context
-    manager, or `close` it, to end its threads; the model keeps its weights.
+    The first call compiles it, and so may a batch of other shapes. Use it as a context manager, or `close` it, to end
+    its threads; the model keeps its weights.
     """
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
@@ -64,7 +64,7 @@ class Step(StepReports):
         )
         held = held_state(model.tensors, options.devices, options.optimizers, is_captured=options.cuda_graphs)
         hold = held.hold(model.tensors, options.optimizers, type(options.model).__name__)
-        groups = hold.optimizers.groups  # they have one count for all steps with them
+        groups = hold.optimizers.groups  # one count for all steps with these optimizers
         remarks = (*options.remarks, *([held.remark] if held.remark else []))
         options = replace(options, optimizers=groups, remarks=remarks)
         state = make_state(hold, options.check_replicas_every)
@@ -78,7 +78,7 @@ class Step(StepReports):
         state.optimizers.user_steps.tell_when_idle(self._habits.warn_of_idle_step)
         try:
             self._coordinator = coordinator_of(options, model, state)
-        except BaseException:  # the others do not compile this step
+        except BaseException:  # other workers do not compile this step
             state.close()
             raise
         on_cpu = options.devices[0].torch_device.type == "cpu"
@@ -125,16 +125,17 @@ class Step(StepReports):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one batch: forward, backward, all-reduce, update.
 
-        Without an optimizer of `compile`, only `gradients` and `evaluate` can be called.
+        Without an optimizer, only `gradients` and `evaluate` can be called.
 
         Args:
             *args: arguments of the model; tensors are split along dim 0, see `mirrorc.replicated`, `mirrorc.examples`,
-                `mirrorc.batch_dim` and `mirrorc.PerReplica`.
-                With a loss_fn, the last one is its second argument: ``step(x, y)``.
-            **kwargs: likewise; that argument by name is ``target``.
+                `mirrorc.batch_dim` and `mirrorc.PerReplica`. With a loss_fn, the last one is its second argument:
+                ``step(x, y)``.
+            **kwargs: likewise; the second argument of loss_fn is ``target``.
 
         Returns:
-            The loss of the whole batch, a scalar without gradient. With ``return_outputs``, a pair of the loss and the outputs.
+            The loss of the whole batch, a scalar without gradient. With ``return_outputs``, a pair of the loss and the
+                outputs.
 
         Raises:
             ValueError, TypeError: a wrong argument; nothing has changed.
@@ -145,13 +146,12 @@ class Step(StepReports):
         return self._train(args, kwargs, self._purpose_of_step)
 
     def gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward and backward on one batch, and adds the gradient of the whole batch to ``p.grad`` of the parameters.
+        """Runs forward and backward on one batch, and adds the gradient of the whole batch to ``p.grad`` of the
+        parameters.
 
-        Nothing is updated: ``optimizer.step()`` is yours, and what comes before it. As by ``loss.backward()``, a gradient is
-        added to the one that is there, parameters that do not require a gradient or that the loss does not reach keep theirs,
-        and all that the model has may get one, whether an optimizer of `compile` trains it or not. ``p.grad`` is the caller's
-        memory, which later calls only add to. Buffers are written as in training. All workers call it, and each gets the sum
-        over the examples of all.
+        Nothing is updated; you call ``optimizer.step()``. Like ``loss.backward()``, it adds to ``p.grad`` of all
+        parameters that require a gradient and affect the loss, with or without an optimizer. Buffers are written as in
+        training. All workers call it, and each gets the sum over the examples of all workers.
 
         Args:
             *args, **kwargs: as for a training call.
@@ -161,19 +161,19 @@ class Step(StepReports):
 
         Raises:
             ExecutionError: with ``clip_grad_norm``, ``clip_grad_value``, ``scaler``, ``check_finite="skip"`` or
-                ``cuda_graphs``; in the middle of an accumulation; in a block of `join`. Nothing has changed.
+                ``cuda_graphs``; during an accumulation; in a block of `join`. Nothing has changed.
             As a training call; nothing has changed then.
         """
         refuse_gradients(self._options)
         return self._train(args, kwargs, lambda: Purpose.GRADIENTS)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward and backward on one batch, and accumulates its gradients for the next training call.
+        """Runs forward and backward on one batch, and keeps its gradients for the next training call.
 
-        That call updates with the gradient of the mean loss over the examples of all accumulated batches and its own; with
-        ``loss_reduction="sum"``, of the sum. Buffers are written as in training. Accumulated gradients survive a failed call,
-        evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops them. All workers call it, and
-        each accumulates the gradients of its own examples.
+        The next training call updates by the gradient of the mean loss over the examples of all accumulated batches and
+        its own; with ``loss_reduction="sum"``, of the sum. Buffers are written as in training. ``zero_grad`` of step,
+        optimizer or model drops accumulated gradients; failed calls, evaluations and batches of other shapes do not.
+        All workers call it, and each accumulates the gradients of its own examples.
 
         Args:
             *args, **kwargs: as for a training call.
@@ -195,17 +195,17 @@ class Step(StepReports):
         return self._train(args, kwargs, lambda: Purpose.ACCUMULATION)
 
     def join(self) -> AbstractContextManager[None]:
-        """A context for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
+        """A context for a loop that may end earlier on some workers: ``with step.join():``, on every worker.
 
-        A worker whose loop has ended takes part in the training calls of the others, without examples and without a forward. It
-        makes the same updates, with hyperparameters from a worker in its loop; its own hyperparameters are restored at the end,
-        and its schedulers stand still. It waits for the others as long as their heartbeats come. An exception in the context
-        ends the next call of the others. In a process on its own, the context does nothing.
+        A worker whose loop has ended takes part in the training calls of the others, without examples and without a
+        forward. It makes the same updates, with hyperparameters from a worker in its loop. Its own hyperparameters are
+        restored at the end, and its schedulers do not advance. It waits for the others as long as they send heartbeats.
+        An exception in the context ends the next call of the others. In a process on its own, the context does nothing.
 
         Raises:
-            ExecutionError: at the beginning, inside of another such context; by calls of other steps over workers inside of it,
-                see `mirrorc.join`; at the end, if this worker has never called the step.
-            CommunicationError: at the end, if another worker fails; the update under way was not made.
+            ExecutionError: the context is nested in another one; another step over workers is called inside of it, see
+                `mirrorc.join`; or, at the end, this worker has never called the step.
+            CommunicationError: at the end, another worker fails; its update was not made.
         """
         return until_all_have_left(self.joined())
 
@@ -216,9 +216,9 @@ class Step(StepReports):
     def gather_optimizer_state(self) -> None:
         """Gathers the whole optimizer state into the user's optimizers, on all workers, until the next training call.
 
-        With ``Memory(shard_optimizer=True)`` each worker has a shard of the state, and ``optimizer.state_dict()`` raises an
-        error until all workers have called this method. Without the option it does nothing. Call it before `close`, which drops
-        the shards of the other workers.
+        With ``Memory(shard_optimizer=True)`` each worker has a shard of the state, and ``optimizer.state_dict()``
+        raises an error until all workers have called this method. Without the option it does nothing. Call it before
+        `close`, which drops the other workers' shards.
 
         Raises:
             ExecutionError: called inside of `join`, of this step or of another, or the step is closed.
@@ -227,24 +227,24 @@ class Step(StepReports):
         self._coordinator.gather_optimizer_state(self._exclusively)
 
     def zero_grad(self) -> None:
-        """Drops the gradients accumulated by `accumulate`; the next update uses the gradients of its own batch alone."""
+        """Drops the gradients accumulated by `accumulate`."""
         self._exclusively(self._state.accumulated.clear)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole training state: what a new process needs to go on with the same bits.
+        """The whole training state, from which a new process continues with the same bits.
 
         It has the states of the model, of a loss module, of the optimizers and of the scaler; buffers that
-        ``model.state_dict()`` leaves out; each replica's buffers that forward writes, where they differ; which gradients are
-        exchanged as factors, since another run may measure other times; and under ``worker`` the random streams of this process
-        (torch's, Python's, NumPy's) and its unsent gradients, see `Communication`. All else is the same on all workers. The
-        tensors are the live ones, as in `torch.nn.Module.state_dict`: save or copy them before the next call.
-        ``torch.load(path, weights_only=True)`` loads it. Schedulers and the place in the data are yours to save, as are
-        tensors of modules outside of model and loss. See `mirrorc.save_checkpoint`.
+        ``model.state_dict()`` leaves out; per-replica buffers; and the choice of gradients exchanged as factors,
+        because another run may measure other times. The entry ``worker`` has this process's random streams (torch's,
+        Python's, NumPy's) and residuals of compression; all else is equal on all workers. As in
+        `torch.nn.Module.state_dict`, tensors are not copied: save or copy them before the next call. ``torch.load(path,
+        weights_only=True)`` loads it. Schedulers, the position in the data, and tensors of modules outside of model and
+        loss are yours to save. See `mirrorc.save_checkpoint`.
 
-        With ``Memory(shard_optimizer=True)``, all workers call it: it gathers the optimizer's state.
+        With ``Memory(shard_optimizer=True)``, all workers must call it, because it gathers the optimizer state.
 
         Raises:
-            ExecutionError: gradients are accumulated for an update that has not been made, or an update was made in part.
+            ExecutionError: gradients are accumulated for a later update, or parameters are partly updated.
             CommunicationError: as `gather_optimizer_state`.
         """
         self.gather_optimizer_state()
@@ -253,35 +253,37 @@ class Step(StepReports):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Loads the training state of an earlier run, on any number of devices; call it on all workers.
 
-        Model, optimizers and scaler are loaded in place. Accumulated gradients are dropped. With as many devices and workers as
-        before, the run goes on with the same bits, unless several sizes of its batches change. Otherwise replicas begin with the
-        model's buffers, and a warning says so if theirs differed. The random streams are those of the worker of the same rank; a
-        worker more keeps its own.
+        Model, optimizers and scaler are loaded in place. Accumulated gradients are dropped. With as many devices and
+        workers as before, the run continues with the same bits, unless several sizes of its batches change. Otherwise
+        replicas begin with the model's buffers, with a warning if theirs differed. Random streams are those of the
+        worker with the same rank; additional workers keep their own.
 
         Args:
-            state: the result of `state_dict` on this worker; or those of all workers of the earlier run, in any order. Another
-                number of workers needs all of them if gradients are unsent: worker r of W loads the sum over the earlier ranks
-                r, r + W, and so on, so that the sum over all workers stays the same.
+            state: the result of `state_dict` on this worker; or those of all workers of the earlier run, in any order.
+                With residuals of compression, another number of workers needs all of them: worker r of W loads the sum
+                over the earlier ranks r, r + W, and so on, so that the sum over all workers stays the same.
 
         Raises:
             TypeError, ValueError: wrong types or keys, of another model, or other optimizers. Nothing was changed.
-            ExecutionError: the step has chosen other factors in its first call: load before it. Nothing was changed.
+            ExecutionError: the step has chosen other factors in its first call; load before that call. Nothing was
+                changed.
         """
         self._exclusively(lambda: self._training_state.load_state_dict(state))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.
+        """Runs forward on all devices, without gradients or updates, in the model's current modes.
 
         It may be called before the first training step, between steps, and inside ``torch.no_grad()`` or
-        ``torch.inference_mode()``. Buffers are written as by a plain forward: none in eval mode, statistics in train mode.
+        ``torch.inference_mode()``. Buffers are written as by a plain forward: statistics in train mode, none in eval
+        mode.
 
         Args:
-            *args, **kwargs: as for a training call; with a loss_fn, the target may be left out. It needs its name where
+            *args, **kwargs: as for a training call; with a loss_fn, the target may be left out. It must be named if
                 forward could take it.
 
         Returns:
             The loss of the whole batch; with ``return_outputs``, a pair of the loss and the outputs. Without a loss (no
-            ``target`` for the loss_fn, or no loss in the model's result), the outputs alone.
+                ``target`` for the loss_fn, or no loss in the model's result), only the outputs.
 
         Raises:
             As a training call; nothing has changed then.
@@ -316,8 +318,7 @@ class Step(StepReports):
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
         """Compiles for a batch like this one, without training on it.
 
-        The program is that of a training call; without an optimizer of `compile`, that of `gradients`. With one, the first call
-        of `gradients` compiles its own.
+        The program is that of a training call; without an optimizer, that of `gradients`.
         """
         return self._exclusively(lambda: self._training.prepare(args, kwargs, self._purpose_of_step()))
 
@@ -334,7 +335,7 @@ class Step(StepReports):
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
-        """Runs a training call; ``purpose`` is called once no other call runs."""
+        """``purpose`` is called when no other call runs."""
         self._coordinator.begin_call()
         return self._result(*self._exclusively(lambda: self._training.run(args, kwargs, purpose())))
 
@@ -356,8 +357,8 @@ class Step(StepReports):
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again.
 
-        A call in another thread is stopped, unless it is committed, and ends the threads at its end; `close` waits for it at
-        most 5 seconds. Accumulated gradients are lost, with a warning.
+        A call in another thread is stopped unless it is committed; `close` waits for it at most 5 seconds. Accumulated
+        gradients are lost, with a warning.
         """
         accumulated = self._state.accumulated
         if accumulated.num_calls and not self._lock.is_closed:
@@ -400,7 +401,7 @@ class Step(StepReports):
 
 
 def module_calls_of(step: Step, reduction: str) -> ModuleCalls:
-    """The calls of the module of `mirrorc.data_parallel`; ``step`` has no loss and no optimizer."""
+    """The calls of `mirrorc.data_parallel`'s module. ``step`` has no loss and no optimizer."""
     return ModuleCalls(
         step._signature,
         step._state,
@@ -415,19 +416,19 @@ def module_calls_of(step: Step, reduction: str) -> ModuleCalls:
 
 
 def join(*steps: Step) -> AbstractContextManager[None]:
-    """A context for a loop over several steps that may end earlier on some workers than on others.
+    """A context for a loop over several steps that may end earlier on some workers.
 
-    ``with mirrorc.join(d_step, g_step):``, on every worker, is `Step.join` for several steps. A worker whose loop has ended
-    takes part in the other workers' training calls of all these steps. So all workers meet once more before each call, over the
-    connections of the first step.
+    ``with mirrorc.join(d_step, g_step):``, on every worker, is `Step.join` for several steps. A worker whose loop has
+    ended takes part in the other workers' training calls of all these steps. This costs an additional round trip before
+    each call.
 
     Args:
-        *steps: the steps called in the context, in the same order on all workers. Steps of a process on its own are ignored.
+        *steps: the steps called in the context, in the same order on all workers. Steps of a process on its own are
+            ignored.
 
     Raises:
         TypeError, ValueError: no steps, an object of another type, a step twice, or steps of different workers.
-        ExecutionError, CommunicationError: as `Step.join`; and by a call in the context, on all workers, if they call different
-            steps.
+        ExecutionError, CommunicationError: as `Step.join`; also if workers call different steps.
     """
     others = [step for step in steps if not isinstance(step, Step)]
     if others or not steps:

@@ -136,7 +136,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "update-in-parts": UpdateInParts,
     "lower-devices": LowerDevices,
 }
-"""All passes by name, in the order of the pipeline, which has at most one all-reduce algorithm."""
+"""All passes by name, in the order of the pipeline. A pipeline has at most one of the all-reduce algorithms."""
 
 
 def default_pipeline(
@@ -171,8 +171,8 @@ def default_pipeline(
     """The passes that `mirrorc.compile` runs, in order.
 
     Args:
-        link: None for the best one, see `LowerCollectives`.
-        algorithm: None for the link's own sums.
+        link: see `LowerCollectives`.
+        algorithm: None for the link's own all-reduce.
         gelu_by_sigmoid, channels_last, pads_products, recomputes, chooses_checkpoints, reuses_arguments,
             reserves_memory: enable `DecomposeGelu`, `LayChannelsLast`, `PadProducts`, `RecomputeElementwise`,
             `ChooseCheckpoints`, `ReuseArguments` and `ReserveMemory`.
@@ -238,7 +238,7 @@ def compression_passes(compression: str | TopK | Payload | None) -> list[WorkerC
 
 
 def resolve_sharing(passes: Sequence[Pass]) -> list[Pass]:
-    """Tells each `FactorGradients` whether the other passes share parameters or send whole gradients."""
+    """Sets the fields of `FactorGradients` that depend on the other passes."""
     facts: dict[str, Any] = {}
     if not any(isinstance(step, ShareParameters) for step in passes):
         facts["parameters_are_shared"] = False

@@ -1,1 +1,1 @@
-"""Runs lowered programs, with a thread per device and communicators that move the bytes."""
+"""Runs lowered programs: a thread per device, and communicators between devices."""

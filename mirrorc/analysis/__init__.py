@@ -1,1 +1,1 @@
-"""Analyses of graphs, without changes."""
+"""Analyses that do not change graphs."""

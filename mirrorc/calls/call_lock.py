@@ -30,8 +30,8 @@ class ExclusiveCalls:
     def run(self, function: Callable[[], _T], end_threads: Callable[[], None]) -> _T:
         """Runs a function with the guard's handler of Ctrl-C; raises ExecutionError if another call is running.
 
-        An interrupt may come between any two Python calls. So acquire and release are one operation each within the
-        ``try``, and the ``finally`` defers interrupts.
+        An interrupt may come between any two Python calls. Acquire and release are therefore one operation each within
+        the ``try``, and the ``finally`` defers interrupts.
         """
         if os.getpid() != self._pid:
             raise problem(
@@ -87,7 +87,7 @@ class ExclusiveCalls:
         """Refuses further calls. Interrupts a call in another thread, and waits up to 5 seconds for its end."""
         self.is_closed = True
         running = self._callers.now.get("now")
-        # a call that runs this itself, in a hook of the optimizer, goes on to its end
+        # a call that closes the step itself, in a hook of the optimizer, runs to its end
         is_within = is_thread_of_device() or (running is not None and running[0] == threading.get_ident())
         if running is not None and running[1] is self and not is_within:
             interrupt()

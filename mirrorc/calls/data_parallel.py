@@ -22,7 +22,7 @@ _PREFIX = "module."
 
 
 def refuse_options_of_steps(options: StepOptions) -> None:
-    """Raises `ValueError` for an option that a module could not keep."""
+    """Raises `ValueError` for an option that a module cannot implement."""
     refused = {
         "compression=": any(isinstance(entry, WorkerCompression) for entry in options.pipeline),
         "cuda_graphs=True": options.cuda_graphs,
@@ -39,10 +39,10 @@ def refuse_options_of_steps(options: StepOptions) -> None:
 
 
 class DataParallel(nn.Module):
-    """A model that runs on several devices, with an autograd of its own: outputs of the whole batch have one graph.
+    """A model that runs on several devices. The outputs of the whole batch are results of one autograd node.
 
-    Its parameters are those of ``module``, the model that was given, which stays usable beside it. ``state_dict`` has the
-    names of the plain model.
+    Its parameters are those of ``module``, the user's model, which stays usable. ``state_dict`` has the names of the
+    plain model.
 
     Attributes:
         module: the model.
@@ -61,7 +61,7 @@ class DataParallel(nn.Module):
         self.module = module
         self.__dict__["_captured"] = module  # no second child of this name
         self._step, self._calls, self._close, self._again = step, calls, close, again
-        self._forward = torch.compiler.disable(calls.forward)  # a torch.compile around this module leaves it as it is
+        self._forward = torch.compiler.disable(calls.forward)  # an enclosing torch.compile does not trace it
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
@@ -73,8 +73,9 @@ class DataParallel(nn.Module):
                 `mirrorc.batch_dim` and `mirrorc.PerReplica`.
 
         Returns:
-            What the model returns, for the whole batch. Tensors with a row for each example are concatenated, floating-point
-            scalars are means over examples, what is marked by `mirrorc.summed` is summed; anything else is a `PerReplica`.
+            The model's outputs for the whole batch. Tensors with a row for each example are concatenated.
+                Floating-point scalars are means over examples. Tensors marked by `mirrorc.summed` are summed. Anything
+                else is a `PerReplica`.
         """
         if self.module is not self._captured:
             raise problem(
@@ -94,7 +95,7 @@ class DataParallel(nn.Module):
         """See `Step.explain`.
 
         Args:
-            program: that of a backward, see `programs`; None for the last.
+            program: a backward from `programs`; None for the last.
         """
         return self._step.explain(self._or_last(program))
 
@@ -102,7 +103,7 @@ class DataParallel(nn.Module):
         """See `Step.memory`.
 
         Args:
-            program: one of `programs`; None for that of the last backward.
+            program: one of `programs`; None for the last backward.
         """
         return self._step.memory(self._or_last(program))
 
@@ -111,7 +112,7 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For loops written for DDP. Each backward sums the gradients of all devices and workers all the same."""
+        """For loops written for DDP; it has no effect. Each backward sums the gradients of all devices and workers."""
         yield
 
     def __enter__(self) -> DataParallel:
@@ -121,11 +122,15 @@ class DataParallel(nn.Module):
         self.close()
 
     def close(self) -> None:
-        """Ends the threads. The model keeps its values; this module cannot be called again, and a backward that waits fails."""
+        """Ends the threads. The model keeps its values. This module cannot be called again, and a pending backward
+        fails.
+        """
         self._close()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads the state of the plain model; ``assign=True`` is refused, as the parameters must stay the same tensors."""
+        """Loads the state of the plain model. ``assign=True`` is refused, because the parameters must stay the same
+        tensors.
+        """
         if assign:
             _refuse_assigned()
         return self.module.load_state_dict(state_dict, strict)
@@ -141,7 +146,7 @@ class DataParallel(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy compiles anew."""
+        """A copy compiles again."""
         return self._again, (self.module,)
 
 

@@ -22,12 +22,11 @@ RunBackward = Callable[["ForwardRun", Sequence[torch.Tensor | None]], list[torch
 
 @dataclass(eq=False)
 class ForwardRun:
-    """A forward that has run, until its backward has.
+    """A forward that has run, and waits for its backward.
 
     Attributes:
-        outputs: the gathered ones, by name; a list of the replicas' where each has its own.
-        kept: the values that each replica keeps for backward; None once backward has used them up.
-        differentiable: the outputs that need a gradient.
+        outputs: gathered outputs by name; a list with one per replica if they are not combined.
+        kept: the values that each replica saves for backward; None after backward.
         likes: tensors without memory, for the results of `_Outputs`.
     """
 
@@ -45,19 +44,18 @@ class ForwardRun:
         return self.compiled.backward
 
     def release(self) -> None:
-        """Lets go of values and batch, while a caller may hold a loss for long."""
+        """Frees saved values and batch, because a caller may hold a loss for long."""
         self.kept, self.outputs, self.likes = None, {}, []
         self.shards = replace(self.shards, tensors=())
         self.call = replace(self.call, leaves=())
 
     def by_output(self, values: Sequence[Any]) -> dict[str, list[Any]]:
-        """Results of `_Outputs`, or their tangents, by the name of their output."""
         assert self.backward is not None
         parts = iter(values)
         return {name: [*itertools.islice(parts, self._num_parts(name))] for name in self.backward.cut.tangents}
 
     def is_apart(self, name: str) -> bool:
-        """True for an output of which the caller gets each replica's."""
+        """True for an output that the caller gets per replica."""
         return self._way(name) == "apart" and len(self.shards.num_examples) > 1
 
     def _way(self, name: str) -> str:
@@ -68,7 +66,7 @@ class ForwardRun:
         return sum(map(bool, self.shards.num_examples)) if self.is_apart(name) else 1
 
     def tangents_of_replicas(self, tangents: Sequence[torch.Tensor | None]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """For each replica, its part of each tangent: zeros where the loss does not reach an output."""
+        """For each replica, its part of each output's gradient; zeros for outputs that the loss does not depend on."""
         assert self.backward is not None
         device = self.backward.executor.program.devices[0].torch_device
         whole = [
@@ -93,11 +91,11 @@ class ForwardRun:
 def outputs_in_autograd(
     run: ForwardRun, run_backward: RunBackward, read: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """The outputs that need a gradient, by name, as results of one node of autograd.
+    """The outputs that need a gradient, by name, as results of one autograd node.
 
     Args:
-        read: what backward reads again: autograd refuses a backward if it was written since.
-        inputs: the tensors whose gradients ``run_backward`` gives.
+        read: tensors that backward reads again; autograd refuses a backward if they were modified.
+        inputs: the tensors whose gradients ``run_backward`` returns.
     """
     results = run.by_output(_Outputs.apply(run, run_backward, read, *inputs))
     return {name: values if run.is_apart(name) else values[0] for name, values in results.items()}

@@ -1,4 +1,4 @@
-"""What calls for gradients refuse: options, gradients that cannot be added to, and updates without an optimizer."""
+"""Refusals of calls for gradients: options, gradients that cannot be added to, and updates without an optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSED = {
 
 
 def refuse_gradients(options: StepOptions) -> None:
-    """Raises `ExecutionError` if an option would be without effect on gradients that are left to the user."""
+    """Raises `ExecutionError` if an option would have no effect, because gradients are left to the user."""
     passes = options.pipeline
     present = {
         "clip_grad_norm= or clip_grad_value=": any(isinstance(entry, ClipGradients) for entry in passes),
@@ -43,7 +43,7 @@ def refuse_gradients(options: StepOptions) -> None:
 
 
 def refuse_odd_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `ExecutionError` if a parameter has a gradient that torch cannot add to: later, it would fail half-way."""
+    """Raises `ExecutionError` if a parameter has a gradient that torch cannot add to. Adding would fail half-way."""
     for name, tensor in tensors.items():
         gradient = tensor.grad if tensor.is_leaf else None
         if gradient is None or gradient.layout is not torch.strided:

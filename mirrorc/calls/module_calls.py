@@ -1,4 +1,4 @@
-"""Calls of a module whose loss and updates are the caller's: forward, and backward by torch's autograd."""
+"""Forward and backward of a module in a loop that computes its own loss and updates."""
 
 from __future__ import annotations
 
@@ -38,9 +38,6 @@ class ModuleCalls:
     Args:
         exclusively: runs a function while no other call over the same parameters runs.
         reduction: see `mirrorc.data_parallel`.
-
-    Attributes:
-        programs: those of the last forward with gradients, and of its backward.
     """
 
     def __init__(
@@ -58,14 +55,14 @@ class ModuleCalls:
         self._signature, self._state, self._specializer, self._runs = signature, state, specializer, runs
         self._coordinator, self._modes, self._exclusively = coordinator, modes, exclusively
         self._reduction = reduction
-        self._alone = LocalCoordinator(timeout_seconds)  # of forward, which each worker runs by itself
+        self._alone = LocalCoordinator(timeout_seconds)  # for forward, which workers run alone
         self._have_met = coordinator.team is None
         self._last_share = -1, 1.0  # the number of the last backward, and the weight of this worker in it
         self._warns_of_shares = True
         self.programs: tuple[Program, ...] = ()
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The outputs of the whole batch; autograd's backward of them runs the program of backward."""
+        """The outputs of the whole batch. Their backward in autograd runs the program of backward."""
         if runs_transform():
             raise problem(
                 ExecutionError,
@@ -97,7 +94,7 @@ class ModuleCalls:
         inputs = [call.leaves[i].tensor for i in cut.gradients_of_leaves]
         inputs += [variables[name] for name in backward.gradients]
         read: list[torch.Tensor] = []
-        if not backward.runs_plain:  # else the graph of each run guards what it reads
+        if not backward.runs_plain:  # otherwise each run's graph guards the tensors that it reads
             read = [variables[name] for name in cut.read_variables if name in variables]
             read += [*backward.constants, *(tensor for i in cut.read_leaves for tensor in _tensors_of(call.leaves[i]))]
         return outputs_in_autograd(run, self._backward, read, [tensor for tensor in inputs if tensor is not None])
@@ -135,7 +132,7 @@ class ModuleCalls:
         return compiled.outputs.of_no_examples(compiled.executor.program.devices[0].torch_device)
 
     def _take_over_values(self, backward: Backward, call: Call, shards: Shards) -> None:
-        """In the first call, all workers take over the values of the chief."""
+        """In the first call, all workers receive the chief's values."""
         with self._coordinator.call():
             while self._exchange_header(backward.executor, call, shards) is not None:
                 self._state.begin_use()
@@ -166,8 +163,6 @@ class ModuleCalls:
         return self._coordinator.exchange_header(executor, shards.num_examples, backward=later)
 
     def _backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of arguments and parameters; None for what no worker's loss reaches."""
-
         def run_with_others() -> list[torch.Tensor | None]:
             with self._coordinator.call():
                 return self._run_backward(run, tangents)
@@ -210,14 +205,12 @@ class ModuleCalls:
         return [gradients.get(name) if is_reached[name] else None for name in names]
 
     def _weight(self, examples: Examples) -> float:
-        """The weight of this worker's gradient in the sum."""
         team = self._coordinator.team
         if team is None or self._reduction == "sum":
             return 1.0
         return examples.local / examples.of_all if self._reduction == "examples" else 1 / team.cluster.num_workers
 
     def _look_at_share(self, weight: float) -> None:
-        """Warns if this worker has another share of the examples in the forwards of one loss."""
         backward, share = self._last_share
         self._last_share = current_backward(), weight
         if self._last_share[0] == backward and share != weight and self._warns_of_shares:
@@ -244,7 +237,6 @@ def _different_parameters() -> CommunicationError:
 
 
 def _requires_gradient(leaf: Leaf) -> bool:
-    """False for lists and `PerReplica`, of which `Signature.shards_of` refuses those that do."""
     return leaf.tensor is not None and not leaf.column and leaf.tensor.requires_grad
 
 

@@ -31,10 +31,8 @@ class ProgramRuns:
 
     Attributes:
         pool: None before the first run.
-        last: the program of the last call, or of `prepare`.
-        last_update: the last program that updates.
-        num_updates: runs of programs that update.
-        draws: those of the last run.
+        last: the program of the last call or of `prepare`.
+        draws: seed and numbers of the last run.
     """
 
     def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:
@@ -51,12 +49,14 @@ class ProgramRuns:
 
     @property
     def called(self) -> list[Executor]:
-        """The cached programs; that of the last call comes last."""
+        """The cached programs; the program of the last call comes last."""
         return [executor for reference in self._called if (executor := reference()) is not None]
 
     @property
     def main(self) -> Executor | None:
-        """The program with the most updates, on a tie the last to run; before any update, that of the last call."""
+        """The program with the most updates, the last to run if several have as many. Before any update, the last
+        called.
+        """
         return self._main or self.last
 
     def note_prepared(self, executor: Executor) -> None:
@@ -131,7 +131,7 @@ class ProgramRuns:
         draws: Draws,
         sizes: Sequence[Sequence[int | float]],
     ) -> None:
-        """Runs a program of backward with what its forward has drawn."""
+        """Runs a program of backward with the seed and numbers of its forward."""
         executor.commit.begin()
         self._interrupts.commit = executor.commit
         self._note_call(executor)
@@ -144,7 +144,6 @@ class ProgramRuns:
         return self.pool
 
     def interrupt(self) -> None:
-        """Stops a run in another thread, unless it is committed."""
         if self.last is not None:
             self.last.interrupt()
 

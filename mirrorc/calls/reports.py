@@ -58,19 +58,21 @@ class StepReports(ABC):
 
     @abstractmethod
     def _foundations(self) -> Foundations | None:
-        """None for a process alone."""
+        """Measured facts for predictions; None for a process on its own."""
 
     @property
     def program(self) -> Program:
-        """The lowered program that has trained most often; ``print(step.program)`` is the schedule.
+        """The lowered program that has trained most often; ``print(step.program)`` shows the schedule.
 
-        Before the first update it is that of the last call, or of `prepare`. `programs` has all others.
+        Before the first update it is the program of the last call, or of `prepare`. `programs` has all programs.
         """
         return self._executor_of(None).program
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The compiled programs, one for each kind of call and sizes of arguments; that of the last call last."""
+        """The compiled programs, one for each kind of call and sizes of arguments; the program of the last call comes
+        last.
+        """
         return tuple(executor.program for executor in self._runs.called)
 
     def _executor_of(self, program: Program | None) -> Executor:
@@ -100,26 +102,26 @@ class StepReports(ABC):
 
     @property
     def num_workers(self) -> int:
-        """1 in a process on its own."""
+        """The number of workers; 1 in a process on its own."""
         return self._options.program_workers.num_workers
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas of all workers."""
+        """The number of replicas on all workers."""
         return self._options.program_workers.num_all_replicas or len(self._options.devices)
 
     @property
     def is_chief(self) -> bool:
-        """True for worker 0, the source of all values at the start."""
+        """True for worker 0, whose values all workers get at the start."""
         return self.rank == 0
 
     def shard_batch(self, batch: _T) -> _T:
-        """Cuts this worker's shard of a batch that every worker has whole, as `mirrorc.shard_batch` does.
+        """This worker's shard of a batch that every worker has whole, as by `mirrorc.shard_batch`.
 
-        The calls ``step(step.shard_batch(x), target=step.shard_batch(y))`` of all workers equal a call with the whole
-        batch in one process over all devices, also for a batch too small for all replicas. Each replica gets two
+        If all workers call ``step(step.shard_batch(x), target=step.shard_batch(y))``, this equals one call with the
+        whole batch, in one process over all devices. The batch may be too small for all replicas. Each replica gets two
         examples if BatchNorm needs them. If torch refuses single examples for another reason (``F.batch_norm`` with
-        ``training=True``), each worker cuts its shard by itself. Buffers may differ after a batch that leaves a replica
+        ``training=True``), each worker splits its own shard. Buffers may differ after a batch that leaves a replica
         without examples.
         """
         return part_of_worker(
@@ -151,10 +153,10 @@ class StepReports(ABC):
     def variables(self) -> Mapping[str, MirroredVariable]:
         """The variables of the last call's program, by name. A tied weight has an entry for each name.
 
-        Names of tensors that are read from modules outside of the model begin with ``outside.``.
+        Names of tensors of modules outside of the model begin with ``outside.``.
 
         Raises:
-            ExecutionError: there is no program yet, or a lost connection to workers has left variables between two steps.
+            ExecutionError: there is no program yet, or a lost connection to workers has left variables partly updated.
         """
         last = self._runs.last or self._executor_of(None)
         program = last.program
@@ -179,8 +181,8 @@ class StepReports(ABC):
     def grad_norm(self) -> Any:
         """The norm of the last step's gradients over the whole batch before clipping, a scalar on the first device.
 
-        If ``clip_grad_norm`` has a bound for each group of the optimizers, a tuple with a norm for each group, or None
-        for an unbounded group. NaN if the step was skipped.
+        If ``clip_grad_norm`` has a bound for each group of the optimizers, a tuple with a norm for each group (None if
+        unbounded). NaN if the step was skipped.
 
         Raises:
             ExecutionError: the norm was not measured.
@@ -203,7 +205,7 @@ class StepReports(ABC):
         """Explains the time of the last training steps; printed, `Explanation` is a table with a row for each bucket.
 
         Args:
-            program: one of `programs`; None for the one that has trained most often.
+            program: one of `programs`; None for `program`.
 
         Raises:
             ValueError: the program is of another step.
@@ -248,16 +250,16 @@ class StepReports(ABC):
         *,
         compare: str | os.PathLike[str] | None = None,
     ) -> Path:
-        """Writes one HTML file on a recorded step of middle length, with the accounts of `explain` and `memory`.
+        """Writes an HTML file about a recorded step of median time, with the tables of `explain` and `memory`.
 
-        It has each device's calls, messages and activations on one clock, the commit, the buckets, and the printed program;
-        bars and lines lead to each other. The file needs no network.
+        It shows each device's calls, messages and activations on one clock, the commit, the buckets, and the printed
+        program, with links between bars and lines. The file needs no network.
 
         Args:
             path: of the file. Missing folders are made.
             program: as for `explain`.
-            compare: an earlier report, or a saved program, of which a step is predicted: figures stand side by side, and
-                the lines of the programs that differ.
+            compare: an earlier report, or a saved program, for which a step is predicted. The file then has both
+                figures side by side, and the differing lines of the programs.
 
         Raises:
             ValueError: the program is of another step, or ``compare`` is neither a report nor a program.
@@ -284,21 +286,23 @@ class StepReports(ABC):
         return write_report(path, step_report(executor.program, step, explanation, memory, facts, metrics), earlier)
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last training step for a logger, by flat names; it may be called after each step.
+        """Figures of the last training step, by flat names, for a logger.
 
-        Before the first recorded step, and with ``cuda_graphs=True``, there are counts alone, so that logging never ends a run.
-        Times are means over this worker's devices. The call takes a few milliseconds, and on a GPU waits for the step's end.
-        Keys:
+        Before the first recorded step, and with ``cuda_graphs=True``, there are only counts. Times are means over this
+        worker's devices. The call takes a few milliseconds, and on a GPU waits for the step's end. Keys:
 
-        - ``time/step_ms``: from when the devices were started until the last one was done.
+        - ``time/step_ms``: from the start of the devices to the end of the last one.
         - ``time/PART_ms`` for each part of ``explain().parts_ms``, which add up to the step: ``start``, ``forward``,
-          ``backward``, ``pack``, ``launch``, ``commit``, ``skew``, ``transfer``, ``update``, ``write``, ``other``, ``end``.
+          ``backward``, ``pack``, ``launch``, ``commit``, ``skew``, ``transfer``, ``update``, ``write``, ``other``,
+          ``end``.
         - ``time/compute_ms``: forward and backward. ``time/exposed_ms``: waits for communication, skew and transfer.
           ``time/hidden_ms``: communication behind other work, summed over buckets.
-        - ``communication/sent_bytes``: bytes of buckets, messages or factors in flight. ``communication/launches``: their number.
-        - ``memory/peak_bytes``: the total of `memory`, estimated once for each program. ``memory/activations_bytes``: of it,
-          activations.
-        - ``programs/compiled``: compilations so far. ``programs/recompiled``: those of training after the first of each kind.
+        - ``communication/sent_bytes``: bytes of buckets, messages or factors in flight. ``communication/launches``:
+          their number.
+        - ``memory/peak_bytes``: the total of `memory`, estimated once for each program. ``memory/activations_bytes``:
+          the activations in it.
+        - ``programs/compiled``: compilations so far. ``programs/recompiled``: those of training after the first of each
+          kind.
         - ``steps/run``: training steps so far. ``steps/skipped``: those without an update.
         """
         executor = self._runs.last_update

@@ -32,7 +32,7 @@ from mirrorc.user.trained_loss import TrainedLoss
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """``is_stale``: the user has changed the optimizer's state since the last step."""
+    """A call and its program. ``is_stale``: the user has changed the optimizer's state since the last step."""
 
     specialization: Specialization
     call: Call
@@ -88,7 +88,8 @@ class TrainingCalls:
         """Takes part, without examples, in one call of the other workers; False if there was no call.
 
         Raises:
-            ExecutionError: this worker has made no call, or would exchange something else than in its last call.
+            ExecutionError: this worker has made no call, or the other workers' call has other exchanges than its last
+                call.
         """
         with coordinator.call(), self._specializer.choices.in_call():
             compiled = self._meet_without_examples(coordinator)
@@ -137,7 +138,6 @@ class TrainingCalls:
         return CompiledCall(specialization, call, shards, purpose, is_stale)
 
     def _exchange_header(self, compiled: CompiledCall) -> Purpose | None:
-        """The purpose to recompile for; None if all workers' programs match."""
         call, shards = compiled.call, compiled.shards
         self._coordinator.note_call(call)
         retry = self._coordinator.exchange_header(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)
@@ -163,7 +163,7 @@ class TrainingCalls:
         return compiled.specialization.trained(as_subclass(loss, TrainedLoss), compiled.call, compiled.shards)
 
     def _meet_without_examples(self, coordinator: TeamCoordinator) -> CompiledCall | None:
-        """Prepares a call in which only other workers have examples; None if all workers have left their loops."""
+        """Prepares a call in which only other workers have examples. None if all workers have left their loops."""
         last, call = self._last, coordinator.call_without_examples
         if last is None or call is None:
             raise problem(

@@ -1,4 +1,4 @@
-"""The whole training state of a step: what a new process needs to go on with the same bits."""
+"""The whole training state of a step, from which a new process can continue with the same bits."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from mirrorc.runtime.state.step_state import StepState
 from mirrorc.user.restore import put_back_after
 
 KEYS = ("model", "loss_fn", "other_buffers", "optimizers", "scaler", "choices", "replica_buffers", "worker")
-"""``other_buffers`` are those that ``model.state_dict()`` leaves out; ``worker`` is this process's part."""
+"""The keys of the state. ``other_buffers`` are missing in ``model.state_dict()``; ``worker`` is this process's part."""
 
 
 class TrainingState:
-    """The caller must hold the step's lock."""
+    """Saves and loads. The caller must hold the step's lock."""
 
     def __init__(
         self, options: StepOptions, model: ModelState, state: StepState, choices: SavedChoices, sizes: ChangingSizes
@@ -98,7 +98,7 @@ class TrainingState:
         return {name: t for name, t in self._model.tensors.items() if id(t) not in saved}
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """Compares names and shapes, before anything is changed."""
+        """Checks names and shapes before anything is changed."""
         for part, module in self._modules.items():
             _check_tensors(f"{part}.state_dict()", state[part], module.state_dict())
         _check_tensors("buffers that model.state_dict() leaves out", state["other_buffers"], self._other_buffers())
@@ -119,7 +119,7 @@ class TrainingState:
             )
 
     def _load_values(self, state: Mapping[str, Any]) -> None:
-        """Puts all values back if one fails to load."""
+        """Restores all values if one fails to load."""
         undo: list[Callable[[], object]] = []
         try:
             for part, module in self._modules.items():
@@ -144,7 +144,6 @@ class TrainingState:
     def _unsent_loader(
         self, workers: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None
     ) -> Callable[[], object]:
-        """Checks the gradients that the earlier run had not sent; returns a function that loads them."""
         is_compressed = any(isinstance(stage, SendLargest | SendPayload) for stage in self._options.pipeline)
         num_before = max(one["num_workers"] for one in workers)
         if not is_compressed or self._num_workers == 1:
@@ -157,7 +156,7 @@ class TrainingState:
         values: dict[str, torch.Tensor] = {}
         payload: dict[str, torch.Tensor] = {}
         if not any(one["unsent"] or one["state"] for one in workers):
-            pass  # the earlier run had sent all
+            pass  # the earlier run has no residuals
         elif own is not None and num_before == self._num_workers:
             worker = own["worker"]
             values, payload = unsent_of_worker([{**worker, "rank": 0, "num_workers": 1}], 0, 1, self._model.parameters)
@@ -227,7 +226,7 @@ def _copied(value: Any) -> Any:
 
 
 def random_state(devices: Sequence[Device]) -> dict[str, Any]:
-    """The states of the default generators, as tensors and numbers alone: ``weights_only=True`` loads them."""
+    """The states of the default generators, as tensors and numbers only, for ``weights_only=True``."""
     numpy_state = np.random.get_state(legacy=False)
     numpy_state["state"]["key"] = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
     return {
@@ -239,7 +238,7 @@ def random_state(devices: Sequence[Device]) -> dict[str, Any]:
 
 
 def load_random_state(state: Mapping[str, Any], devices: Sequence[Device]) -> None:
-    """GPUs that the earlier run did not have keep their streams."""
+    """GPUs without a state in the earlier run keep their streams."""
     numpy_state = {**state["numpy"], "state": {**state["numpy"]["state"]}}
     numpy_state["state"]["key"] = numpy_state["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state(numpy_state)
@@ -250,7 +249,6 @@ def load_random_state(state: Mapping[str, Any], devices: Sequence[Device]) -> No
 
 
 def _gpus(devices: Sequence[Device]) -> list[torch.device]:
-    """Each GPU once: several logical devices may share a GPU."""
     return list(dict.fromkeys(device.torch_device for device in devices if device.torch_device.type == "cuda"))
 
 

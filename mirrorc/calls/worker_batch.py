@@ -22,16 +22,16 @@ _T = TypeVar("_T")
 
 
 def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, process_group: Any = None) -> _T:
-    """Cuts this worker's shard of a batch that every worker has whole; with a step, use `Step.shard_batch`.
+    """This worker's shard of a batch that every worker has whole. With a step, use `Step.shard_batch`.
 
-    The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, into sizes that differ by at
-    most one. If it is too small for all replicas, the last workers get tensors without examples, which a step takes.
-    The rank is that of `mirrorc.cluster.find_place`; nothing is communicated.
+    The batch is split along dim 0 among the replicas of all workers, in the order of ranks, into sizes that differ by
+    at most one. If it is too small for all replicas, the last workers get tensors without examples; a step accepts
+    these. The rank comes from `mirrorc.cluster.find_place`. Nothing is communicated.
 
     Args:
         batch: a tensor, or nested containers of tensors with equally many examples in dim 0. `mirrorc.replicated`
             values, tensors without dimensions and other objects stay as they are. A `mirrorc.PerReplica` has a value
-            for each replica of all workers; this worker keeps its own. Lists of examples are cut by items.
+            for each replica of all workers; this worker gets its own. Lists of examples are split by items.
         devices_per_worker: the number of devices of each worker; a sequence of numbers if they differ.
         process_group: as for `mirrorc.Communication`.
 
@@ -40,14 +40,14 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
 
     Raises:
         TypeError, ValueError: tensors disagree on dim 0, the batch cannot be split, a worker would have none of its
-            packed sequences, or the description of the workers is wrong. All workers raise alike.
+            packed sequences, or the description of the workers is wrong. All workers raise the same error.
     """
     place = find_place(process_group)
     return part_of_worker(batch, World(place.num_workers, devices_per_worker).worker(place.rank))
 
 
 def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
-    """See `shard_batch`. Each replica gets at least ``fewest`` examples, if the batch has enough."""
+    """See `shard_batch`. Each replica gets at least ``fewest`` examples if the batch has enough."""
     if not workers.are_several:
         return batch
     call = flatten_call(["batch"], (batch,), {})

@@ -1,4 +1,4 @@
-"""Lets the user's ``zero_grad`` drop accumulated gradients."""
+"""Makes the user's ``zero_grad`` drop accumulated gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGra
 
 
 class ZeroableGradients:
-    """``zero_grad`` of optimizer or model drops these gradients, except during a call."""
+    """Drops accumulated gradients at the user's ``zero_grad`` of an optimizer or model, except during a call."""
 
     def __init__(
         self, accumulated: AccumulatedGradients, tensors: Mapping[str, torch.Tensor], calls: ExclusiveCalls

@@ -23,18 +23,17 @@ from mirrorc.user.restore import put_back_after
 def save_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -> None:
     """Saves `Step.state_dict` and ``others`` in a folder, whole or not at all; all workers call it.
 
-    A checkpoint that stands there is replaced once the new one is on the disk. Worker 0 saves the common state, and each
-    worker its own part, so all workers see the folder. `torch.distributed.checkpoint` reads it, too: ``dcp.load`` with
-    ``{"model": model.state_dict()}`` loads the model alone.
+    An earlier checkpoint is replaced once the new one is on the disk. Worker 0 saves the common state, and each worker
+    its own part, so all workers must see the folder. `torch.distributed.checkpoint` can read it: ``dcp.load`` with
+    ``{"model": model.state_dict()}`` loads only the model.
 
     Args:
-        others: objects with a ``state_dict``, such as a scheduler, or values, such as the number of the epoch; those of
-            worker 0 are saved.
+        others: objects with a ``state_dict``, such as a scheduler, or values, such as the epoch; worker 0's are saved.
 
     Raises:
-        ValueError: the folder is something else than a checkpoint, or ``others`` has a name that is taken.
-        OSError: it cannot be written; the earlier checkpoint stays as it is.
-        ExecutionError, CommunicationError: as `Step.state_dict`; another worker failed while it saved.
+        ValueError: the folder exists and is not a checkpoint, or ``others`` has a reserved name.
+        OSError: it cannot be written; the earlier checkpoint is unchanged.
+        ExecutionError, CommunicationError: as `Step.state_dict`; or another worker failed.
     """
     whole = Path(folder)
     unfinished, old = beside(whole, "unfinished"), beside(whole, "old")
@@ -78,18 +77,18 @@ def save_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
 def load_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -> dict[str, Any]:
     """Loads a checkpoint of `save_checkpoint` into a step, see `Step.load_state_dict`; all workers call it.
 
-    It unpickles what it reads: load checkpoints that you trust.
+    It unpickles data: load only checkpoints that you trust.
 
     Args:
         others: objects with ``load_state_dict``, by the keywords of `save_checkpoint`.
 
     Returns:
-        All else that was saved beside the step's state: values, and the states of objects that ``others`` lacks.
+        All other saved values, and the states of objects missing in ``others``.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        TypeError, ValueError, ExecutionError: as `Step.load_state_dict`; or ``others`` has an object that was not saved.
-            Nothing was changed.
+        TypeError, ValueError, ExecutionError: as `Step.load_state_dict`; or ``others`` has an object that was not
+            saved. Nothing was changed.
     """
     whole = Path(folder)
     if not whole.exists() and is_checkpoint(beside(whole, "old")):
@@ -128,7 +127,7 @@ def load_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
 
 @contextlib.contextmanager
 def _on_all(step: Step) -> Iterator[None]:
-    """A stage that all workers end together; if one fails, all raise an error."""
+    """A stage that all workers end together. If one fails, all raise an error."""
     failure: Exception | None = None
     try:
         yield

@@ -24,7 +24,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def write(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Writes a tree of dicts, lists and tuples: tensors by their paths (``model.0.weight``), and the rest as one object."""
+    """Writes a tree of dicts, lists and tuples: tensors by their paths (``model.0.weight``), all else as one object."""
     from torch.distributed import checkpoint as dcp  # imports take a second
 
     tensors: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def sync(path: Path) -> None:
 
 
 def _alone() -> warnings.catch_warnings:
-    """Silences torch's warning about saving and loading in one process, which is intended."""
+    """Silences torch's warning about saving and loading in one process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 

@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run, so that ``mirrorc --help`` needs no torch."""
+"""The command line. Commands import their modules when they run, so that ``mirrorc --help`` needs no torch."""
 
 from __future__ import annotations
 

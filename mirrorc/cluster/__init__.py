@@ -1,7 +1,7 @@
 """The workers that train together, one process each.
 
 `find_place` reads their description: an initialised process group, torchrun's variables, or TF_CONFIG. `join` also
-waits for all of them, and returns the `Cluster`.
+waits for all workers, and returns the `Cluster`.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Runs a function in a thread: torch's own waits for a store have no bound.
+    """Runs a function in a thread, because torch's waits for a store have no bound.
 
     Args:
         is_over: polled while waiting; True ends the wait early.
 
     Raises:
-        TimeoutError: there is no result in time, or ``is_over`` returned True. The thread goes on.
+        TimeoutError: there is no result in time, or ``is_over`` returned True. The thread continues.
     """
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -37,7 +37,7 @@ def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callabl
         left = until - time.monotonic()
         look = left if is_over is None else min(left, _SECONDS_BETWEEN_LOOKS)
         try:
-            # the last look follows the deadline: this process may have been stopped, and has the answer now
+            # looks once more after the deadline: this process may have been stopped, and have the answer now
             result, error = results.get(timeout=min(max(look, _SECONDS_BETWEEN_LOOKS), threading.TIMEOUT_MAX))
             break
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""Compares facts between all workers."""
+"""Compares facts between workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Facts = Sequence[tuple[str, str]]
 
 
 def digest(text: str) -> int:
-    """A hash that fits an int64 and is equal in all processes."""
+    """A hash in the range of int64, equal in all processes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> (64 - _DIGEST_BITS)
 
 

@@ -1,4 +1,4 @@
-"""Each worker sends heartbeats to a store, and a message when it fails or ends."""
+"""The failure detector: each worker sends heartbeats to a store, and a message when it fails or ends."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Pace:
 
     Attributes:
         silence: time without a new heartbeat after which a worker counts as lost.
-        longest_gap: the most silence counted between two reads, as the reader itself may have been stopped.
-        sampling: between two reads by the detector's thread; infinite if only the waiting thread reads.
+        longest_gap: the longest silence counted between two reads, because the reader itself may have been stopped.
+        sampling: time between two reads of the detector's thread; infinite if only the waiting thread reads.
     """
 
     interval: float
@@ -54,7 +54,7 @@ class Messages:
         self.gone: set[int] = set()
 
     def publish(self, text: str, *, is_awaited: bool, tries_every: float = _SECONDS_BETWEEN_TRIES) -> None:
-        """If ``is_awaited``, waits a few seconds at most until all other workers have read the message."""
+        """If ``is_awaited``, waits at most a few seconds until all other workers have read the message."""
         key = f"message {self._store.add(_NUM_MESSAGES, 1) - 1}"
         self._published.add(key)  # before set(), as read() skips this worker's own messages
         self._store.set(key, text)
@@ -81,7 +81,7 @@ class Messages:
 
 
 class Beats:
-    """Reads the heartbeats of the other workers. Thread-safe."""
+    """Reads the other workers' heartbeats. Thread-safe."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._store, self._pace = store, pace
@@ -107,14 +107,14 @@ class Beats:
         return beats
 
     def silent(self) -> list[int]:
-        """The ranks without a new heartbeat for `Pace.silence` seconds, as of the last read."""
+        """Ranks without a new heartbeat for `Pace.silence` seconds, at the last read."""
         with self._counting:
             return [rank for rank, seconds in self._silence.items() if seconds >= self._pace.silence]
 
 
 class Listener(Protocol):
     def progress(self) -> str:
-        """A text sent with each heartbeat."""
+        """A text in each heartbeat."""
         ...
 
     def hear(self, message: str) -> None:
@@ -123,10 +123,10 @@ class Listener(Protocol):
 
 
 class FailureDetector:
-    """Sends this worker's heartbeats from a thread, and passes the other workers' messages to a listener.
+    """Sends this worker's heartbeats from a thread, and passes other workers' messages to a listener.
 
-    A process has one detector for each step, and one for its rounds. The latter tolerates long silence, as Python may
-    block threads.
+    A process has a detector for each step, and one for its rounds. The latter tolerates long silence, because
+    compilations may block threads.
     """
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace, listener: Listener | None = None) -> None:
@@ -141,12 +141,12 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._run, name="mirrorc heartbeats", daemon=True)
 
     def start(self) -> None:
-        """The listener also receives earlier messages."""
+        """Starts the thread. The listener also receives messages sent before this call."""
         self._thread.start()
 
     def _run(self) -> None:
         number = num_errors = 0
-        while not self._connection.is_lost:  # the store's host has ended, perhaps as training is over
+        while not self._connection.is_lost:  # the store's host has ended, perhaps because training is over
             number += 1
             self._asked_at = time.monotonic()
             try:
@@ -171,7 +171,7 @@ class FailureDetector:
             self.beats.read()
 
     def publish(self, message: str) -> None:
-        """Waits a bounded time for all workers but those in ``messages.gone`` to read the message. Raises nothing."""
+        """Waits a bounded time until all workers except ``messages.gone`` have read the message. Raises nothing."""
         self._publish(message, _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS, is_awaited=True)
 
     def _publish(self, message: str, seconds: float, *, is_awaited: bool) -> None:
@@ -182,10 +182,10 @@ class FailureDetector:
             logger.debug("the workers' store is lost: %s", first_line(error))
 
     def find_silent(self, is_known: Callable[[], bool], slack_seconds: float) -> list[int] | None:
-        """Returns the ranks that send no heartbeats; None if the store does not answer.
+        """Ranks without heartbeats; None if the store does not answer.
 
-        Takes some seconds, or ``slack_seconds`` if the thread has long waited for the store. Returns an empty list once
-        ``is_known()`` is true: the failure is known.
+        Takes some seconds, or ``slack_seconds`` if the thread has long waited for the store. Returns an empty list when
+        ``is_known()`` says that the failure is known.
         """
         seconds = self._pace.silence + slack_seconds
         try:
@@ -196,7 +196,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """Waits for an overdue answer: the store hangs, or this worker was stopped and gets the answer now."""
+        """Waits for a late answer of the store, which may hang, or answer now because this process was stopped."""
         asked_at, until = self._asked_at, time.monotonic() + slack_seconds
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return
@@ -206,7 +206,9 @@ class FailureDetector:
             time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def _await_beats(self, seconds: float, is_known: Callable[[], bool]) -> list[int]:
-        """Returns the ranks without a new heartbeat, once all of them are silent. ``seconds`` bounds each answer of the store."""
+        """Returns the ranks without a new heartbeat, once all of them are silent. ``seconds`` bounds each answer of the
+        store.
+        """
         earlier = in_bounded_time(self.beats.read, seconds)  # a beat since the last sample may precede the failure
         while True:
             beats = in_bounded_time(self.beats.read, seconds)
@@ -221,9 +223,9 @@ class FailureDetector:
         self._ending.set()
 
     def leave(self, message: str) -> None:
-        """Stops the heartbeats; publishes the reason if the store still answers. Raises nothing.
+        """Stops the heartbeats. Publishes the reason if the store still answers. Raises nothing.
 
-        Waits a bounded time for the thread: if it returned from torch while Python ends, it would abort the process.
+        Waits a bounded time for the thread, which would abort the process if it returned from torch while Python ends.
         """
         is_closed = self._ending.is_set()
         self.close()

@@ -26,7 +26,7 @@ from mirrorc.errors import CommunicationError
 from mirrorc.messages.problem import problem
 
 _BY_GROUP = "the process group"
-_LIFE = "life"  # the part of the store for signs of life
+_LIFE = "life"  # the part of the store for heartbeats
 _LONGEST_VERDICT_SECONDS = 10.0  # on top of the wait for others, to send the verdict
 
 _joining = threading.Lock()
@@ -36,12 +36,12 @@ _num_tries: dict[Any, int] = {}  # the same number on all workers, as they join 
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """The joined workers, seen from one of them. A process on its own is a cluster of one worker.
+    """The joined workers. A process on its own is a cluster of one worker.
 
     Attributes:
         local_rank: this worker's number on its machine; also its GPU, if each worker has one.
         workers: by rank.
-        store: the rendezvous store, which lives as long as worker 0 or torchrun's agent; None for a process on its own.
+        store: the rendezvous store, which ends with worker 0 or torchrun's agent; None for a process on its own.
     """
 
     rank: int = 0
@@ -59,11 +59,11 @@ class Cluster:
 
     @property
     def should_checkpoint(self) -> bool:
-        """True for the chief, which saves common values."""
+        """True for the chief."""
         return self.is_chief
 
     def check_same(self, what: str, facts: Mapping[str, object], *, timeout_seconds: float = 1800.0) -> None:
-        """Compares facts between all workers, such as a script's options; if they differ, all raise the same error.
+        """Compares facts between all workers, such as a script's options. If they differ, all raise the same error.
 
         All workers call it equally often and in the same order.
 
@@ -72,14 +72,14 @@ class Cluster:
             facts: any values, by name; their texts and their order are compared.
 
         Raises:
-            CommunicationError: names the first worker that differs from the chief, and the fact; or the workers that
-                did not come.
+            CommunicationError: names the first worker that differs from the chief, and the fact; or the missing
+                workers.
         """
         if self.num_workers > 1:
             self._comparison(what).check_same(what, facts, timeout_seconds=timeout_seconds)
 
     def all_say(self, text: str, *, timeout_seconds: float = 1800.0) -> list[str]:
-        """Exchanges texts; returns all workers' texts by rank. All workers call it equally often, in the same order.
+        """Exchanges texts. Returns all workers' texts by rank. All workers call it equally often and in the same order.
 
         Raises:
             CommunicationError: names the workers that sent no text in time.
@@ -107,17 +107,19 @@ class Cluster:
 
 
 def find_place(process_group: Any = None, variables: Mapping[str, str] | None = None) -> Place:
-    """The place of this process in the first description found: a process group, torchrun's variables, or ``TF_CONFIG``.
+    """The place of this process in the first of these descriptions: a process group, torchrun's variables,
+    ``TF_CONFIG``.
 
     Contacts no other process. Without a description, this is a process on its own.
 
     Args:
-        process_group: a group of `torch.distributed` with all workers; None for the default group, if it is initialised.
-        variables: the environment; None for that of this process.
+        process_group: a group of `torch.distributed` with all workers; None for the default group, if it is
+            initialised.
+        variables: environment variables; None for those of this process.
 
     Raises:
-        TypeError, ValueError: ``process_group`` is not a group, or lacks this process; or the named variable or field
-            is wrong.
+        TypeError, ValueError: ``process_group`` is not a group, or lacks this process; or a variable is wrong, and the
+            message names it.
     """
     if process_group is not None or _is_initialised():
         return _place_in(process_group)
@@ -126,7 +128,7 @@ def find_place(process_group: Any = None, variables: Mapping[str, str] | None = 
 
 
 def join(process_group: Any = None, *, timeout: float | timedelta = 1800.0) -> Cluster:
-    """Joins the workers described by `find_place`, and returns when all have come.
+    """Joins the workers described by `find_place`. Returns when all have joined.
 
     Call it in every worker. A second call returns the same cluster. `torch.distributed` stays as it is.
 
@@ -164,7 +166,7 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
 
 
 def _roll_call(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
-    """``number`` counts attempts to join; it is equal on all workers with a common store."""
+    """``number`` counts attempts to join, and is equal on all workers with a common store."""
     seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
     try:
         return in_bounded_time(lambda: _roll_call_in_start(opened, place, deadline, number), seconds)
@@ -221,10 +223,10 @@ _NUM_STARTS, _NUM_KNOCKS = "starts", "knocks"
 
 
 class _Start:
-    """A numbered start of the workers, opened by the chief.
+    """A numbered start of the workers. The chief opens it.
 
-    torchrun's agents restart failed workers but keep the store. Each agent counts only its own workers' restarts. So
-    other workers knock, and join the start whose chief answers.
+    torchrun's agents restart failed workers but keep the store, and each agent counts only its own restarts. Other
+    workers therefore send a request, and join the start whose chief answers.
     """
 
     def __init__(self, store: Any) -> None:
@@ -232,7 +234,7 @@ class _Start:
         self.number: int = store.add(_NUM_STARTS, 1)
 
     def answer(self) -> None:
-        """Answers new knocks. The chief calls this repeatedly while it waits."""
+        """Answers new requests. The chief calls this repeatedly while it waits."""
         knocks = self._store.add(_NUM_KNOCKS, 0)
         if knocks != self._num_heard:
             self._store.set(_heard(self.number), str(knocks))
@@ -240,11 +242,6 @@ class _Start:
 
 
 def _await_start(store: Any, place: Place, deadline: float) -> int:
-    """Waits for the present chief; returns the number of its start.
-
-    Raises:
-        CommunicationError: the chief did not answer in time.
-    """
     number_of_knock = store.add(_NUM_KNOCKS, 1)
     while True:
         number = store.add(_NUM_STARTS, 0)

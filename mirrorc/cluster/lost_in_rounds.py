@@ -1,4 +1,4 @@
-"""Detects lost workers in rounds. Each process announces its own end."""
+"""Detects workers that are lost in rounds. Each process announces its own end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LONGEST_TEXT = 600  # of an error in a message to the others
 
 
 def pace_of_rounds(num_workers: int) -> Pace:
-    """Heartbeat times that tolerate long compilations."""
+    """Tolerates long compilations."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(interval, silence=_SILENT_BEATS * interval, longest_gap=interval)
 
 
 class Presence:
-    """Sends heartbeats until this process ends, then publishes the reason, if possible."""
+    """Sends heartbeats until this process ends; then publishes the reason, if possible."""
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
         self._rank, self._pid = rank, os.getpid()
@@ -49,7 +49,7 @@ class Lookout:
         self._ends: dict[int, str] = {}
 
     def gone(self) -> dict[int, str]:
-        """Why workers were lost, by rank, as clauses. Reads the store at intervals; empty in between."""
+        """Why workers were lost, by rank, as clauses. Reads the store at intervals; empty between them."""
         now = time.monotonic()
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return {}
@@ -75,7 +75,9 @@ def cause_of_exit() -> str:
 
 
 def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
-    """An error on one line. Long texts are cut in the middle: DataLoader's tracebacks have the cause at the end."""
+    """An error on one line. Long texts are cut in the middle, because DataLoader's tracebacks have the cause at the
+    end.
+    """
     text = f"{error}".strip()
     if longest is not None and len(text) > longest:
         text = f"{text[: longest // 2]} … {text[-(longest // 2) :]}"

@@ -36,7 +36,7 @@ def _versions() -> dict[str, str]:
 
 
 def local_system() -> str:
-    """The boot and the pid namespace in which this process's pid is valid; empty if unknown."""
+    """The boot and pid namespace in which this process's pid is valid; empty if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -45,11 +45,7 @@ def local_system() -> str:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker's description of itself.
-
-    Attributes:
-        system: see `local_system`.
-    """
+    """A worker's description of itself."""
 
     rank: int
     num_workers: int
@@ -68,9 +64,9 @@ def call_roll(
     deadline: float,
     while_waiting: Callable[[], object] = lambda: None,
 ) -> list[Worker]:
-    """Waits for all workers, and returns them by rank.
+    """Waits for all workers. Returns them by rank.
 
-    One worker writes the verdict: the first to see all workers, a mismatch or the deadline. Later workers are refused.
+    The verdict comes from the first worker that sees all others, a mismatch or the deadline. Later workers are refused.
 
     Raises:
         CommunicationError: a worker is late or does not match, or the store was lost. All present workers raise it.
@@ -129,7 +125,7 @@ def _call_roll(
 
 
 def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
-    """None while more workers may come. The store's host waits for ``num_readers`` readers, and for all that came."""
+    """The result of joining; None while more workers may come. The store's host waits for ``num_readers`` of it."""
     missing, members = _missing(came, place), sorted(came)
     wrong = disagreement(list(came.values()))
     if wrong or not missing:

@@ -10,10 +10,10 @@ class Place:
     """A worker's place, known before any contact with other workers.
 
     Attributes:
-        source: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
+        source: ``torchrun's variables``, ``TF_CONFIG``, ``the process group``, or empty for a process on its own.
         host, port: address of the workers' store; the host is empty if the process group has a store.
-        hosts_store: whether this worker opens the store.
-        store_persists: whether the store may have keys of an earlier start.
+        hosts_store: this worker opens the store.
+        store_persists: the store may have keys of an earlier start.
     """
 
     rank: int = 0

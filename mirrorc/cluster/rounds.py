@@ -1,4 +1,4 @@
-"""Common tasks of all workers: if one worker fails, the others stop waiting."""
+"""Tasks of all workers. If one worker fails, the others stop waiting."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _T = TypeVar("_T")
 
 
 class Round:
-    """A task that all workers do together, such as a compilation, seen from one of them.
+    """A task of all workers, such as a compilation.
 
     Args:
-        name: prefix of the round's keys in the store; the same on all workers, and used by no other round.
+        name: prefix of the round's keys in the store; equal on all workers, and unique.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Round:
         )
 
     def all_say(self, text: str, *, timeout_seconds: float) -> list[str]:
-        """See `Cluster.all_say`; also raises if a worker has failed in this round."""
+        """As `Cluster.all_say`. Raises if a worker has failed in this round."""
         return self._meet(
             lambda store, deadline: all_say(store, self.workers, self.rank, text, deadline, self._look),
             "spoke with the others",
@@ -62,7 +62,9 @@ class Round:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Ends the other workers' round with this error, unless another came first. Raises nothing; takes a bounded time."""
+        """Ends the other workers' round with this error, unless another error came first. Raises nothing; takes a
+        bounded time.
+        """
         text = message(
             f"MC6201: {self.workers[self.rank]} failed in {self._doing}, which all workers call together",
             in_short(error, None),

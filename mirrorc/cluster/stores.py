@@ -25,7 +25,7 @@ SEE_STORE = (
 
 
 def open_store(place: Place, deadline: float) -> Any:
-    """Opens the workers' store on its host, or connects to it before ``deadline``, by ``time.monotonic()``.
+    """Opens the workers' store on its host, or connects to it. ``deadline`` is by ``time.monotonic()``.
 
     Raises:
         CommunicationError: the port is in use, nobody listens in time, or the listener is not a store.
@@ -81,7 +81,7 @@ def _await_listener(place: Place, deadline: float) -> None:
 
 
 class OwnConnection:
-    """A second connection to a store. Its requests do not wait for other threads' requests.
+    """A second connection to a store, whose requests do not wait for other threads' requests.
 
     Raises:
         RuntimeError, TimeoutError: the store is lost, or does not answer in time.
@@ -98,12 +98,11 @@ class OwnConnection:
 
     @property
     def is_lost(self) -> bool:
-        """True once the store's host has closed the connection: further requests would make torch warn."""
+        """True after the store's host has closed the connection; torch would warn of further requests."""
         return is_any_closed(self._sockets)
 
 
 def _port(store: Any) -> int:
-    """0 if the store is not a TCP store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return int(getattr(store, "port", 0))

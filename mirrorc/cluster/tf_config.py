@@ -1,4 +1,4 @@
-"""TF_CONFIG, which describes a cluster for TensorFlow's strategies."""
+"""Reads TF_CONFIG, which describes a cluster for TensorFlow's strategies."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _OTHERS = {
 
 
 def place_by_tf_config(variables: Mapping[str, str]) -> Place | None:
-    """The place described by ``TF_CONFIG``; None if the variable is not set.
+    """The place described by ``TF_CONFIG``; None if it is not set.
 
-    The chief, or else worker 0, has rank 0 and opens the store at its address. A description with one address or none,
-    as platforms write for a single machine, means a process on its own.
+    The chief, or else worker 0, has rank 0 and opens the store at its address. A description with at most one address
+    means a process on its own; platforms write such ones for single machines.
     """
     text = variables.get("TF_CONFIG")
     if text is None:

@@ -1,4 +1,4 @@
-"""How long a worker waits for another one."""
+"""Limits of the time that workers wait for each other."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _REMEDY = f"start the script with torchrun, which sets {_ALL}, or unset them all
 
 
 def place_by_torchrun(variables: Mapping[str, str]) -> Place | None:
-    """The place in torchrun's variables, which other launchers also set; None without ``RANK`` and ``WORLD_SIZE``."""
+    """The place in torchrun's variables, which other launchers also set. None without ``RANK`` and ``WORLD_SIZE``."""
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return None
     num_workers = _number(variables, "WORLD_SIZE", 1)

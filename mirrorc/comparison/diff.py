@@ -1,6 +1,7 @@
-"""Compares two programs: a unified diff of their printed forms, with the bucket, function or region above each change.
+"""Compares two programs by a unified diff of their printed forms, with the bucket, function or region above each
+change.
 
-Ignores reports on passes and the user's source lines, so moving the model's code in its file makes no difference.
+Reports on passes and the user's source lines are ignored, so moving the model's code makes no difference.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
     """The differences of two programs; empty if there are none.
 
     Args:
-        regions: compare the bodies of regions, too. If False, the result mentions them only if nothing else differs.
+        regions: also compare bodies of regions. If False, they are mentioned only if nothing else differs.
 
     Raises:
         TypeError: an argument is not a program.
@@ -48,15 +49,15 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
 
 
 def _of_complete_texts(old: Program, new: Program) -> str:
-    """What the short form leaves out, such as the aggregation of a buffer."""
     bare = [program.evolve(remarks=(), optimizer_groups={}).to_text(complete=True) for program in (old, new)]
     return diff_texts(*(re.sub(r"(?m)^    at\(.*\n", "", text) for text in bare))
 
 
 def diff_files(old: Path, new: Path) -> str:
-    """The differences of two files, each a saved or a printed program; empty if there are none.
+    """The differences of two saved or printed programs; empty if there are none.
 
-    Two saved programs are compared with bodies of regions. Against a printed program, only its printed parts are compared.
+    Two saved programs are compared with bodies of regions. Against a printed program, only its printed parts are
+    compared.
 
     Raises:
         OSError: a file cannot be read.
@@ -76,7 +77,7 @@ def diff_files(old: Path, new: Path) -> str:
 
 
 def diff_texts(old: str, new: str) -> str:
-    """A unified diff of two printed programs, of any stage; empty if there are no differences.
+    """A unified diff of two printed programs, of any stage; empty without differences.
 
     Args:
         old: a text from `Program.to_text`.
@@ -118,7 +119,7 @@ def diff_texts(old: str, new: str) -> str:
 
 @dataclass
 class _Part:
-    """A text's top, a bucket, a function or a region; ``numbers`` are line numbers of the text."""
+    """The top of a text, a bucket, a function or a region. ``numbers`` are line numbers of the text."""
 
     lines: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
@@ -129,7 +130,6 @@ class _Part:
 
 
 def _parts(text: str) -> dict[str, _Part]:
-    """Parts of a text by name. The pass, its time, the dump's report and source lines are left out."""
     parts: dict[str, _Part] = {"": _Part()}
     part, above = parts[""], _Part()  # above: lines from an empty line to a function, part of the function
     is_above = False
@@ -157,13 +157,11 @@ def _is_source(line: str) -> bool:
 
 
 def _num_differing(old_part: _Part, new_part: _Part) -> int:
-    """Takes linear time; moved lines do not count."""
     counts = [Counter(part.lines) for part in (old_part, new_part)]
     return (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
 
 
 def _hunks(name: str, old_part: _Part, new_part: _Part) -> Iterator[str]:
-    """Yields only the first hunks of a very long part."""
     limit = min(len(old_part.lines), len(new_part.lines))
     start = next((i for i in range(limit) if old_part.lines[i] != new_part.lines[i]), limit)
     end = next((i for i in range(limit - start) if old_part.lines[-1 - i] != new_part.lines[-1 - i]), limit - start)
@@ -188,7 +186,6 @@ def _span(part: _Part, first: int, start: int, stop: int) -> str:
 
 
 def _load(path: Path) -> Program | str:
-    """A program if the file holds its complete text, or else the printed text."""
     if str(path) == "-":
         return Program.load(path)
     with path.open("rb") as file:

@@ -18,25 +18,25 @@ from mirrorc.printing.printed_values import size_text
 from mirrorc.runtime.memory.report import MemoryReport
 
 _MOST_TRIES = 6
-"""The most tries after the program that keeps everything."""
 _LEAST_STEP = 1 / 64
-"""The least reduction from one try to the next, as a fraction of the bound."""
+"""The smallest reduction from one try to the next, as a fraction of the bound."""
 _MOST_NAMED = 3  # values at the peak, in an error
 
 _Compiled = TypeVar("_Compiled")
 
 
 class BoundedPrograms(Generic[_Compiled]):
-    """The first program keeps all activations. `ChooseCheckpoints` predicts memory from the captured graph.
+    """Compiles programs with more and more recomputation until one is within the bound.
 
-    `report_memory` counts the bytes once regions are compiled. Each count calibrates the next prediction.
+    The first program keeps all activations. `ChooseCheckpoints` predicts memory from the captured graph. The memory of
+    the compiled regions (`report_memory`) calibrates the next prediction.
 
     Args:
-        bound: bytes as an int; a fraction of ``most`` as a float.
+        bound: an int of bytes, or a float as a fraction of ``most``.
         most_before: ``most`` of earlier calls.
 
     Attributes:
-        most: the largest peak of programs that keep all activations, in this call or earlier ones; set by `find`.
+        most: the largest peak so far of a program without recomputation; set by `find`.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class BoundedPrograms(Generic[_Compiled]):
         """Returns a program and its compiled form.
 
         Raises:
-            CaptureError: the model runs as plain PyTorch, so no graph has the values that forward keeps.
-            PassError: no program found stays within the bound.
+            CaptureError: the model runs as plain PyTorch, so no graph has the values that forward saves.
+            PassError: no program is within the bound.
         """
         self._refuse_opaque()
         choice = _Choice()

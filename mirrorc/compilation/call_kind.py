@@ -1,4 +1,4 @@
-"""Purposes of a step's calls. A purpose selects the passes and the program's state."""
+"""Purposes of a step's calls, which select passes and the program's state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Purpose(enum.Enum):
 
     STEP = "step"  # to update with the gradients of its batch
     ACCUMULATION = "accumulation"  # to add the batch's gradients to the accumulated ones
-    END_OF_ACCUMULATION = "step after accumulation"  # to update with the sum of both
+    END_OF_ACCUMULATION = "step after accumulation"  # to update with the sum of accumulated and new gradients
     GRADIENTS = "call for gradients"  # to add the batch's gradients to those of the user's parameters
     FORWARD = "forward"  # of a module, before the caller computes a loss
     BACKWARD = "backward"  # from the gradients of a module's outputs, to those of its parameters

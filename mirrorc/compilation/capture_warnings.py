@@ -58,7 +58,7 @@ class CaptureWarnings:
             warnings.warn(text, stacklevel=users_stack_level())
 
     def warn_of_ladder(self, text: str) -> None:
-        """Warns of a fallback, unless ``text`` is empty."""
+        """No warning if ``text`` is empty."""
         if text and not self._has_warned_of_ladder:
             self._has_warned_of_ladder = True
             warnings.warn(text, stacklevel=users_stack_level())

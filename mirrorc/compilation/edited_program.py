@@ -1,4 +1,4 @@
-"""Programs that users have edited: compared with what is captured, and completed by the passes that are left."""
+"""Programs that users have edited. They are compared with the captured program, and completed by the remaining passes."""
 
 from __future__ import annotations
 
@@ -36,24 +36,26 @@ class EditedProgram:
     """The program of `mirrorc.compile`'s option ``program``: a file, or a program."""
 
     def __init__(self, source: str | os.PathLike[str] | Program) -> None:
-        """Raises ValueError if the file cannot be read, or holds no program."""
+        """Raises ValueError if the file cannot be read, or has no program."""
         self._name = "the given program" if isinstance(source, Program) else f"the program of {os.fspath(source)}"
         try:
             self._edited = source if isinstance(source, Program) else load_program(source)
         except OSError as error:
             fix = "give the file of an edited program, a Program, or None"
             raise problem(ValueError, f"MC1002: program is {source!r}", f"{error.strerror}", fix) from error
-        self._takes_part = False  # in what is compiled at present
+        self._takes_part = False  # in the current compilation
         self._is_compiled = False  # once it is, calls of other sizes compile without it
 
     def note_compiled(self) -> None:
         self._is_compiled |= self._takes_part
 
     def continued(self, captured: Program, pipeline: Sequence[Pass]) -> tuple[Program, Sequence[Pass]]:
-        """The edited program and the passes that are left; for a later call of another kind, the arguments with a remark.
+        """The edited program and the remaining passes.
+
+        For a later call of another kind, ``captured`` with a remark, and all passes.
 
         Raises:
-            ValueError: the program is not one of this model, call and pipeline, and says in what it differs.
+            ValueError: the program is of another model, call or pipeline; names the difference.
             VerifyError: the program breaks a rule, or computes something else.
         """
         self._takes_part = False
@@ -115,7 +117,6 @@ def _differing_entries(title: str, mine: object, other: object) -> Iterator[str]
 
 
 def _differences_of_calls(edited: Program, expected: Program) -> Iterator[str]:
-    """What another batch makes different."""
     for name in _OF_CALLS:
         if getattr(edited, name) != getattr(expected, name):
             yield f"{name} is {getattr(edited, name)}, not {getattr(expected, name)}"
@@ -153,7 +154,7 @@ def _differences_of_work(edited: Program, expected: Program) -> Iterator[str]:
 
 
 def _settings(program: Program) -> Iterator[str]:
-    """What calls compute, without their places: ``clip_factor(max_norm=1.0) on replica 0``."""
+    """Names and settings of calls, without their places: ``clip_factor(max_norm=1.0) on replica 0``."""
     for graph in program.graphs():
         for node in graph.nodes:
             operation = operation_of(node.target)

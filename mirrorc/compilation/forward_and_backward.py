@@ -1,4 +1,4 @@
-"""Cuts a captured program where its outputs leave it: into one of forward, and one of backward."""
+"""Cuts a captured program at its outputs: into a program of forward and one of backward."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from mirrorc.messages.problem import problem
 
 @dataclass(frozen=True)
 class ForwardAndBackward:
-    """Two programs with one batch.
+    """The programs of forward and backward for one batch.
 
     Attributes:
-        tangents: the outputs whose gradients backward takes, behind the tensors of the batch.
-        num_saved: how many values forward keeps, which backward takes behind the tangents.
-        gradients_of_leaves: backward's output for each tensor of the batch that gets a gradient.
-        reached: the places in ``tangents`` of those that a gradient depends on, by parameter or output.
-        read_variables, read_leaves: the variables, and the indices of the batch's tensors, that backward reads again.
+        tangents: outputs whose gradients are arguments of backward, after the tensors of the batch.
+        num_saved: the number of saved values, which are arguments of backward after the tangents.
+        gradients_of_leaves: backward's output, by tensor of the batch.
+        reached: by parameter or output of backward, the indices of ``tangents`` on which its gradient depends.
+        read_variables, read_leaves: variables, and indices of the batch's tensors, that backward reads again.
     """
 
     forward: Program
@@ -51,8 +51,8 @@ class ForwardAndBackward:
 def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> ForwardAndBackward:
     """Cuts a CAPTURED program whose backward begins with `output_tangent`.
 
-    Forward keeps what backward needs and cannot read again: parameters and the batch are read in both, and views of a
-    value, and values of nothing, are made again.
+    Forward saves the values that backward needs. Backward reads parameters and the batch again, and recomputes views
+    and values without inputs.
 
     Args:
         num_leaves: the number of tensors of the batch.
@@ -127,8 +127,8 @@ def _erase(graph: fx.Graph, names: Set[str]) -> None:
 
 
 def _variables(variables: Mapping[str, Variable], graphs: Iterable[fx.Graph], *, updates: bool) -> dict[str, Variable]:
-    """Those that are read or written. With ``updates``, also those that get a gradient, or that forward has written: workers
-    put these together at the end of backward.
+    """Variables that a program reads or writes. ``updates`` adds variables with gradients, and variables that forward
+    has written, because workers average them after backward.
     """
     used: set[str] = set()
     for graph in graphs:
@@ -141,12 +141,10 @@ def _variables(variables: Mapping[str, Variable], graphs: Iterable[fx.Graph], *,
 
 
 class _Cut:
-    """The cut of one graph.
+    """The cut of a graph.
 
     Attributes:
-        tangents: the outputs that have one, in order.
         ways: how each output is gathered.
-        saved: the values of forward that backward takes.
     """
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
@@ -187,7 +185,7 @@ class _Cut:
         return outputs | {name: depends[node] for name, node in self.output["gradients"].items()}
 
     def _values_to_save(self) -> list[fx.Node]:
-        """Also adds to backward what is made again there, before the first that needs it."""
+        """Also inserts recomputed values into backward, before their first use."""
         late = set(self._backward)
         inside, saved = set(late), dict[fx.Node, None]()
         waiting = [source for node in self._backward for source in node.all_input_nodes if not self._is_tangent(node)]
@@ -276,7 +274,6 @@ class _Cut:
 
 
 def _needed(results: Sequence[fx.Node], among: Set[fx.Node]) -> list[fx.Node]:
-    """The nodes ``among`` that results need, and the results among them, in no order; without placeholders."""
     needed: set[fx.Node] = set()
     waiting = [node for node in results if node in among]
     while waiting:
@@ -289,7 +286,7 @@ def _needed(results: Sequence[fx.Node], among: Set[fx.Node]) -> list[fx.Node]:
 
 
 def _divide(gather: fx.Node, weight: fx.Node) -> None:
-    """An argument's gradient is that of its own worker's loss, which the weight in the sum over workers does not concern."""
+    """Divides an argument's gradient by the worker's weight, because the argument belongs to one worker's loss."""
     (gradient,) = gather.all_input_nodes
     with gather.graph.inserting_before(gather):
         quotient = call(gather.graph, torch.ops.aten.div.Tensor, (gradient, weight))

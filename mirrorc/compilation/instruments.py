@@ -1,4 +1,4 @@
-"""Instruments that observe a compilation."""
+"""Instruments of a compilation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirrorc.verifier.verifier import Verify
 def instruments_for(
     passes: Sequence[Pass], dump: Path | None, print_after: Collection[str] | Literal["all"], *, reproduces: bool = True
 ) -> list[Instrument]:
-    """Dumps and prints precede the verifier, to show a broken program.
+    """Dumps and prints come before the verifier, so that they show a broken program.
 
     Args:
         reproduces: write a reproducer of a failing pass, into a temporary folder if ``dump`` is None.

@@ -1,4 +1,4 @@
-"""An LRU cache of the compiled programs of a step."""
+"""An LRU cache of a step's compiled programs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ from mirrorc.runtime.execution.executor import Executor
 logger = logging.getLogger(__name__)
 
 MOST_SPECIALIZATIONS = 64
-"""The capacity of the cache of a step."""
-
 _MOST_HOMES = 4096  # kinds of calls that are known to fit a program with symbolic sizes
 _MANY_COMPILATIONS = 8  # the number of compilations that triggers the warning
 
 Key = tuple[Any, ...]
-"""The cache key of a call, apart from the guards: its structure, the types of the shards, then `_OTHER_PARTS`."""
+"""The cache key of a call, without guards: its structure, the types of the shards, then `_OTHER_PARTS`."""
 
 _PARTS_OF_ARGUMENTS = ("structure of the arguments", "shape of a shard")
 _OTHER_PARTS = (
@@ -66,7 +64,6 @@ class _Compiled:
 
 
 def _are_alike(one: Key, other: Key) -> bool:
-    """True if two keys are equal, except perhaps in types of shards."""
     return one[0] == other[0] and one[2:] == other[2:]
 
 
@@ -92,13 +89,12 @@ def _shown(value: tuple[type, Any] | None) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """The program of backward of a module's forward.
+    """The program of backward for a module's forward.
 
     Attributes:
-        gradients: the parameters that get one.
-        constants: the tensors that it reads and that are no variables.
-        runs_plain: whether it runs as plain PyTorch.
-        meets_in_forward: whether forward exchanges values with other workers.
+        constants: tensors that it reads, other than variables.
+        runs_plain: it runs as plain PyTorch.
+        meets_in_forward: forward exchanges values with other workers.
     """
 
     executor: Executor
@@ -111,13 +107,13 @@ class Backward:
 
 @dataclass(frozen=True, eq=False)
 class Specialization:
-    """A compiled program with the guards on the Python values that its capture read.
+    """A compiled program, and guards on the Python values that its capture read.
 
     Attributes:
-        guards: tested with the plain values in `training_call`.
-        shard_of_replica: the index of each replica's captured graph; None for a replica without examples.
+        guards: checked with the plain values in `training_call`.
+        shard_of_replica: the index of each replica's captured graph; None without examples.
         loss_dtype: None for an evaluation.
-        backward: of a module's forward.
+        backward: for a module's forward.
         batch: the call for which the program was compiled.
     """
 
@@ -146,7 +142,6 @@ class Specialization:
         return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
-        """By replica, as read by the last check of the guards."""
         of_graphs = self.guards.numbers_by_graph()
         if not any(of_graphs):
             return []
@@ -186,7 +181,7 @@ class Specialization:
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
-        """Why guards fail for these plain values: names of changed values, and other reasons in words."""
+        """Why guards fail for these plain values: names of changed values, and other reasons."""
         self.training_call.plain = self.plain
         if not self.guards.hold():
             return [], self.guards.broken()
@@ -202,7 +197,7 @@ class Specializations:
     """An LRU cache. Specializations of one key differ in their guards.
 
     Args:
-        has_numbers_as_sizes: whether each size has its own program, because of ``dynamic=False``.
+        has_numbers_as_sizes: each size has its own program, because of ``dynamic=False``.
     """
 
     def __init__(self, subject: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
@@ -215,13 +210,13 @@ class Specializations:
         self._read_plain: set[str] = set()  # names of plain values that failed guards
 
     def get(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
-        """The specialization that is known to serve a key and plain values, or None. Marks it as used."""
+        """The specialization for a key and plain values, or None. Marks it as used."""
         return self._usable(self._homes.get(key, key), plain)
 
     def fitting(
         self, key: Key, plain: Mapping[str, Any], shards: Shards, symbolic: SymbolicDims
     ) -> Specialization | None:
-        """A specialization with these symbolic sizes that fits the shards, or None. Later, `get` finds it for the key."""
+        """A specialization with these symbolic sizes that fits the shards, or None. `get` then returns it for the key."""
         home = self._homes.get(key, key)
         for other, entries in reversed(list(self._by_key.items())):
             is_alike = _are_alike(other, key) and entries[-1].symbolic == symbolic
@@ -238,7 +233,7 @@ class Specializations:
             del self._homes[next(iter(self._homes))]
 
     def _forget_homes(self, key: Key, symbolic: SymbolicDims) -> None:
-        """Calls no longer find programs with older symbols: a resumed run would not have these programs."""
+        """Makes calls miss programs with older symbols, because a resumed run would not have these."""
         older = {
             other
             for other, entries in self._by_key.items()
@@ -278,7 +273,7 @@ class Specializations:
         attributes: Mapping[str, tuple[type, Any]] | None = None,
         reasons: Sequence[str] = (),
     ) -> list[Executor]:
-        """Returns the programs that leave the cache. ``reasons`` say why changing numbers are not inputs."""
+        """Returns the programs that leave the cache. ``reasons`` explain why changing numbers are not inputs."""
         called = key
         if new.sizes is not None:  # the cached key may belong to other sizes
             key = (key[0], ("symbolic", next(self._numbers)), *key[2:])
@@ -308,7 +303,7 @@ class Specializations:
         return dropped
 
     def changes(self, key: Key, call: Call, shards: Shards) -> str:
-        """Describes how a call differs from the call of the nearest cached program; of equally near ones, the last used."""
+        """Describes how a call differs from the most similar cached call, the last used if several are equally similar."""
         if not self._by_key:
             return FIRST_CALL
         places = range(2 + len(_OTHER_PARTS))

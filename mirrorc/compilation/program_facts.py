@@ -1,4 +1,4 @@
-"""Remarks about what the model's code decides and a program does not show."""
+"""Remarks on facts of the model's code that a program does not show."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def remarks_on_facts(program: Program, model: ModelState, microbatches: int) -> 
 
 
 def remarks_on_whole_sums(pipeline: Sequence[Pass]) -> list[str]:
-    """For a program that leaves gradients to the user, without the passes that concern updates."""
+    """Remarks on a program that leaves gradients to the user, without passes for updates."""
     kinds = (AllReduceAlgorithm, WorkerCompression)
     names = [entry.name for entry in pipeline if isinstance(entry, kinds) and entry.name not in ("native", "auto")]
     return [f"{listed(names)}: left out here, where sums are whole, and made by the link itself"] if names else []

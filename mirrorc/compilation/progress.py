@@ -1,4 +1,4 @@
-"""Shows the progress of a long compilation: a line on a terminal, elsewhere one line of the log or standard error."""
+"""Shows the progress of a long compilation: a line on a terminal, else one line of the log or standard error."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mirrorc.pipeline.protocol import Instrument, Pass
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 2.0
-"""The shortest compilation that reports progress on a terminal or in the log."""
+"""Shorter compilations show no progress on a terminal or in the log."""
 
 PATIENCE_ELSEWHERE_SECONDS = 10.0
-"""The shortest compilation that reports progress elsewhere, in a line that stays."""
+"""Shorter compilations show no progress in other places, because a line stays there."""
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -31,7 +31,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 class Progress(Instrument):
     """A thread that shows the progress; it polls `is_over` ten times a second.
 
-    Setting `is_over` suffices to end the thread, because an interrupt may arrive between any two Python calls.
+    `is_over` ends the thread by itself, because an interrupt may come between any two Python calls.
     """
 
     def __init__(self, subject: str, changes: str, *, is_shown: bool) -> None:
@@ -48,7 +48,7 @@ class Progress(Instrument):
             self._thread.start()
 
     def enter(self, phase: str, num_all: int = 0) -> None:
-        """``num_all`` is the number of steps in the phase, 0 if unknown."""
+        """``num_all`` is the number of steps in the phase; 0 if unknown."""
         self._phase, self._num_done, self._num_all = phase, 0, num_all
 
     def advance(self) -> None:
@@ -104,7 +104,7 @@ class Progress(Instrument):
 
 
 def free_terminal() -> IO[str] | None:
-    """Standard error if it is a terminal without a live line of rich or tqdm; else None."""
+    """Standard error, if it is a terminal without a live line of rich or tqdm; else None."""
     stream: Any = sys.stderr
     if (
         isinstance(stream, FileProxy) or isinstance(sys.stdout, FileProxy) or _has_bars()

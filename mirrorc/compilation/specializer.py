@@ -1,4 +1,4 @@
-"""Looks up compiled programs by kind and purpose of a call; compiles on a miss.
+"""Looks up compiled programs by kind and purpose of a call, and compiles on a miss.
 
 A new shape has a new key (`Specializer._key`) and is compiled, unless a program with symbolic sizes fits.
 """
@@ -45,7 +45,7 @@ class Specializer:
     """The compiled programs of a step.
 
     Args:
-        interrupts: holds back Ctrl-C during Dynamo's guards: a guard counts any error as a failure.
+        interrupts: defers Ctrl-C during Dynamo's guards, because a guard takes any error for a failure.
         team: None for a process on its own.
     """
 
@@ -78,16 +78,16 @@ class Specializer:
     ) -> tuple[Specialization, Shards]:
         """Returns the specialization, and the shards on which it runs.
 
-        If a shard of one example is refused, or gives nan, the batch is split among fewer replicas.
+        If a shard of one example is refused, or results in nan, the batch is split among fewer replicas.
 
         Args:
-            is_stale: whether the user has changed the optimizer's state since the last step.
+            is_stale: the user has changed the optimizer's state since the last step.
         """
         with self._autocast():
             return self._cached_or_compiled(call, shards, is_stale, purpose)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        """The context of captures; its modes are part of the cache key."""
+        """The context of captures. Its modes are part of the cache key."""
         if self._options.autocast is None:
             return nullcontext()
         return torch.autocast(self._options.devices[0].torch_device.type, self._options.autocast)
@@ -199,12 +199,10 @@ class Specializer:
         return self._compiler.compile(call, shards, changes, purpose, on_sizes=_remark_on_numbers(why))
 
     def _are_alike(self, shards: Shards) -> bool:
-        """True if one graph without symbols fits all replicas that have examples."""
         each = zip(shards.tensors, self._options.devices, shards.num_examples, strict=True)
         return len({shard_types(tensors, device.torch_device) for tensors, device, count in each if count}) <= 1
 
     def _why_numbers(self, shards: Shards, purpose: Purpose) -> str:
-        """Empty if sizes may be symbols in this call."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
         may_send = self.choices.exchange.may_send(purpose is Purpose.STEP)
@@ -215,13 +213,12 @@ class Specializer:
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose
     ) -> Key:
-        """Returns the call's key without the numbers that become inputs."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *cache.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
-        """Notes the numbers of rows that other workers gather: shapes in programs depend on them."""
+        """Records the numbers of rows gathered by other workers, because shapes in programs depend on them."""
         with self._autocast():
             self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
         if len(self._rows_elsewhere) > _MOST_KINDS:

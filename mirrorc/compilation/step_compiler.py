@@ -110,10 +110,10 @@ class StepCompiler:
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
     ) -> Specialization:
-        """If compilation fails, the model's tensors return to their former devices.
+        """If it fails, the model's tensors return to their former devices.
 
         Args:
-            changes: how this call differs from earlier calls, in words.
+            changes: describes how this call differs from earlier ones.
 
         Raises:
             SizesGivenUp: the sizes ``symbolic`` cannot be symbols.
@@ -150,7 +150,6 @@ class StepCompiler:
             progress.end()
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns the changed tensors with their old data."""
         moved = []
         for tensor in self._model.tensors.values():
             data = tensor.data.to(self._home)
@@ -179,7 +178,7 @@ class StepCompiler:
         try:
             training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
         except NoGradientError:
-            purpose = Purpose.EVALUATION  # autograd has nothing to do behind this forward
+            purpose = Purpose.EVALUATION  # no backward follows this forward
             training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
         if purpose is Purpose.FORWARD:
             return self._forward_and_backward(training_call, captured, call, symbolic, progress)
@@ -211,7 +210,7 @@ class StepCompiler:
         symbolic: SymbolicDims,
         progress: Progress,
     ) -> Specialization:
-        """Runs the passes on operators before the program is cut in two, so that they see both."""
+        """Runs the passes on operators before the cut, so that they see both forward and backward."""
         prepared, _ = self._prepared(captured, Purpose.FORWARD)
         common = [*itertools.takewhile(lambda entry: not isinstance(entry, PlanBuckets), self._options.pipeline)]
         joint = self._passed(prepared, common, progress)
@@ -254,7 +253,7 @@ class StepCompiler:
         self.front_ends[purpose] = climbed.front_end.name
         for error in climbed.errors:
             if isinstance(error, StateError) and not self._carried[purpose.trains].is_advanced:
-                raise error  # plain PyTorch has not found what forward changes
+                raise error  # plain PyTorch did not show the changes of forward, either
         self._carried[purpose.trains].note_capture(is_fallback=bool(climbed.failed))
         model = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(model))
@@ -298,7 +297,7 @@ class StepCompiler:
     def _lowered_and_compiled(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]
     ) -> tuple[Program, list[dict[str, RegionFunction]]]:
-        """Appends the finish time of each phase to ``times``."""
+        """Appends the end time of each phase to ``times``."""
         bound = self._options.activation_memory
         prepared, pipeline = self._prepared(captured, purpose)
         if bound is None or not purpose.trains:

@@ -44,15 +44,15 @@ class Announcements:
         return facts
 
     def written(self, program: Program, *, is_stale: bool) -> int:
-        """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for none.
+        """A digest of the user's writes since the last step; 0 for none.
 
-        Leaves out buffers that the program writes: an evaluation on one worker may have written them.
+        Buffers that the program writes are left out, because an evaluation on one worker may have written them.
         """
         is_behind = self._state.are_variables_written or self._state.optimizers.user_steps.have_written
         if not (is_stale or is_behind):
             return 0
         if self._taken.lack_any():
-            return 1  # all take over the chief's values in any case
+            return 1  # all workers receive the chief's values in any case
         tensors, optimizers = self._state.store.tensors, self._state.optimizers
         buffers = {variable.name for variable in written_buffers(program)}
         others = {name: tensor for name, tensor in tensors.items() if name not in buffers}
@@ -71,7 +71,6 @@ class Announcements:
         has_left: bool,
         batch: int,
     ) -> tuple[Header, dict[str, Details]]:
-        """``executor`` and ``num_examples`` are as in `TeamCoordinator.exchange_header`."""
         program, tensors = executor.program, self._state.store.tensors
         if tensors.keys() != self._variables.texts.keys():
             self._variables = Facts(shapes(tensors))
@@ -113,7 +112,9 @@ class Announcements:
         }
 
     def besides(self, name: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
-        """A header for a call that does not train. If workers differ in ``has_changed``, they agree to take over values."""
+        """A header for a call that does not train. If workers differ in ``has_changed``, they agree to broadcast
+        values.
+        """
         facts = Facts({"the call": name})
         header = Header(
             self._team.num_calls,
@@ -131,7 +132,7 @@ class Announcements:
         return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """A header for the meeting before a call in a block of `mirrorc.join`; ``number`` is the index of the step."""
+        """A header for the exchange before a call within `mirrorc.join`; ``number`` is the index of the step."""
         num_examples = 0 if has_left else 1  # a call without any would be refused
         header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
         return header, {

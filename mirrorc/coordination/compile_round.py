@@ -1,4 +1,4 @@
-"""One call of `mirrorc.compile` on several workers."""
+"""A call of `mirrorc.compile` on several workers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _DOING = "mirrorc.compile"
 
 
 class JointCompilation(AbstractContextManager["JointCompilation"]):
-    """An exception in this context reaches the other workers.
+    """A context whose exceptions reach the other workers.
 
     Args:
         distributed: an invalid value counts as "auto".
-        communication: an object of another type counts as the default; code in the context refuses it.
+        communication: an object of another type counts as the default; it is refused later, within the context.
 
     Raises:
-        ValueError: on entering, the description of the workers is wrong, or contradicts ``distributed``.
+        ValueError: on entering, if the description of the workers is wrong, or contradicts ``distributed``.
         CommunicationError: on entering, see `mirrorc.cluster.join`.
     """
 

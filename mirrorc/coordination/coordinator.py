@@ -1,4 +1,4 @@
-"""The interface by which a training call meets other workers."""
+"""The interface between a training call and other workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class Coordinator(Protocol):
-    """The stages of a training call in which workers meet."""
+    """The stages of a training call in which workers communicate."""
 
     @property
     def team(self) -> Team | None:
@@ -62,13 +62,13 @@ class Coordinator(Protocol):
         is_stale: bool = False,
         backward: Executor | None = None,
     ) -> Retry | None:
-        """Exchanges headers with all workers; may then broadcast one worker's values.
+        """Exchanges headers with all workers, and broadcasts one worker's values if they agree to.
 
         Args:
             backward: of a forward of a module: its numbers of gathered rows are compared, too.
 
         Returns:
-            The program to look up before the next try; None if the call goes on with this program.
+            The program to look up before the next exchange; None if the call continues with this program.
         """
         ...
 
@@ -89,11 +89,11 @@ class Coordinator(Protocol):
     ) -> torch.Tensor | None: ...
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether it is set on any worker."""
+        """For each flag, True if any worker has set it."""
         ...
 
     def end_backward(self, program: Program) -> None:
-        """Gives the buffers that forward has written the same values on all workers."""
+        """Makes the buffers that forward has written equal on all workers."""
         ...
 
     def joined_steps(
@@ -110,12 +110,12 @@ class Coordinator(Protocol):
     def note_failure(self, error: BaseException) -> None: ...
 
     def close(self) -> None:
-        """May be called again."""
+        """Idempotent."""
         ...
 
 
 class LocalCoordinator:
-    """The coordinator of a process on its own, and of evaluations, which each worker runs alone."""
+    """The coordinator of a process on its own, and of evaluations, which workers run alone."""
 
     team: Team | None = None
     link: LinkSpeed | None = None

@@ -30,7 +30,7 @@ class Facts:
 
     Args:
         row_counts: numbers of rows in the factors that the program sends.
-        meets: whether the model exchanges values with other workers.
+        meets: the model exchanges values with other workers.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class Facts:
 
 
 def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
-    """Facts in which all workers' LOWERED programs must agree."""
     lines = {f"line {number}": line for number, line in enumerate(worker_schedule(program))}
     written = ", ".join(variable.name for variable in written_buffers(program))
     graphs = [region.graph_module.graph for region in program.regions.values()]
@@ -61,13 +60,12 @@ def hyperparameters_of(options: StepOptions) -> dict[str, str]:
 
 
 def written_buffers(program: Program) -> list[Variable]:
-    """The buffers that forward writes, sorted by name."""
     written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
     return sorted(written, key=lambda variable: variable.name)
 
 
 def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
-    """Facts about model and options that must be equal on all workers. Tensors may differ: the chief's are broadcast."""
+    """Facts about model and options. Tensors may differ, because the chief's are broadcast."""
     frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
     variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
     names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -97,7 +95,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
 
 
 def _text_of_pass(stage: Any) -> str:
-    """Drops memory addresses, because workers differ in them. Functions are thus compared by name only."""
+    """Drops memory addresses, which differ between workers. Functions are thus compared by name only."""
     return _ADDRESS.sub("", repr(stage))
 
 

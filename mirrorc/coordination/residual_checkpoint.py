@@ -1,4 +1,4 @@
-"""Distributes unsent gradients (residuals) of an earlier run among the workers of this run."""
+"""Distributes residuals of an earlier run among the workers of this run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _KEYS = ("num_workers", "rank", "unsent")
 def unsent_of_worker(
     states: Sequence[Mapping[str, Any]], rank: int, num_workers: int, parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sums the unsent gradients of each earlier rank r with ``r % num_workers == rank``.
+    """Sums the residuals of each earlier rank r with ``r % num_workers == rank``.
 
     Args:
         states: the entry ``worker`` of `mirrorc.Step.state_dict`, from each worker of the earlier run, in any order.
 
     Returns:
-        This worker's unsent gradients, and the payloads' state, which is equal on all workers; both by variable.
+        This worker's residuals, and the payloads' state, which is equal on all workers; both by variable.
 
     Raises:
         TypeError: a state is not such an entry.
@@ -40,7 +40,7 @@ def _checked(
 ) -> tuple[dict[int, Mapping[str, torch.Tensor]], Mapping[str, Any]]:
     for state in states:
         keys = set(state) if isinstance(state, Mapping) else set()
-        if not keys.issuperset(_KEYS):  # those of earlier versions have other keys besides
+        if not keys.issuperset(_KEYS):  # states of earlier versions have additional keys
             raise TypeError(
                 f"MC7002: each of the states is a dict with {', '.join(_KEYS)}, as step.state_dict() has it under 'worker'"
             )

@@ -13,7 +13,7 @@ from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 
 
 def total_loss(control: ControlCollectives, local: torch.Tensor | None) -> torch.Tensor:
-    """The workers' sum, a float64 scalar on the host; ``local`` is None without examples."""
+    """The sum over workers, a float64 scalar on the CPU. ``local`` is None without examples."""
     total = torch.zeros((), dtype=torch.float64)
     if local is not None:
         total.copy_(local.detach())

@@ -1,4 +1,4 @@
-"""Broadcasts one worker's values before a step if workers would differ."""
+"""Broadcasts one worker's values before a step if values would differ between workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class TakenValues:
-    """Tracks which variables are equal on all workers, and broadcasts values anew."""
+    """Tracks which variables are equal on all workers, and broadcasts values."""
 
     def __init__(self, options: StepOptions, state: StepState, team: Team) -> None:
         self._options, self._state, self._team = options, state, team
@@ -31,7 +31,7 @@ class TakenValues:
         return {name: id(tensor) for name, tensor in self._state.store.tensors.items()}
 
     def note(self) -> None:
-        """Marks the present variables as broadcast. A variable that is dropped and comes back counts as new."""
+        """Marks the current variables as broadcast. A variable that is dropped and comes back counts as new."""
         self._ids = self._ids_now()
 
     def broadcast_from_source(self, agreed: Agreement, written: int) -> None:
@@ -41,7 +41,7 @@ class TakenValues:
             written: see `Announcements.written`.
 
         Raises:
-            CommunicationError: shards of the optimizer's state may be of different steps; all workers raise it.
+            CommunicationError: shards of the optimizer's state may be of different steps; raised by all workers.
         """
         if written not in (0, agreed.written) and self._ids is not None:
             source = f"worker {agreed.source}"

@@ -45,24 +45,24 @@ _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 @dataclass(frozen=True)
 class Retry:
-    """The program that a worker looks up before a call's next meeting; ``rows_elsewhere`` is None if unknown."""
+    """The program that a worker looks up before the next exchange of headers. ``rows_elsewhere`` is None if unknown."""
 
     accumulation: Accumulation
     rows_elsewhere: RowsElsewhere | None
 
 
 class TeamCoordinator:
-    """All workers make the same calls.
+    """Coordinates this worker's calls with those of the others.
 
-    Workers meet once each has its program, before anything changes. They meet again after a broadcast, or if programs
-    did not match.
+    Workers exchange headers when each has its program, before anything changes. They repeat this after a broadcast, or
+    if programs did not match.
 
-    An optimizer that is not element-wise runs on every worker: if the chief alone had its state, the chief might leave
-    its loop first. All workers give it the same sums and random numbers, and compare its parameters before each call.
+    An optimizer that is not element-wise runs on every worker, because the chief may leave its loop first. It gets the
+    same sums and random numbers on all workers, which compare its parameters before each call.
 
     Attributes:
         call_without_examples: the last call without its examples; None before the first call.
-        rows_elsewhere: numbers of rows that other workers gather in this call; None if unknown, or if nothing is gathered.
+        rows_elsewhere: numbers of rows gathered by other workers in this call; None if unknown or none.
     """
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
@@ -136,11 +136,11 @@ class TeamCoordinator:
     # A call, from its beginning to its end
 
     def begin_call(self) -> None:
-        """In a block of several steps, workers first agree on which step is called.
+        """In a block of several steps, workers first agree on the step to call.
 
         Raises:
             ExecutionError: this thread is in the block of other steps.
-            CommunicationError: the workers call different steps of their block, or one of them has failed.
+            CommunicationError: workers call different steps of their block, or a worker has failed.
         """
         refuse_within_others(self, "a step was called")
         if self._before_call is not None:
@@ -148,7 +148,7 @@ class TeamCoordinator:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """At its end, guards parameters that a failure has left between two steps: saving them raises."""
+        """At its end, guards partly updated parameters: saving them raises an error."""
         torn_before, had_parted = self._state.torn, self.team.have_parted
         self._num_meetings = self._num_row_meetings = 0
         try:
@@ -169,7 +169,6 @@ class TeamCoordinator:
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """A clause for errors; empty if all parameters are of one step."""
         torn = self._state.torn
         return torn.clause if torn is not None and not torn.is_restored else ""
 
@@ -185,14 +184,14 @@ class TeamCoordinator:
         is_stale: bool = False,
         backward: Executor | None = None,
     ) -> Retry | None:
-        """Returns None if all programs match and the call goes on.
+        """None if all programs match, so that the call continues.
 
-        If users' writes differ, or a worker has new variables, broadcasts one worker's values and returns a retry.
+        If the users' writes differ, or a worker has new variables, broadcasts one worker's values and returns a retry.
 
         Args:
-            executor: on a worker that has left its loop, the last call's.
-            num_examples: by replica; empty on a worker that has left its loop.
-            is_stale: whether the user has changed the optimizer's state since the last step.
+            executor: on a worker whose loop has ended, the last call's.
+            num_examples: by replica; empty on a worker whose loop has ended.
+            is_stale: the user has changed the optimizer's state since the last step.
             backward: of a forward of a module.
         """
         self._num_meetings += 1
@@ -223,7 +222,6 @@ class TeamCoordinator:
         return Retry(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """True if all programs were compiled for the numbers of rows that workers gather in this call."""
         rows = self.team.gathered_rows
         if not rows[0]:
             return True
@@ -257,10 +255,10 @@ class TeamCoordinator:
     def compare_replicas(self, program: Program) -> None:
         """Every ``check_replicas_every`` steps, compares the workers' copies of variables and optimizer state.
 
-        Leaves out buffers that the program writes: an evaluation may have written them on one worker.
+        Buffers that the program writes are left out, because an evaluation on one worker may have written them.
 
         Raises:
-            CommunicationError: copies differ; all workers raise it at each step until copies are written anew.
+            CommunicationError: copies differ; raised by all workers at each step until copies are written again.
         """
         every = self._options.check_replicas_every
         if not every or self._num_steps % every:
@@ -290,7 +288,7 @@ class TeamCoordinator:
         """Prepares a run of ``executor`` without examples, in place of the last call's program.
 
         Raises:
-            ExecutionError: ``executor`` exchanges something else than ``last``: the other workers would wait in vain.
+            ExecutionError: ``executor`` has other exchanges than ``last``, for which the other workers would wait.
         """
         self.team.stop_on_failure(executor.interrupt)
         if self._announcements.facts_of(executor).texts != self._announcements.facts_of(last).texts:
@@ -322,10 +320,10 @@ class TeamCoordinator:
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Also gives buffers the same values on all workers; ``loss`` is None without examples.
+        """Also makes buffers equal on all workers. ``loss`` is None without examples.
 
         Args:
-            dtype: of the loss; None for forward of a module, whose buffers are for `end_backward`.
+            dtype: of the loss; None in forward of a module, whose buffers become equal in `end_backward`.
         """
         self.team.end_updates()
         if dtype is None:
@@ -352,10 +350,10 @@ class TeamCoordinator:
     # Besides training calls
 
     def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
-        """Gathers sharded optimizer state on all workers, in a call of its own.
+        """Gathers sharded optimizer state on all workers, in a separate call.
 
         Raises:
-            ExecutionError: called within `mirrorc.step.Step.join`, where other workers may have left their loops.
+            ExecutionError: called within `mirrorc.step.Step.join`, because other workers may have left their loops.
         """
         if self._options.program_workers.shards_optimizer:
             refuse_within_others(self, "step.gather_optimizer_state() was called")

@@ -1,4 +1,4 @@
-"""The context of `mirrorc.join`, for loops that end earlier on some workers than on others."""
+"""The context of `mirrorc.join`, for loops that end earlier on some workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _current_block: ContextVar[Block | None] = ContextVar("the block around the code
 
 
 class BlockCalls(Protocol):
-    """What a block of `mirrorc.join` needs of a step over several workers."""
+    """The interface of a step over several workers for a block of `mirrorc.join`."""
 
     @property
     def cluster(self) -> Cluster: ...
@@ -35,13 +35,13 @@ class BlockCalls(Protocol):
         ...
 
     def leave_loop(self) -> None:
-        """Marks this worker's loop as ended; the worker then takes part in calls of other workers."""
+        """Marks this worker's loop as ended. The worker then takes part in calls of other workers."""
         ...
 
     def exit_block(self) -> None: ...
 
     def meet_turn(self, number: int) -> Agreement:
-        """Meets all workers before a call of the block's step ``number``."""
+        """Exchanges headers before a call of the block's step ``number``."""
         ...
 
     def abandon(self, error: BaseException) -> None:
@@ -51,7 +51,7 @@ class BlockCalls(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedStep:
-    """``take_part`` takes part in one call of the other workers; False if there was none."""
+    """``take_part`` takes part in a call of the other workers; False if there was none."""
 
     calls: BlockCalls
     take_part: Callable[[], bool]
@@ -62,8 +62,8 @@ class JoinedStep:
 class Block:
     """One worker's loop over some steps, followed by calls of workers whose loops still run.
 
-    With several steps, all workers meet before each call, over the connections of the first step: a worker that has
-    left its loop cannot know which step comes next.
+    With several steps, all workers exchange headers before each call, over the connections of the first step: a worker
+    whose loop has ended does not know the next step.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:
@@ -94,7 +94,6 @@ class Block:
                 return
 
     def _take_turn(self, number: int) -> int | None:
-        """None if all workers have left their loops."""
         first = self._steps[0]
         agreed: Agreement = first.exclusively(lambda: first.calls.meet_turn(number))
         return None if agreed.is_over else agreed.turn
@@ -105,7 +104,9 @@ class Block:
 
 
 def refuse_within_others(calls: BlockCalls, action: str) -> None:
-    """Raises ExecutionError in a block of other steps: some workers may have left it. ``action`` is a clause of the error."""
+    """Raises ExecutionError in a block of other steps, because some workers may have left it. ``action`` is a clause of
+    the error.
+    """
     block = _current_block.get()
     if block is not None and calls not in block.calls:
         raise problem(
@@ -118,7 +119,8 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
 
 @contextmanager
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
-    """A context for a loop. After its own loop, a worker takes part in calls of other workers until all loops have ended.
+    """A context for a loop. When its loop ends, a worker takes part in calls of other workers until all loops have
+    ended.
 
     An exception in the context ends the next call of the other workers. Without ``steps``, the context does nothing.
 
@@ -157,7 +159,7 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
 
 @contextmanager
 def _restored_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
-    """Puts the same objects back into the groups, not copies."""
+    """Restores the same objects in the groups, not copies."""
     groups = optimizers.hyperparameters
     before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     try:

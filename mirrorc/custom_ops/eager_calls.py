@@ -15,13 +15,13 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 class UsedParameters:
-    """Parameters that a replica has used in this step. Other replicas give zero gradients; unused parameters get no update.
+    """Parameters that any replica has used in this step. Others get no update.
 
     Attributes:
-        absent_outputs: the outputs of a module that the caller's loss does not reach.
-        keeps_graph: whether backward may be called again.
-        outputs: those that need a gradient on any replica.
-        leaves: the indices of the arguments that got a gradient on any replica.
+        absent_outputs: outputs of a module on which the caller's loss does not depend.
+        keeps_graph: backward may be called again.
+        outputs: outputs that need a gradient on any replica.
+        leaves: indices of arguments that got a gradient on any replica.
     """
 
     def __init__(self, absent_outputs: Set[str] = frozenset(), *, keeps_graph: bool = False) -> None:
@@ -44,7 +44,7 @@ class UsedParameters:
             self.leaves.add(leaf)
 
     def first_value(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """A buffer's new value from the first forward of the step."""
+        """The new value of a buffer from the first forward of the step."""
         with self._lock:
             return self._written.setdefault(id(buffer), value)
 
@@ -65,7 +65,7 @@ class OpaqueBackward(Protocol):
         """True if a parameter's gradient is available."""
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
-        """May be called once; calls ``on_gradient`` in this thread after each gradient."""
+        """May be called once. Calls ``on_gradient`` in this thread after each gradient."""
 
 
 class RunInputs(NamedTuple):
@@ -83,20 +83,22 @@ class OpaqueRuns(Protocol):
         """Returns the loss, a token for backward, new values of written buffers, and outputs."""
 
     def evaluation(self, inputs: RunInputs) -> list[torch.Tensor]:
-        """As `forward`, without a token; there may be no loss."""
+        """Like `forward`, without a token; there may be no loss."""
 
     def backward(
         self, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
     ) -> OpaqueBackward:
-        """``tangent`` is the gradient of the loss, None for one, ``tangents`` are those of outputs of a module without a loss."""
+        """``tangent`` is the gradient of the loss (None for 1), ``tangents`` are gradients of outputs of a module
+        without a loss.
+        """
 
     def gradient(
         self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the gradient of a parameter or an argument, once; runs backward if it has not begun.
+        """Returns the gradient of a parameter or argument, once. Runs backward if it has not begun.
 
         Args:
-            place: of the parameter; the places of arguments follow those of parameters.
+            place: index of the parameter; indices of arguments follow.
         """
 
 
@@ -157,7 +159,6 @@ def _fake_results(
 
 
 def sizes_of(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """For each shape, the number of dimensions, then the dimensions."""
     return [number for shape in shapes for number in (len(shape), *shape)]
 
 
@@ -217,19 +218,18 @@ torch.library.register_fake(
 
 run_forward = torch.ops.mirrorc.run_forward.default
 """``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes)`` is
-`OpaqueRuns.forward`; ``exchanges=True`` if replicas exchange values meanwhile.
+`OpaqueRuns.forward`; ``exchanges=True`` if replicas exchange values in it.
 
 Results: the loss, a scalar; a token, an int64 on the CPU; new values of the buffers at ``written``; contiguous outputs.
 ``output_sizes`` has the form of `sizes_of`. Python side effects of the call must not last.
 """
 
 take_gradient = torch.ops.mirrorc.take_gradient.default
-"""``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueRuns.gradient` for the tensor at ``place``, which is
-``like``.
+"""``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueRuns.gradient` for the tensor at ``place``,
+which is ``like``.
 
-``tangent``, the gradient of the loss, None for one, and ``tangents``, those of outputs, are the same for all gradients of a
-token.
-Each gradient may be taken once, in any order, also while backward computes the others.
+``tangent`` (the gradient of the loss; None for 1) and ``tangents`` (the gradients of outputs) are the same for all
+gradients of a token. Each gradient may be taken once, in any order, even while backward computes others.
 """
 
 run_evaluation = torch.ops.mirrorc.run_evaluation.default

@@ -67,6 +67,6 @@ torch.library.register_fake("mirrorc::add_rows_into", lambda out, rows, indices,
 add_rows_into = torch.ops.mirrorc.add_rows_into.default
 """``add_rows_into(out, rows, indices, padding_idx)`` adds rows [..., n] at indices [...] to ``out`` [m, n].
 
-The bits are those of ``out += embedding_dense_backward(rows, indices, m, padding_idx, False)``: rows of one index are
-summed first.
+It has the bits of ``out += embedding_dense_backward(rows, indices, m, padding_idx, False)``: rows with the same index
+are summed first.
 """

@@ -1,4 +1,4 @@
-"""The operator that stands for the gradient of an output, which the caller's loss gives."""
+"""A placeholder operator for the gradient of an output, which comes from the caller's loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch.library.register_fake(
 )
 
 output_tangent = torch.ops.mirrorc.output_tangent.default
-"""``output_tangent(output, name)``: the gradient of the caller's loss with respect to the output of this name, contiguous.
+"""``output_tangent(output, name)``: the gradient of the caller's loss with respect to this output, contiguous.
 
-A graph has it only until it is cut into a program of forward and one of backward, which takes the value as an argument.
+When the graph is cut into programs of forward and backward, the value becomes an argument of backward.
 """

@@ -21,8 +21,8 @@ _generator_locks: dict[torch.device, threading.Lock] = {}
 STATES_LOCK = threading.Lock()
 """Held while a device's thread reads or writes a generator's state.
 
-A reader holds the generator's own lock, and may lose the GIL to garbage collection. Torch waits for that lock while it holds
-the GIL: a deadlock.
+A reader holds the generator's lock, and may lose the GIL to garbage collection. Another thread would deadlock: torch
+waits for that lock while it holds the GIL.
 """
 
 
@@ -35,7 +35,7 @@ def mix(seed: int, stream: int) -> int:
 
 
 def seed_of_microbatch(seed: torch.Tensor, index: int) -> torch.Tensor:
-    """Uses a stream beyond those of any program's operations."""
+    """Its stream is beyond those of any program's operations."""
     return torch.tensor(mix(int(seed), 2**32 + index), dtype=torch.int64)
 
 
@@ -89,12 +89,11 @@ def seeded(op: Any) -> Any:
 
 
 def unseeded(op: Any) -> Any:
-    """The inverse of `seeded`; None for any other operator."""
     return next((drawn for drawn, seeded_op in _seeded_ops.items() if seeded_op is op), None)
 
 
 def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Restores the state of the device's global generator."""
+    """Runs an operator with a seed, then restores the device's generator."""
     generator = _global_generator(args, kwargs)
     with lock_of(generator.device):
         with STATES_LOCK:

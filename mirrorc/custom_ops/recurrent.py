@@ -1,4 +1,4 @@
-"""torch's recurrent layers as one operator, whose backward is autograd's."""
+"""torch's recurrent layers as one operator, with autograd's backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.torch_internals import recorded_by_autograd, weights_for_cudnn
 
 _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 _RECORDED = {"lstm": 20, "gru": 8, "rnn_tanh": 3, "rnn_relu": 3}
-"""The most values that autograd records for each unit, step and example. The largest is oneDNN's workspace for an LSTM."""
+"""The most values that autograd saves per unit, step and example. The largest is oneDNN's workspace for an LSTM."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,14 @@ Args:
     kind: the name of torch's function, such as ``"lstm"``.
     lengths: the sequences' lengths, int64 [batch], or None.
     products: the dtype of autocast, or None.
-    is_recorded: whether a backward may follow.
+    is_recorded: a backward may follow.
 
 Returns:
-    The hidden states of the last layer [time, batch, width], zeros after the ends of sequences; the last states; and a token
-    for `recurrent_backward` if ``is_recorded``. Autograd's record lives as long as the token.
+    The hidden states of the last layer [time, batch, width], zeros after the ends of sequences; the last states; and a
+        token for `recurrent_backward` if ``is_recorded``. Autograd's graph lives as long as the token.
 """
 recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
 """Gradients of the inputs of `recurrent` at ``places`` among its values, states and parameters.
 
-``gradients`` are gradients of the results of `recurrent`, without the token. A backward may run several times.
+``gradients`` are gradients of the results of `recurrent`, without the token. Backward may run several times.
 """

@@ -15,16 +15,14 @@ RowsOfAll = Callable[[torch.Tensor], int]
 """The total number of rows of all replicas for a gathered value."""
 
 SUM, GATHER, ROWS_OF_SUM = "sum_over_replicas", "rows_of_replicas", "own_rows_of_sum"
-"""The kinds of exchange, by the names of their operations in the IR."""
+"""Kinds of exchange, by the names of their operations in the IR."""
 
 
 class ReplicaExchange(Protocol):
     """The values of all replicas, for a replica that runs as plain PyTorch.
 
     Attributes:
-        place: the number of this replica.
         count: the number of replicas with examples.
-        number: the number of exchanges so far.
     """
 
     place: int
@@ -32,7 +30,7 @@ class ReplicaExchange(Protocol):
     number: int
 
     def meet(self, kind: str, value: torch.Tensor, rows: int, origin: int | None) -> torch.Tensor:
-        """The result of an exchange; that of a gradient has the number of its ``origin`` in forward."""
+        """The result of an exchange. In backward, ``origin`` is the number of its exchange in forward."""
 
 
 class _Alone:
@@ -53,7 +51,7 @@ class _Refused:
 
 
 class AlikeReplicas:
-    """An exchange with replicas that would all have this one's values, for a run that stands for each of them."""
+    """An exchange for a first run, in which all replicas are taken to have this one's values."""
 
     def __init__(self) -> None:
         self.place, self.count, self.number = 0, _count.get(), 0
@@ -85,13 +83,13 @@ def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathering(rows_of_all: RowsOfAll, num_replicas: int) -> Iterator[None]:
-    """Marks a trace as that of one replica among several."""
+    """Marks a trace of one replica among several."""
     with _set(_rows, rows_of_all), _set(_count, num_replicas):
         yield
 
 
 def exchanging(exchange: ReplicaExchange) -> contextlib.AbstractContextManager[None]:
-    """Gives plain PyTorch of this thread the values of other replicas."""
+    """Gives plain PyTorch in this thread the values of other replicas."""
     return _set(_exchange, exchange)
 
 
@@ -100,7 +98,7 @@ def current_exchange() -> ReplicaExchange:
 
 
 def refused_exchange(error: Exception) -> ReplicaExchange:
-    """Raises ``error`` when plain PyTorch asks for values of other replicas."""
+    """Raises ``error`` if plain PyTorch needs values of other replicas."""
     return cast("ReplicaExchange", _Refused(error))
 
 
@@ -152,12 +150,12 @@ def _register(schema: str, run: Any, fake: Any, gradient: Any = None) -> Any:
 all_reduce_value = _register(
     "all_reduce_value(Tensor value) -> Tensor", functools.partial(_meet, SUM), _like, _gradient_of_sum
 )
-"""``all_reduce_value(value)``: the sum over all replicas; alone, a copy."""
+"""``all_reduce_value(value)``: the sum over all replicas; a copy in plain PyTorch."""
 
 all_gather_value = _register(
     "all_gather_value(Tensor value) -> Tensor", functools.partial(_meet, GATHER), _gathered, _gradient_of_gathered
 )
-"""``all_gather_value(value)``: the values of all replicas, along dim 0; alone, a copy."""
+"""``all_gather_value(value)``: the values of all replicas, along dim 0; a copy in plain PyTorch."""
 
 own_rows_of_sum = _register(
     "own_rows_of_sum(Tensor value, int rows) -> Tensor",
@@ -165,18 +163,20 @@ own_rows_of_sum = _register(
     _fake_rows,
     _gradient_of_rows,
 )
-"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum over all replicas; transposes `all_gather_value`."""
+"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum over all replicas; the backward of
+`all_gather_value`.
+"""
 
 replica_number = _register(
     "replica_number(Tensor like) -> Tensor",
     lambda like: torch.full_like(like, _exchange.get().place),
     torch.empty_like,
 )
-"""``replica_number(like)``: the number of this replica; alone, 0."""
+"""``replica_number(like)``: the number of this replica; 0 in plain PyTorch."""
 
 replica_count = _register(
     "replica_count(Tensor like) -> Tensor",
     lambda like: torch.full_like(like, _exchange.get().count),
     torch.empty_like,
 )
-"""``replica_count(like)``: the number of replicas with examples; alone, 1."""
+"""``replica_count(like)``: the number of replicas with examples; 1 in plain PyTorch."""

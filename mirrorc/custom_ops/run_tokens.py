@@ -1,4 +1,4 @@
-"""Keeps records of forward runs for backward."""
+"""Saves data of forward runs for backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Record = TypeVar("_Record")
 
 
 class RunTokens(Generic[_Record]):
-    """Records by token, an int64 scalar on the CPU. A record lives as long as its token."""
+    """Data by token, an int64 scalar on the CPU; it lives as long as the token."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}

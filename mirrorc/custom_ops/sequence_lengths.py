@@ -1,4 +1,4 @@
-"""An operator that checks lengths as `pack_padded_sequence` does."""
+"""An operator that checks lengths like `pack_padded_sequence`."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ torch.library.register_fake(
 checked_lengths = torch.ops.mirrorc.checked_lengths.default
 """``checked_lengths(lengths, time, is_sorted)``: a copy of the lengths [batch] as int64.
 
-Raises RuntimeError for a length that is not positive or exceeds the time, or for wrongly unsorted lengths.
+Raises RuntimeError if a length is not positive or exceeds the time, or if lengths are unsorted despite ``is_sorted``.
 """

@@ -16,9 +16,9 @@ _NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
 
 
 class DumpFiles(Instrument):
-    """Saves the program after every pass and writes its text and diff, and at the end an index of these files.
+    """Saves the program after every pass, with its text and diff, and writes an index at the end.
 
-    A sink that fails is dropped with a warning.
+    If a sink fails, it is dropped with a warning.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -93,7 +93,7 @@ class DumpFiles(Instrument):
 
 
 def _first_name(program: Program) -> str:
-    """Passes may begin with a program that was edited, or saved."""
+    """Passes may begin with an edited or saved program."""
     return "given" if program.passes else "capture"
 
 

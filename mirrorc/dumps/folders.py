@@ -27,8 +27,8 @@ _CHOOSING = (
 class DumpFolder:
     """The folder of one program in a directory of dumps.
 
-    A process that first uses a directory removes the files of earlier runs. Its programs get ``program-0``, ``program-1`` and
-    so on. Folders of other running processes are left alone.
+    At its first use of a directory, a process removes the files of earlier runs. Its programs get ``program-0``,
+    ``program-1`` and so on. Folders of other running processes stay.
 
     Raises:
         OSError: the directory cannot be written.
@@ -49,7 +49,7 @@ class DumpFolder:
 
 
 class _Directory:
-    """The lock file stays open, and the folders locked, until this process ends."""
+    """The lock file stays open, and the folders stay locked, until this process ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +70,7 @@ class _Directory:
         return False
 
     def take(self) -> Path:
-        """Locks, empties and returns the next folder that no other process has locked."""
+        """Locks, empties and returns the next folder that is not locked by another process."""
         with self._choosing():
             folder = self.path / f"program-{next(filter(self._lock, self._numbers))}"
             _empty(folder)  # since this process opened the directory, another one may have written here and ended
@@ -88,7 +88,6 @@ class _Directory:
             self._unlock(_CHOOSING - 1)
 
     def _lock(self, number: int) -> bool:
-        """False if another process has locked the folder."""
         if fcntl is not None:
             try:
                 fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _CHOOSING + 1 + number)

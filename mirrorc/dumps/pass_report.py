@@ -26,7 +26,7 @@ class PassReport:
 
     @cached_property
     def is_changed(self) -> bool:
-        """True if the printed program differs from the one before, or either cannot be printed."""
+        """True if the printed program differs from the previous one, or either cannot be printed."""
         if self.before is None or self.before.stage is not self.after.stage:
             return True
         if _has_only_other_remarks(self.before, self.after):
@@ -53,7 +53,7 @@ class PassReport:
         return f"{total} nodes ({difference:+d}){': ' + ', '.join(changes) if changes else ''}"
 
     def text(self) -> str:
-        """The heading, counts and remarks, then a changed program, or why it cannot be printed."""
+        """The heading, counts and remarks, then the changed program, or the reason why it cannot be printed."""
         try:
             heading, program = self._heading_and_program()
         except Exception as error:  # noqa: BLE001 - said
@@ -71,7 +71,7 @@ class PassReport:
         return heading, rest
 
     def diff(self) -> str:
-        """A unified diff, including changed bodies of regions; empty if nothing changed."""
+        """A unified diff, with changed bodies of regions; empty without changes."""
         if self.before is None or not self.is_changed:
             return ""
         try:

@@ -20,7 +20,7 @@ class Sink:
         raise NotImplementedError
 
     def save(self, name: str, program: Program) -> bool:
-        """False if the sink accepts only texts."""
+        """Saves a program. Returns False if the sink accepts only texts."""
         return False
 
 
@@ -47,7 +47,8 @@ class TraceSink(Sink):
 
 
 def dump_sinks(directory: Path | None) -> list[Sink]:
-    """The sinks for the next program: a folder in ``directory``, if any, and torch's structured trace, if on (TORCH_TRACE).
+    """The sinks for the next program: a folder in ``directory``, if any, and torch's structured trace, if enabled
+    (TORCH_TRACE).
 
     Warns if the folder cannot be written.
     """
@@ -61,7 +62,7 @@ def dump_sinks(directory: Path | None) -> list[Sink]:
 
 
 def warn_of_lost_dump(error: OSError) -> None:
-    """Warns, because a failed dump is no reason to end a training run."""
+    """A failed dump is no reason to end a training run."""
     warnings.warn(
         message(
             "MC7103: a dump of the program cannot be written",

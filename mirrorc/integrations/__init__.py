@@ -1,1 +1,1 @@
-"""Trainers that people have, with `mirrorc.data_parallel` for their model: one file each, which imports its trainer."""
+"""Integrations of `mirrorc.data_parallel` with trainers: one file each, which imports its trainer."""

@@ -1,4 +1,4 @@
-"""An `Accelerator` whose `prepare` gives modules of `mirrorc.data_parallel`."""
+"""An `Accelerator` whose `prepare` returns modules of `mirrorc.data_parallel`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from mirrorc.options.debug import Debug
 class Accelerator(accelerate.Accelerator):
     """An `accelerate.Accelerator` that prepares a model for several devices of one process.
 
-    Under ``accelerate launch`` or torchrun each process has one device, as with DDP, and gradients are averaged over processes.
+    Under ``accelerate launch`` or torchrun each process has one device, as with DDP, and gradients are averaged over
+    processes.
 
     Args:
         *args, **kwargs: of `accelerate.Accelerator`.
-        devices, communication, compiler, debug: as for `mirrorc.data_parallel`. Of several processes, each has by default
-            the device that Accelerate has chosen for it.
+        devices, communication, compiler, debug: as for `mirrorc.data_parallel`. With several processes, the default is
+            the device chosen by Accelerate.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Accelerator(accelerate.Accelerator):
         self.set_devices(devices, communication=communication, compiler=compiler, debug=debug)
 
     def set_devices(self, devices: int | Sequence[str | torch.device] | None, **options: Any) -> None:
-        """Sets devices and options for models that are prepared from now on."""
+        """Sets devices and options for models prepared from now on."""
         if devices is None and (self.num_processes > 1 or self.device.type == "cpu"):
             devices = 1 if self.device.type == "cpu" else [self.device]
         numbers = self.gather(torch.tensor([len(parse_devices(devices))], device=self.device))
@@ -54,7 +55,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """See `accelerate.Accelerator.prepare_model`; a model without parameters to train stays as it is."""
+        """See `accelerate.Accelerator.prepare_model`. A model without trainable parameters stays as it is."""
         trains = not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters())
         if trains and not isinstance(model, DataParallel):
             if self.device_placement if device_placement is None else device_placement:
@@ -66,13 +67,13 @@ class Accelerator(accelerate.Accelerator):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The plain model, which has the same parameters."""
+        """The plain model, with the same parameters."""
         if isinstance(model, DataParallel):
             model = model.module
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def end_training(self) -> None:
-        """Ends trackers and process group, as `accelerate.Accelerator.end_training` does, and the threads of models."""
+        """Ends trackers and process group, as `accelerate.Accelerator.end_training` does, and the models' threads."""
         for model in self._models:
             if isinstance(model, DataParallel):
                 model.close()

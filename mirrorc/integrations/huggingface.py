@@ -1,4 +1,4 @@
-"""A Hugging Face `Trainer` whose model runs by `mirrorc.data_parallel`, with the loss of the whole batch."""
+"""A Hugging Face `Trainer` whose model runs on several devices, with the loss of the whole batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Trainer: Any = object  # stands beside the mixin
 
 
 class DataParallelMixin(_Trainer):
-    """A mixin by which a `transformers.Trainer`, or a class made of it, uses several devices.
+    """A mixin that makes a `transformers.Trainer`, or a subclass, use several devices.
 
     Args:
         *args, **kwargs: of the trainer.
@@ -50,7 +50,7 @@ class DataParallelMixin(_Trainer):
         self._weights = LossWeights(self.accelerator.gather)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The module on all devices for evaluations, too, once there is one."""
+        """Evaluations use the same `DataParallel` as training if it exists."""
         model = super()._wrap_model(model, training, dataloader)
         is_wrapped = isinstance(self.model_wrapped, DataParallel) and self.model_wrapped.module is model
         return self.model_wrapped if is_wrapped and not training else model
@@ -58,7 +58,7 @@ class DataParallelMixin(_Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The trainer's loss, also where the model returns it: that of the whole batch."""
+        """The trainer's loss of the whole batch, even if the model computes the loss."""
         with contextlib.ExitStack() as stack:
             if isinstance(model, DataParallel):
                 stack.enter_context(_replicated_items(model))
@@ -75,7 +75,6 @@ class DataParallelMixin(_Trainer):
         return is_alone or self._weights.divides(model, inputs)
 
     def _returns_loss(self, inputs: dict[str, Any]) -> bool:
-        """Whether the model computes the loss; otherwise the trainer does, of outputs of the whole batch."""
         if self.label_smoother is not None or self.compute_loss_func is not None:
             return False
         return isinstance(inputs.get("labels"), torch.Tensor)
@@ -84,14 +83,12 @@ class DataParallelMixin(_Trainer):
 class DataParallelTrainer(DataParallelMixin, transformers.Trainer):
     """A `transformers.Trainer` on several devices of one process, or one device of each process of torchrun.
 
-    Batch sizes "per device" are those of a process. Evaluations run on all devices, too.
+    Batch sizes "per device" are per process. Evaluations also run on all devices.
     """
 
 
 @contextlib.contextmanager
 def _replicated_items(model: nn.Module) -> Iterator[None]:
-    """Gives each device the number of items by which a loss is divided."""
-
     def mark(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         number = kwargs.get("num_items_in_batch")
         return args, kwargs | ({"num_items_in_batch": replicated(number)} if torch.is_tensor(number) else {})

@@ -1,4 +1,4 @@
-"""Strategies for the `Trainer` and the `Fabric` of Lightning; registered as "mirrorc"."""
+"""Strategies for Lightning's `Trainer` and `Fabric`, registered as "mirrorc"."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _OneProcess(_Strategy):
     """A strategy with all devices in one process; under a launcher, one device in each process.
 
     Args:
-        devices, communication, compiler, debug: as for `mirrorc.data_parallel`; the devices are those of one process,
-            and by default those of the trainer.
+        devices, communication, compiler, debug: as for `mirrorc.data_parallel`; the devices of one process, by default
+            the trainer's.
         **kwargs: of Lightning's DDPStrategy, for several processes.
     """
 
@@ -55,7 +55,7 @@ class _OneProcess(_Strategy):
 
     @property
     def num_processes(self) -> int:
-        """The processes of this machine."""
+        """The number of processes on this machine."""
         return len(self.parallel_devices or ()) if self._is_launched else 1
 
     @property
@@ -80,8 +80,9 @@ class _OneProcess(_Strategy):
 class MirrorcStrategy(_OneProcess, pytorch.DDPStrategy):
     """A strategy for ``Trainer(strategy=MirrorcStrategy(), devices=2)``: one process with two devices.
 
-    Hooks such as ``training_step`` run once, on the whole batch. The module's ``forward``, and that of submodules with
-    parameters that a hook calls, run on all devices. Under torchrun each process has one device, as with DDPStrategy.
+    Hooks such as ``training_step`` run once, on the whole batch. The module's ``forward`` runs on all devices, and so
+    do forwards of submodules with parameters that a hook calls. Under torchrun each process has one device, as with
+    DDPStrategy.
 
     Args:
         devices, communication, compiler, debug: as for `mirrorc.data_parallel`; by default the Trainer's devices.
@@ -179,7 +180,7 @@ class MirrorcFabricStrategy(_OneProcess, fabric.DDPStrategy):
 
 
 def called_modules(module: nn.Module) -> list[nn.Module]:
-    """The module, if it has a forward, and of a LightningModule the submodules with parameters that its hooks may call."""
+    """The module, if it has a forward. For a LightningModule, submodules with parameters that its hooks may call."""
     called = [module] if type(module).forward not in (nn.Module.forward, LightningModule.forward) else []
     return called + (_with_parameters(module) if isinstance(module, LightningModule) else [])
 

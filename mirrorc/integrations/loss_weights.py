@@ -1,4 +1,4 @@
-"""Weights of the losses that a Hugging Face model computes on each replica, so that they add up to that of the batch."""
+"""Weights for losses that a Hugging Face model computes on each replica, so that they add up to the loss of the batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "labels but the first": lambda labels: _per_row(labels[:, 1:] if labels.dim() > 1 else labels),
     "examples": lambda labels: torch.ones_like(_per_row(labels)),
 }
-"""For labels, the weight of each row in a mean over the batch."""
+"""The weight of each row in a mean over the batch, from its labels."""
 
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -39,12 +39,12 @@ _TOLERANCE_OF_HALVES = 0.05
 
 
 class LossWeights:
-    """The unit of a model's loss, by losses of parts of a batch: a mean over labels or over examples, or a sum.
+    """Determines whether a model's loss is a mean over labels or examples, or a sum, from losses of parts of a batch.
 
-    Two ways to weight rows count as one up to the first batch where they differ.
+    Two weightings count as one until a batch shows their difference.
 
     Args:
-        gather: concatenates a tensor of each worker, so that all decide the same.
+        gather: concatenates a tensor of each worker, so that all decide equally.
     """
 
     def __init__(self, gather: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> None:
@@ -55,11 +55,10 @@ class LossWeights:
 
     @contextlib.contextmanager
     def applied(self, parallel: DataParallel, inputs: Mapping[str, Any], has_items: bool) -> Iterator[None]:
-        """Makes the loss of a module that of the whole batch, while each replica of its model has its own.
+        """Makes a module return the loss of the whole batch, although each replica computes its own loss.
 
         Args:
-            inputs: a batch with ``labels``.
-            has_items: whether the model gets ``num_items_in_batch`` with it, and divides by that.
+            has_items: the model gets ``num_items_in_batch``, too, and divides by it.
         """
         model, labels = parallel.module, inputs["labels"]
         with contextlib.ExitStack() as stack:
@@ -70,20 +69,22 @@ class LossWeights:
                 total = _WEIGHTS[way](labels).sum()
                 divide = functools.partial(_with_loss, change=lambda loss: loss / total)
                 stack.enter_context(parallel.register_forward_hook(lambda _module, _args, outputs: divide(outputs)))
-                # Weighted so, it gives the gradients of one device.
+                # With these weights, gradients are those of one device.
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", "MC3101: the loss gives other gradients")
             yield
 
     def divides(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-        """Whether the loss is a sum divided by the number of items; some models take it as one of any keywords, and ignore it."""
+        """True if the loss is a sum divided by the number of items. Some models accept this number as any keyword, but
+        ignore it.
+        """
         if self._is_divided is None:
             number = inputs["labels"].numel()
             losses = [_loss(model, inputs, num_items_in_batch=torch.tensor(n)) for n in (number, 2 * number)]
             sizes = torch.stack(losses).double().nan_to_num(0.0, 0.0, 0.0).abs()
             once, twice = self._gather(sizes).view(-1, 2).sum(0).tolist()
             if once == twice == 0.0:
-                return True  # a batch without labels tells nothing
+                return True  # a batch without labels shows nothing
             self._is_divided = abs(once - 2 * twice) < abs(once - twice)
         return self._is_divided
 
@@ -102,7 +103,9 @@ class LossWeights:
         return self._ways[0]
 
     def _ways_left(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-        """The ways by which losses of two parts of a batch give the loss of the whole one; all, if it tells nothing."""
+        """The weightings by which losses of two parts of a batch add up to the loss of the batch; all, if the batch
+        does not show it.
+        """
         self._num_batches += 1
         weights = [_WEIGHTS[way](inputs["labels"]).double() for way in self._ways]
         if self._num_batches < self._next_probe or not all(each.any() for each in weights):
@@ -127,7 +130,6 @@ def _warn(why: str) -> None:
 
 
 def _telling_part(shares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows that two of several ways weigh most differently, as a mask."""
     one, other = max(itertools.combinations(shares, 2), key=lambda pair: float((pair[0] - pair[1]).abs().sum()))
     return one > other
 
@@ -138,7 +140,7 @@ def _difference(shares: Sequence[torch.Tensor], part: torch.Tensor) -> float:
 
 
 def _nearest(means: Sequence[float], loss: torch.Tensor, tolerance: float) -> list[int]:
-    """The places of the means nearest to a loss, several where rounding hides which; none if it is not one of them."""
+    """Indices of the means nearest to a loss. Several if rounding hides the difference; none if no mean fits."""
     size = abs(float(loss))
     if not math.isfinite(size):
         return [*range(len(means))]
@@ -149,7 +151,6 @@ def _nearest(means: Sequence[float], loss: torch.Tensor, tolerance: float) -> li
 
 
 def _tolerance(model: nn.Module, *losses: torch.Tensor) -> float:
-    """The relative error of losses, which is that of the coarsest dtype that computes them."""
     tensors = [*model.parameters(), *losses]
     dtypes = {tensor.dtype for tensor in tensors}
     dtypes |= {
@@ -166,7 +167,6 @@ def _rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
 
 
 def _loss(model: nn.Module, inputs: Mapping[str, Any], **others: Any) -> torch.Tensor:
-    """The loss of the plain model."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -187,14 +187,11 @@ def _with_loss(outputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _with_sum(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A forward whose loss is added up over replicas."""
     return _with_loss(type(model).forward(model, *args, **kwargs), summed)
 
 
 @functools.cache
 def _with_weighted_sum(way: str) -> Callable[..., Any]:
-    """A forward whose loss, times the weight of a replica's labels, is added up over replicas."""
-
     def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weight = _WEIGHTS[way](kwargs["labels"]).sum()
 
@@ -209,7 +206,6 @@ def _with_weighted_sum(way: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Another forward of a model for a while."""
     before = model.__dict__.get("forward")
     model.forward = MethodType(forward, model)
     try:

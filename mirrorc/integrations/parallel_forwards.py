@@ -1,4 +1,4 @@
-"""Forwards of modules that run on several devices in place: the modules keep their class, names and attributes."""
+"""Forwards that run on several devices in place: the modules keep their class, names and attributes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from mirrorc.torch_internals import hook_tables
 
 
 class ParallelForwards:
-    """Modules with forwards by `mirrorc.data_parallel`; within the forward of another one, a module is plain.
+    """Modules whose forwards run by `mirrorc.data_parallel`. Within another module's forward, a module's forward is
+    plain.
 
     Args:
-        modules: those called; one may hold another.
-        wrap: makes the module on several devices, when a forward is first called.
+        modules: modules to call; may be nested.
+        wrap: makes the module on several devices, at the first call of a forward.
     """
 
     def __init__(self, modules: Iterable[nn.Module], wrap: Callable[[nn.Module], DataParallel]) -> None:
@@ -32,12 +33,12 @@ class ParallelForwards:
         self._plain = {module: module.__dict__.get("forward") for module in self._modules}
 
     def install(self) -> None:
-        """Gives the modules their forwards on several devices."""
+        """Installs the forwards on several devices."""
         for module in self._modules:
             module.forward = MethodType(self._forward_of(module), module)
 
     def remove(self) -> None:
-        """Gives the modules their forwards back."""
+        """Restores the plain forwards."""
         for module, plain in self._plain.items():
             module.__dict__.pop("forward", None)
             if plain is not None:
@@ -61,7 +62,7 @@ class ParallelForwards:
 
     @contextlib.contextmanager
     def _taken_away(self) -> Iterator[None]:
-        """The modules as they were: so they are captured, and compared with what was captured."""
+        """Restores the plain modules in a context, because they are captured, and compared with their captured state."""
         self.remove()
         try:
             yield
@@ -78,7 +79,7 @@ class ParallelForwards:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The ``no_sync`` of all modules, also of those that are made within it."""
+        """The ``no_sync`` of all modules, including those made within it."""
         with contextlib.ExitStack() as stack:
             for parallel in self._parallel.values():
                 stack.enter_context(parallel.no_sync())
@@ -89,16 +90,16 @@ class ParallelForwards:
                 self._unsynced = None
 
     def close(self) -> None:
-        """Gives the modules their forwards back, and ends the threads."""
+        """Restores the plain forwards, and ends the threads."""
         self.remove()
         for parallel in self._parallel.values():
             parallel.close()
 
 
 def check_parameters(loss: torch.Tensor, model: nn.Module) -> None:
-    """Raises `ExecutionError` if a loss reads a parameter of a model outside of `ParallelForwards`.
+    """Raises `ExecutionError` if a loss reads a model's parameter outside of `ParallelForwards`.
 
-    Nothing would sum its gradient over workers. An argument of a forward is outside of it.
+    Its gradient would not be summed over workers. Arguments of a forward are outside of it.
     """
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     seen, waiting = set(), [loss.grad_fn]
@@ -118,7 +119,7 @@ def check_parameters(loss: torch.Tensor, model: nn.Module) -> None:
 
 
 def _outside(node: Any) -> list[Any]:
-    """The nodes before one of autograd; before that of a forward, those of its arguments, which come first."""
+    """The inputs of an autograd node. For a forward's node, only those of its arguments, which come first."""
     before = [other for other, _ in node.next_functions]
     run = getattr(node, "run", None)
     if not isinstance(run, ForwardRun) or run.backward is None:
@@ -128,7 +129,7 @@ def _outside(node: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Keeps a module's own hooks out of what is captured: its call runs them around its forward."""
+    """Keeps a module's own hooks out of the capture, because its call runs them around its forward."""
     hooks = [(table, dict(table)) for table in hook_tables(module)]
     for table, _ in hooks:
         table.clear()

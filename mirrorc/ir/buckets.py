@@ -22,7 +22,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class RowType:
-    """One row of a gradient's factor. Workers differ only in the number of rows."""
+    """A row of a gradient's factor; only the number of rows differs between workers."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class Pack:
-    """Consecutive elements of a bucket, communicated by one collective; ``number`` counts over all buckets."""
+    """Consecutive elements of a bucket, communicated by one collective. ``number`` counts packs over all buckets."""
 
     number: int
     start: int
@@ -73,7 +73,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are applied together, and reduced together unless the bucket is cut into packs.
+    """Gradients updated together, and reduced together unless the bucket is cut into packs.
 
     Attributes:
         slots: disjoint, at aligned offsets.
@@ -128,7 +128,7 @@ class Bucket:
         return {slot.variable: slot for slot in self.slots}
 
     def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The half-open range that a replica reduces within its worker; may be empty."""
+        """The half-open range of elements that a replica reduces; may be empty."""
         return self.placement.value.share(self.num_elements, replica, num_replicas, self.owner)
 
     def updated(self, replica: int, num_replicas: int) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class Bucket:
 
     @property
     def updates_by_shares(self) -> bool:
-        """False for an optimizer that needs the whole gradient, unless one replica owns the bucket."""
+        """An optimizer that needs the whole gradient cannot update by shares, but one owner can."""
         return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
 
     @property

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import fx
 
 CHECKPOINT = "checkpoint"
-"""The key in `node.meta`."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,6 @@ class Checkpoint:
 
 
 def checkpoint_of(node: fx.Node) -> Checkpoint | None:
-    """A `getitem` has the checkpoint of the operator it takes from."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     checkpoint: Checkpoint | None = node.meta.get(CHECKPOINT)

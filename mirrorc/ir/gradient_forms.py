@@ -32,7 +32,7 @@ class FactoredGradient:
 
 
 class GradientForm(ABC):
-    """Recognizes gradients of one form, and computes them from factors.
+    """A form in which gradients are computed from factors.
 
     Attributes:
         writes_all: computing a gradient writes every element.
@@ -48,7 +48,7 @@ class GradientForm(ABC):
 
     @abstractmethod
     def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
-        """The factors of a gradient of this form; None for another form, or if other nodes use the whole gradient."""
+        """The factors of a gradient; None if it has another form, or if other nodes use the whole gradient."""
 
     @abstractmethod
     def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
@@ -79,7 +79,7 @@ class GradientForm(ABC):
 
     @abstractmethod
     def expression(self, *factors: str) -> str:
-        """Such as ``left @ right``."""
+        """The gradient as an expression, such as ``left @ right``."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
         return sum(map(num_elements_now, factors))
@@ -142,7 +142,9 @@ def details_of(gradient: fx.Node) -> dict[str, Any]:
 
 
 def matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The `mm` node that computes a gradient, maybe through views; None without one, or if it has other users."""
+    """The `mm` node that computes a gradient, maybe followed by views. None without one, or if the product has other
+    users.
+    """
     node = gradient
     while node.target in SAME_MEMORY and len(node.users) == 1:
         source = node.args[0]

@@ -102,7 +102,7 @@ def carrier_of(link: str, operation: Any) -> str:
 
 
 def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[str, str]:
-    """The default link, and a remark on preferred links that cannot join the devices."""
+    """The default link, and a remark that says why a preferred link was not taken."""
     known = [link for link in _links.values() if link.spans is spans]
     ranked = [(link.preference, link) for link in known if link.preference is not None]
     declined: list[tuple[str, str]] = []
@@ -152,7 +152,7 @@ def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.D
 
 
 def why_memory_is_not_shared(devices: Sequence[Device]) -> str:
-    """Empty if devices can work on one copy of the parameters."""
+    """Why devices cannot work on one copy of the parameters; empty if they can."""
     if not have_shared_memory(devices):
         return "the devices do not share one memory"
     if not any(link.reads_shared_memory and not link.objection(devices) for link in _links.values()):

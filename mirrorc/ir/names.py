@@ -20,7 +20,6 @@ def of_all_replicas(name: str, replica: int | None) -> str:
 
 
 def identifier(path: str) -> str:
-    """``batch.x[0]`` becomes ``batch_x_0``."""
     name = re.sub(r"\W+", "_", path).strip("_") or "input"
     if keywords.iskeyword(name):
         return f"{name}_"
@@ -40,7 +39,8 @@ class _Keywords(dict[str, Any]):
 def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Fills an operation's template with a node's keywords.
 
-    ``{awaited}`` is the launch's awaited value, ``{part}`` chunk and round, ``{pack}`` the pack of a cut bucket.
+    ``{awaited}`` names the value that the wait returns, ``{part}`` the chunk and round, ``{pack}`` the pack of a cut
+    bucket.
     """
     pack = f"_pack{kwargs['pack']}" if kwargs.get("pack") is not None else ""
     if "{part}" not in template and "{awaited}" not in template:

@@ -32,7 +32,9 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """For a `getitem` of an operation with one result per bucket: operation and keywords for this bucket; else None."""
+    """The operation and its keywords for one bucket, if ``target`` is `getitem` on a list with a result per bucket;
+    else None.
+    """
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):
@@ -45,7 +47,6 @@ def is_known(node: fx.Node) -> bool:
 
 
 def replica_of(node: fx.Node) -> int | None:
-    """None for collectives and in graphs of a single device."""
     while True:
         target = node.target
         if target is operator.getitem:
@@ -76,7 +77,7 @@ def region_of(node: fx.Node) -> str:
 
 
 def region_title(name: str) -> str:
-    """Such as ``bwd_0.shard1``."""
+    """The printed name of a region, such as ``bwd_0.shard1``."""
     return _VARIANT.sub(r".shard\1", name)
 
 
@@ -87,7 +88,6 @@ def bucket_of(node: fx.Node) -> int:
 
 
 def pack_of(node: fx.Node) -> int:
-    """The bucket's number if no bucket is cut."""
     number = node.kwargs.get("pack")
     return number if isinstance(number, int) else bucket_of(node)
 
@@ -130,12 +130,10 @@ def name_of(node: fx.Node) -> str:
 
 
 def operation_name(target: Any) -> str:
-    """Without namespace and overload."""
     return bare_name(target) if is_operator(target) else str(target.__name__)
 
 
 def target_name(target: Any) -> str:
-    """With namespace and overload."""
     return str(target) if is_operator(target) else str(getattr(target, "__name__", target))
 
 

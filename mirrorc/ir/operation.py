@@ -31,12 +31,12 @@ TypeRule = Callable[[Program, fx.Node], ValueType]
 
 
 class Kind(enum.Enum):
-    SOURCE = "source"  # gives a value that exists already: an argument, a variable, a slot
+    SOURCE = "source"  # returns an existing value: an argument, a variable, a slot
     REGION = "region"  # runs a region
     CHECK = "check"  # stops the step unless a value is true
-    GATHER = "gather"  # hands a value to the step's caller
+    GATHER = "gather"  # returns a value to the step's caller
     COMPUTE = "operator"  # computes a value from others without effects, as an operator of torch does
-    FACTORED = "factored"  # gives a gradient as factors
+    FACTORED = "factored"  # returns a gradient as factors
     PACK = "pack"  # fills a bucket
     LAUNCH = "launch"  # begins communication
     WAIT = "wait"  # ends communication
@@ -206,7 +206,7 @@ def operation_of(target: Any) -> Operation | None:
 
 
 class Selection(Collection[Symbol]):
-    """The symbols of all operations that satisfy a condition, also of operations declared later."""
+    """The symbols of all operations that satisfy a condition, including operations declared later."""
 
     def __init__(self, condition: Callable[[Operation], bool]) -> None:
         self._condition = condition
@@ -240,7 +240,7 @@ class Handlers(Generic[Handler]):
         _HANDLERS.append(self)
 
     def __call__(self, *targets: Symbol | Selection) -> Callable[[Handler], Handler]:
-        """An operation's own handler takes precedence over a selection's."""
+        """A handler of an operation takes precedence over a handler of a selection."""
 
         def register(handler: Handler) -> Handler:
             for item in targets:

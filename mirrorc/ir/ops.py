@@ -91,9 +91,9 @@ def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
 
 @operation(Kind.SOURCE, since=Stage.OUTLINED, gives=of_reserved, stem="reserved_{number}", value="slot")
 def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | None = None) -> Any:
-    """Memory for a large result of a region, kept from step to step.
+    """Memory for a large result of a region, reused in each step.
 
-    Values of a replica with the same ``number`` use the memory one after the other.
+    A replica's values with the same ``number`` share the memory; their lifetimes are disjoint.
     """
 
 
@@ -122,12 +122,12 @@ def microbatch_seed(seed: Any, *, index: int, replica: int | None = None) -> Any
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
 def product(*factors: Any, bucket: int, variable: str, replica: int | None = None) -> Any:
-    """A gradient as the factors ``left, right`` of ``left @ right``, a pair for each microbatch."""
+    """A gradient as factors: a pair ``left, right`` for each microbatch. The gradient is the sum of ``left @ right``."""
 
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_index_add, stem="d_{variable}", hidden=("variable",))
 def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None) -> Any:
-    """A table's gradient as factors: ``rows`` [..., width] are added up at ``indices`` [...], and all else is zero.
+    """A table's gradient as factors: ``rows`` [..., width] are added up at ``indices`` [...]; other rows are zero.
 
     Rows for ``padding_idx`` are not added.
     """
@@ -147,7 +147,7 @@ def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int
 
 @operation(Kind.CHECK, since=Stage.CAPTURED, effects=(Effect.CHECKS,), gives=nothing, stem="check", hidden=("text",))
 def check(condition: Any, *, text: str, replica: int | None = None) -> None:
-    """Stops the step with this text, before any change of state, unless the condition (one element) is true."""
+    """Raises an error with this text unless the condition (one element) is true. No state has changed by then."""
 
 
 @operation(
@@ -158,7 +158,7 @@ def check(condition: Any, *, text: str, replica: int | None = None) -> None:
     stem="gather_{output}",
 )
 def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> None:
-    """Hands a replica's part of an output, not of the loss, to the step's caller.
+    """Returns a replica's part of an output (other than the loss) to the step's caller.
 
     ``how``: "concatenated" along dim 0, "averaged" over examples, "summed", or each "apart".
     """
@@ -174,14 +174,14 @@ def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> 
     printed=Printed.TOGETHER,
 )
 def keep(value: Any, *, number: int, replica: int | None = None) -> None:
-    """Keeps a value of forward, as it is, for the program of backward."""
+    """Saves a value of forward for the program of backward."""
 
 
 @operation(
     Kind.PACK, since=Stage.PACKED, gives=of_pack, stem="b{bucket}{pack}", value="bucket", called="b{bucket}{pack}"
 )
 def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Puts gradients, in the order of the slots, into their slots, and gives the bucket, or one pack of it.
+    """Copies gradients into their slots. The result is the bucket, or one pack of it.
 
     A replica without examples packs zeros.
     """
@@ -203,7 +203,7 @@ def add_accumulated(packed: Any, *, bucket: int, pack: int | None = None, replic
     awaited="sum",
 )
 def all_reduce(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket, or pack, over all replicas."""
+    """Launches the sum of a bucket or pack over all replicas."""
 
 
 @operation(
@@ -233,7 +233,8 @@ def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str,
 def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's factors over all replicas.
 
-    At the wait, each replica computes the sum, in their order; for a row-wise optimizer, of the looked-up rows alone.
+    At the wait, each replica computes the sum, in the order of replicas. For a row-wise optimizer, it sums only the
+    looked-up rows.
     """
 
 
@@ -260,7 +261,9 @@ def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = No
     called="b{bucket}{pack}_compressed",
 )
 def compress(local_sum: Any, *, dtype: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Rounds a replica's part of its worker's sum to a narrower ``dtype``, in memory that the worker's replicas share."""
+    """Rounds a replica's part of its worker's sum to a narrower ``dtype``. The worker's replicas share the memory of
+    the result.
+    """
 
 
 @operation(
@@ -286,7 +289,7 @@ def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int
     awaited="total",
 )
 def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all workers, each of which has summed it over its replicas.
+    """Launches the sum of a bucket over all workers, which have reduced it over their own replicas.
 
     An operand is a replica's share of the worker's sum, or the whole sum. The result has the same elements and memory.
     """
@@ -301,9 +304,10 @@ def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: st
     called="b{bucket}{pack}_with_unsent",
 )
 def add_unsent(local_sum: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Adds the residual of earlier steps to a replica's part of its worker's sum, outside of the bucket.
+    """Adds the residual of earlier steps to a replica's part of its worker's sum. The result has memory outside of the
+    bucket.
 
-    A step that fails, or skips its update, leaves the residual as it is.
+    A failed or skipped step keeps the old residual.
     """
 
 
@@ -320,9 +324,9 @@ def add_unsent(local_sum: Any, *, bucket: int, pack: int | None = None, replica:
 def gather_largest(
     *sums: Any, count: int, bucket: int, pack: int | None = None, op: str, link: str | None = None
 ) -> Any:
-    """Launches an all-gather of each worker's ``count`` largest elements of a bucket, by magnitude, with their places.
+    """Launches an all-gather of each worker's ``count`` largest elements of a bucket by magnitude, with their indices.
 
-    At the wait, each replica adds up its share in the order of ranks, so all workers have the same bits.
+    At the wait, each replica adds up its share in the order of ranks, so all workers get the same bits.
     """
 
 
@@ -339,7 +343,7 @@ def gather_largest(
 def exchange_payload(
     *sums: Any, payload: str, num_bytes: int, bucket: int, pack: int | None = None, op: str, link: str | None = None
 ) -> Any:
-    """Launches the exchange of a bucket as a user's `mirrorc.compression.Payload` encodes it, in ``num_bytes`` bytes.
+    """Launches the exchange of a bucket through the user's `mirrorc.compression.Payload`, in ``num_bytes`` bytes.
 
     All workers get the same bits.
     """
@@ -373,7 +377,9 @@ def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str,
     awaited="part",
 )
 def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all workers. Each worker gets a part, and each of its replicas a share of the part."""
+    """Launches a reduce-scatter of a bucket over all workers. Each worker gets a part, divided into shares for its
+    replicas.
+    """
 
 
 @operation(
@@ -387,7 +393,7 @@ def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> A
     awaited="parameters",
 )
 def gather_parameters(*, bucket: int, link: str | None = None) -> Any:
-    """Launches an all-gather of a bucket's new parameters, of which each worker has updated a part."""
+    """Launches an all-gather of a bucket's new parameters. Each worker has updated a part of them."""
 
 
 @operation(
@@ -402,7 +408,7 @@ def gather_parameters(*, bucket: int, link: str | None = None) -> Any:
     awaited="parameters",
 )
 def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) -> Any:
-    """Launches the copy of replica ``root``'s part of a bucket to all replicas."""
+    """Launches the broadcast of replica ``root``'s part of a bucket to all replicas."""
 
 
 @operation(
@@ -423,7 +429,7 @@ def send(
     replica: int,
     link: str,
 ) -> None:
-    """Offers a part of a bucket to replica ``destination``, without waiting. The tag is a `mirrorc.ir.routes.Route`."""
+    """Sends a part of a bucket to replica ``destination``, without waiting. The tag is a `mirrorc.ir.routes.Route`."""
 
 
 @operation(
@@ -439,7 +445,7 @@ def send(
 def recv(
     *, bucket: int, pack: int | None = None, source: int, chunk: int = 0, round: int = 0, replica: int, link: str
 ) -> Any:
-    """Launches the receipt of the value sent by replica ``source`` under the same tag."""
+    """Launches the receive that matches the send of replica ``source`` with the same tag."""
 
 
 @operation(
@@ -466,7 +472,7 @@ def wait(pending: Pending, *, bucket: int, pack: int | None = None, replica: int
 def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) -> Any:
     """Waits for the sum of a value over all replicas with examples: `mirrorc.all_reduce`.
 
-    All replicas of all workers meet in the same order; ``number`` identifies the meeting.
+    It is a collective of all replicas of all workers; ``number`` identifies it.
     """
 
 
@@ -494,7 +500,7 @@ def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, rep
     value="computed",
 )
 def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
-    """Gives a replica's rows of a sum over all replicas: the gradient of `rows_of_replicas`."""
+    """A replica's rows of a sum over all replicas: the gradient of `rows_of_replicas`."""
 
 
 @operation(
@@ -505,9 +511,9 @@ def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, repl
     stem="attend_{number}",
 )
 def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, replica: int) -> None:
-    """Meets the replicas of other workers for a worker without examples.
+    """Joins a collective of the model on a worker that has no examples.
 
-    ``meeting`` names their operation, and ``shape`` is that of its result.
+    ``meeting`` names the other workers' operation, and ``shape`` is the shape of its result.
     """
 
 
@@ -520,7 +526,7 @@ def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, rep
     called="b{bucket}_whole",
 )
 def unpack(*packs: Any, bucket: int, replica: int) -> Any:
-    """Joins all packs of a bucket. It copies only packs outside of the bucket's memory."""
+    """Joins all packs of a bucket. Only packs outside of the bucket's memory are copied."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)
@@ -532,7 +538,7 @@ def is_finite(value: Any, *, replica: int) -> Any:
 def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     """The ``norm_type``-norm of all elements of its operands together.
 
-    Of a `commit`'s result it takes one ``row``: the norms of all replicas.
+    If the operand is the result of a `commit`, ``row`` selects the row with all replicas' norms.
     """
 
 
@@ -546,40 +552,41 @@ def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     called="met",
 )
 def commit(*operands: Any, otherwise: str | None = None, early: bool = False, replica: int) -> Any:
-    """A barrier of all replicas: behind it nothing stops the step any more.
+    """A barrier of all replicas. No operation after it can stop the step.
 
-    Operations that can fail come before it, writes of variables behind it. If a truth value of any replica is false,
-    the step raises (``otherwise="raise"``) or returns its loss (``otherwise="skip"``). The result has a row for each
-    number among the operands. After an ``early`` commit, a lost connection can still fail the step.
+    Operations that can fail come before it, writes of variables after it. If a boolean operand of any replica is false,
+    the step raises (``otherwise="raise"``) or returns its loss without an update (``otherwise="skip"``). The result has
+    a row for each numeric operand, with the values of all replicas. After an ``early`` commit, a lost connection can
+    still fail the step.
     """
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=number)
 def clip_factor(norm: Any, *, max_norm: float, replica: int) -> Any:
-    """The factor that scales gradients of this norm to a norm of at most ``max_norm``, or 1."""
+    """The factor that scales gradients with this norm to at most ``max_norm``; 1 if they need no scaling."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
 def scale(gradient: Any, factor: Any, *, replica: int) -> Any:
-    """A reduced gradient times a factor, maybe in the gradient's memory; nothing may read the gradient afterwards."""
+    """A reduced gradient times a factor. It may overwrite the gradient, so nothing may read the gradient afterwards."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
 def clip_value(gradient: Any, *, max_value: float, replica: int) -> Any:
-    """A reduced gradient, clamped to ``-max_value`` to ``max_value``, in memory as for `scale`."""
+    """A reduced gradient, clamped to ``-max_value`` to ``max_value``. It may overwrite the gradient."""
 
 
 @operation(Kind.GATHER, since=Stage.UPDATED, effects=(Effect.TELLS,), gives=of_report, stem="tell_{what}")
 def tell(value: Any, *, what: str, replica: int) -> None:
-    """Reports a number that is the same on all replicas to the step's caller."""
+    """Reports a number, equal on all replicas, to the step's caller."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")
 def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket: int, replica: int) -> None:
-    """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element.
+    """Applies an element-wise optimizer to a bucket's parameters, or to the replica's share of them.
 
     A factor scales the gradient, maybe in its memory. With ``part_elements``, the gradient is computed from factors and
-    applied in parts of at most so many elements. Only a `clip_value` may take that gradient, too.
+    applied in parts of at most so many elements. Such a gradient has no other user, except for a `clip_value`.
     """
 
 
@@ -594,7 +601,7 @@ def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket
     called="b{bucket}_parameters",
 )
 def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> Any:
-    """Runs the user's optimizers of these buckets, in order, and gives the new parameters, 1-D each."""
+    """Runs the user's optimizers of these buckets, in order. The results are the new parameters, each 1-D."""
 
 
 @operation(
@@ -619,7 +626,7 @@ def updated(*, bucket: int, replica: int) -> Any:
     called="b{bucket}_rows",
 )
 def updated_rows(parameters: Any, gradient: Any, *, bucket: int, replica: int) -> Any:
-    """The new rows of a table, for the rows of its reduced gradient, sorted by index, each once."""
+    """The new rows of a table, at the indices of its reduced gradient, sorted and without duplicates."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=nothing, stem="store_b{bucket}")
@@ -631,7 +638,7 @@ def store(value: Any, *, bucket: int, replica: int) -> None:
     Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_stored_rows, stem="store_rows_b{bucket}"
 )
 def store_rows(rows: Any, gradient: Any, *, bucket: int, replica: int) -> None:
-    """Writes the rows of a table that another replica has updated, at the gradient's indices."""
+    """Writes rows of a table that another replica has updated, at the gradient's indices."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.ACCUMULATES,), gives=nothing, stem="accumulate_b{bucket}")
@@ -641,7 +648,7 @@ def accumulate(packed: Any, *, bucket: int, replica: int) -> None:
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.LEAVES,), gives=nothing, stem="add_to_grad_b{bucket}")
 def add_to_grad(gradient: Any, *, bucket: int, replica: int) -> None:
-    """Adds the sum of a bucket's gradients to ``grad`` of the user's parameters, when the call ends."""
+    """Adds the sum of a bucket's gradients to ``grad`` of the user's parameters at the end of the call."""
 
 
 @operation(
@@ -661,13 +668,11 @@ FACTORED = Selection(lambda record: record.kind is Kind.FACTORED)
 
 REDUCTIONS = Selection(lambda record: Effect.SUMS in record.effects)
 SHARED_OUT = Selection(lambda record: {Effect.SUMS, Effect.SCATTERS} <= record.effects)
-"""Reductions that give each replica its share."""
+"""Reductions of which each replica gets a share."""
 
 EXCHANGES = Selection(lambda record: Effect.EXCHANGES in record.effects)
-"""Sums over workers."""
-
 EXCHANGES_OF_PARTS = (gather_largest, exchange_payload)
-"""They leave a residual of each worker's sum."""
+"""Exchanges that send a part of each worker's sum, and leave a residual."""
 
 EXCHANGES_OF_SUMS = (exchange, *EXCHANGES_OF_PARTS)
 
@@ -683,20 +688,18 @@ WRITERS = Selection(
         record.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.LEAVES, Effect.WRITES, Effect.SPREADS}
     )
 )
-"""They write parameters, other variables, or gradients that outlive the call."""
+"""Operations that write parameters, other variables, or gradients that outlive the call."""
 
 OUTPUT_MEMORY = Selection(lambda record: record.symbol in (slot, reserved))
-"""Memory for a region to write into."""
-
 OF_FORWARD = Selection(lambda record: Effect.CHECKS in record.effects or Effect.GATHERS in record.effects)
-"""Operations right behind forward."""
+"""Operations directly after forward."""
 
 MEETINGS = Selection(lambda record: Effect.MEETS in record.effects)
-"""Operations at which all replicas with examples meet."""
+"""Collectives of the model, such as `mirrorc.all_reduce`."""
 
 ATTENDED = Selection(lambda record: bool(record.effects & {Effect.MEETS, Effect.ATTENDS}))
 
 WAITING = Selection(lambda record: bool(record.effects & {Effect.WAITS, Effect.MEETS, Effect.ATTENDS, Effect.COMMITS}))
 
 RESCALING = Selection(lambda record: record.symbol in (scale, clip_value))
-"""Changes of an update's operand, in its memory."""
+"""Operations that may overwrite the operand of an update."""

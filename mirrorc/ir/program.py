@@ -19,12 +19,12 @@ from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.messages.wording import notebook_html
 
 CAPTURE = "capture"
-"""Stands for the pass in remarks on capture."""
+"""Used in place of a pass's name in remarks on capture."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """``is_kept``: later programs print the remark, too."""
+    """A remark in a program. ``is_kept``: later programs print it, too."""
 
     text: str
     by: str = ""
@@ -39,12 +39,11 @@ LOSS_OUTPUT = "loss"
 
 
 def gradient_output(argument: str) -> str:
-    """Name of an argument's gradient among the outputs."""
     return f"gradient of {argument}"
 
 
 class Stage(enum.IntEnum):
-    """SCHEDULED is UPDATED with further properties."""
+    """The stages of a program. SCHEDULED is UPDATED with further properties."""
 
     CAPTURED = 0
     OUTLINED = 1
@@ -62,7 +61,7 @@ class Stage(enum.IntEnum):
 
 
 class Property(enum.Enum):
-    """Established by passes. Messages show the member's value."""
+    """A property of programs, established by passes. Messages show the value."""
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
@@ -80,7 +79,7 @@ class Property(enum.Enum):
 
 
 class Accumulation(enum.StrEnum):
-    """Saved and printed programs contain the member's value."""
+    """The use of accumulated gradients in a program. Saved and printed programs contain the value."""
 
     NONE = "none"  # the program updates with its own gradients alone
     ADDS = "accumulating"  # the program adds its gradients to the accumulated ones, and updates nothing
@@ -101,11 +100,11 @@ class Region:
 
 
 class ArgumentKind(enum.StrEnum):
-    """Saved and printed programs contain the member's value."""
+    """The kind of an argument. Saved and printed programs contain the value."""
 
-    BATCH = "batch"  # a shard, or a tensor that is given whole
+    BATCH = "batch"  # a shard, or a whole tensor
     TANGENT = "tangent"  # a replica's part of the gradient of an output
-    SAVED = "saved"  # a value that the program of forward has kept
+    SAVED = "saved"  # a value saved by the program of forward
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
     SIZE = "size"  # a Python number computed from the sizes of the replica's shard
     NUMBER = "number"  # a Python number that may change in each step, as a scalar of 64 bits
@@ -116,7 +115,9 @@ class ArgumentKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Argument:
-    """``leaf`` is an index into the call's tensors, the step's numbers or the replica's sizes."""
+    """An argument of the program. ``leaf`` is an index into the call's tensors, the step's numbers or the replica's
+    sizes.
+    """
 
     name: str
     kind: ArgumentKind
@@ -131,15 +132,16 @@ def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: Argume
 
 @dataclass(frozen=True)
 class Program:
-    """A model's training step, its evaluation, or its forward or backward alone, at one stage of compilation.
+    """A training step, an evaluation, or forward or backward alone, at one stage of compilation.
 
-    An evaluation has no gradients, buckets or loss weight. Its loss is gathered with its other outputs. Forward alone is an
-    evaluation that keeps values. Backward alone takes these, and the gradients of outputs, in place of a loss.
+    An evaluation has no gradients, buckets or loss weight. Its loss is gathered with its other outputs. Forward alone
+    is an evaluation that also saves values for backward. Backward alone takes these values and the gradients of
+    outputs; it has no loss.
 
-    Up to OUTLINED, ``shard_graphs`` holds a single-device graph for each distinct shard shape.
-    ``shard_of_replica`` has each replica's index into them, None without examples.
-    From REPLICATED to SCHEDULED, ``graph`` has the nodes of all devices side by side.
-    In LOWERED, ``device_graphs`` holds one graph module per device.
+    Up to OUTLINED, ``shard_graphs`` holds a single-device graph for each distinct shard shape. ``shard_of_replica``
+    maps each replica to its graph's index, or to None if the replica has no examples. From REPLICATED to SCHEDULED,
+    ``graph`` has the nodes of all devices side by side. In LOWERED, ``device_graphs`` holds one graph module per
+    device.
 
     Attributes:
         devices: replica i runs on devices[i].
@@ -147,10 +149,10 @@ class Program:
         num_examples: of each replica; empty if unknown.
         microbatches: the sizes of each replica's microbatches.
         loss_reduction: ``mean`` or ``sum`` over the batch.
-        optimizer_groups: for readers alone.
-        gathered: variables with gradients gathered as factors between devices.
-        workers: devices, graphs and ``num_examples`` are those of one worker.
-        passes: the names of those that have run, in order.
+        optimizer_groups: only for printing.
+        gathered: variables whose gradients are all-gathered as factors between devices.
+        workers: all workers; devices, graphs and ``num_examples`` are those of this one.
+        passes: names of the passes that have run, in order.
     """
 
     stage: Stage
@@ -186,13 +188,13 @@ class Program:
 
     @functools.cached_property
     def local_replicas(self) -> range:
-        """Numbered over all workers."""
+        """Numbers of this worker's replicas, counted over all workers."""
         first = self.workers.first_replica
         return range(first, first + self.num_replicas)
 
     @property
     def reduced_replicas(self) -> range:
-        """The replicas of all workers once sums are exchanged; before, those of this worker."""
+        """The replicas that a sum is over: this worker's, or all workers' once sums are exchanged."""
         is_exchanged = self.workers.are_several and Property.EXCHANGED in self.properties
         return range(self.workers.num_all_replicas) if is_exchanged else self.local_replicas
 
@@ -211,7 +213,7 @@ class Program:
         return self.present[0] if self.present else 0
 
     def graphs_run_by(self, replica: int) -> tuple[int, ...]:
-        """Indices of shard graphs: one, or one per microbatch; none without examples."""
+        """Indices of a replica's shard graphs: one, or one per microbatch; none without examples."""
         if self.shard_of_microbatch:
             return self.shard_of_microbatch[replica]
         shard = self.shard_of_replica[replica]
@@ -229,7 +231,7 @@ class Program:
 
     @functools.cached_property
     def takes_tangents(self) -> bool:
-        """True for backward of a module: it begins with the gradients of outputs, and `trains` if parameters get one."""
+        """True for backward of a module, which begins with the gradients of outputs."""
         return any(argument.kind is ArgumentKind.TANGENT for argument in self.arguments)
 
     @property
@@ -285,11 +287,11 @@ class Program:
         """The program as text; the grammar is in `mirrorc.printing.program_text`.
 
         Args:
-            complete: print all of the program, as `save` does, for `mirrorc.parse`; no other argument matters then.
+            complete: print everything, as `save` does, for `mirrorc.parse`. Other arguments are then ignored.
             regions: print bodies of regions, too.
             slots: print every gradient of a bucket on its own line.
-            sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
-            fold: print repeated layers, devices and shard sizes once. True by default, unless ``slots`` is.
+            sources: print the user's source lines. Without them, the text does not depend on line numbers.
+            fold: print repeated layers, devices and shard sizes once. By default, the opposite of ``slots``.
         """
         if complete:
             from mirrorc.serialization import text_of
@@ -314,7 +316,8 @@ class Program:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:
-        """Loads a program from a file of `save`, or ``-``, standard input. Runs nothing in it, and needs none of its devices.
+        """Loads a program that `save` has written; ``-`` is standard input. Loading runs no code of the file, and needs
+        none of its devices.
 
         Raises:
             ValueError: the file is not a program, is damaged or of a later version, or calls unknown operators.

@@ -1,4 +1,4 @@
-"""Operators that give all elements of their first argument in another shape or order."""
+"""Operators that return all elements of their first argument in another shape or order."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from mirrorc.ir.operation import Effect, Operation, Printed, operations
 
 
 def reference(of: Iterable[Operation] | None = None) -> str:
-    """``of`` is mirrorc's own operations by default."""
+    """The page's text. ``of`` is mirrorc's own operations by default."""
     records = (
         [record for record in operations() if record.symbol.__module__ == ops.__name__] if of is None else list(of)
     )

@@ -19,7 +19,7 @@ class Route(NamedTuple):
 
     Attributes:
         chunk: a part of the bucket.
-        round: distinguishes sends of one chunk between the same replicas.
+        round: distinguishes sends of a chunk between the same two replicas.
         pack: set if buckets are cut.
     """
 
@@ -37,7 +37,7 @@ class Route(NamedTuple):
 
 
 def replica_of_graph(program: Program, graph: fx.Graph) -> int:
-    """-1 for a graph of several devices."""
+    """The replica of a device's graph; -1 for a graph of several devices."""
     return next((i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph), -1)
 
 

@@ -19,7 +19,6 @@ from mirrorc.torch_internals import knowledge_of, quiet_fake_tensors, size_of_ke
 
 
 def set_type(program: Program, node: fx.Node) -> None:
-    """Records the inferred fake value on the node, or raises TypeError."""
     if is_compute(node):
         node.meta["val"] = _run_fake(node)
     elif is_region_call(node):
@@ -33,7 +32,7 @@ def set_type(program: Program, node: fx.Node) -> None:
 
 
 def reinfer_type(node: fx.Node) -> None:
-    """After a change of layout: a view that the layout does not permit becomes a reshape."""
+    """Infers a type again after a change of layout. A view that the new layout does not permit becomes a reshape."""
     try:
         node.meta["val"] = _run_fake(node)
     except TypeError:
@@ -96,11 +95,11 @@ def infer_type(program: Program, node: fx.Node) -> ValueType:
 
 _MOST_SEEN = 4096
 _seen: dict[Any, ValueType] = {}
-"""A cache: deep models repeat a few types of arguments many times."""
+"""Deep models repeat a few types of arguments many times."""
 
 
 _seen_of_symbols: WeakKeyDictionary[Any, dict[Any, ValueType]] = WeakKeyDictionary()
-"""A cache for each shape environment: knowledge of symbols differs between graphs."""
+"""By shape environment, because facts about symbols differ between graphs."""
 
 
 def _operator_type(node: fx.Node) -> ValueType:

@@ -43,7 +43,7 @@ def _flat(node: fx.Node, num_elements: int, dtype: torch.dtype) -> ValueType:
 
 
 def region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
-    """Also checks the call's arguments."""
+    """The results of a called region. Also checks the call's arguments."""
     name = region_of(node)
     if name not in program.regions:
         raise TypeError(f"it calls {name}, which is no region of the program")
@@ -217,7 +217,7 @@ def of_buckets(program: Program, node: fx.Node) -> ValueType:
 
 
 def awaited(program: Program, node: fx.Node) -> ValueType:
-    """The type of the pending value; after a launch that scatters, of this replica's share."""
+    """The type of the pending value; of this replica's share if the launch scatters."""
     launch = node.args[0] if node.args else None
     pending = noted_type(launch)
     if not isinstance(launch, fx.Node) or not isinstance(pending, tuple) or pending[0] != "pending":
@@ -227,7 +227,7 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
 
 
 def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, int] | None:
-    """None for the whole bucket."""
+    """The elements that a wait returns; None for the whole bucket."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
     if launched is not None and Effect.EXCHANGES in launched.effects:
         bucket = _bucket(program, launch)
@@ -245,7 +245,9 @@ def gives_shares(program: Program, launch: Any) -> bool:
 
 
 def of_exchange(program: Program, node: fx.Node) -> ValueType:
-    """The bucket, or pack, pending. Each operand must be its replica's share, or all of it on a worker's only device."""
+    """The bucket or pack, pending. Each operand must be its replica's share, or the whole sum on a worker's only
+    device.
+    """
     (bucket, pack), sources = _pack(program, node), node.all_input_nodes
     if not sources:
         raise TypeError("it is given no sum")
@@ -267,7 +269,7 @@ def of_exchange(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_largest(program: Program, node: fx.Node) -> ValueType:
-    """As of `exchange`. ``count`` must be a number of elements of the bucket, or pack."""
+    """As of `exchange`. ``count`` must not exceed the elements of the bucket or pack."""
     (bucket, pack), count, gives = _pack(program, node), node.kwargs.get("count"), of_exchange(program, node)
     if not isinstance(count, int) or not 0 < count <= pack.num_elements:
         raise TypeError(f"its keyword count is {count!r}, but it sends 1 to {pack.num_elements} elements")
@@ -277,7 +279,7 @@ def of_largest(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_payload(program: Program, node: fx.Node) -> ValueType:
-    """As of `exchange`. ``num_bytes`` must be fewer than the bucket, or pack, has."""
+    """As of `exchange`. ``num_bytes`` must be less than the size of the bucket or pack."""
     (bucket, pack), gives = _pack(program, node), of_exchange(program, node)
     text, num_bytes = node.kwargs.get("payload"), node.kwargs.get("num_bytes")
     if not isinstance(text, str) or not text:
@@ -326,7 +328,7 @@ def of_spread(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_update(program: Program, node: fx.Node) -> None:
-    """No value. The first operand must be as long as the updated part of the bucket, the second a number."""
+    """No value. The first operand must be as long as the updated part of the bucket; the second must be a number."""
     factors = [noted_type(source) for source in node.args[1:]]
     if len(factors) > 1 or not all(_is_scalar(kind) and kind[3].is_floating_point for kind in factors):
         raise TypeError(
@@ -344,7 +346,7 @@ def of_update(program: Program, node: fx.Node) -> None:
 
 
 def of_rows(program: Program, node: fx.Node) -> ValueType:
-    """The type of the bucket, of which the value has only rows. Both operands must have this type."""
+    """The type of the bucket, although the value has only rows of it. Both operands must have this type."""
     wanted = of_bucket(program, node)
     for source in node.args:
         if not is_same_type(noted_type(source), wanted):
@@ -358,7 +360,7 @@ def of_stored_rows(program: Program, node: fx.Node) -> None:
 
 
 def of_packed(program: Program, node: fx.Node) -> ValueType:
-    """The type of its operand, which must be that of the bucket, or pack."""
+    """The type of its operand, which must be the type of the bucket or pack."""
     kind, wanted = noted_type(node.args[0] if node.args else None), of_pack(program, node)
     if not is_same_type(kind, wanted):
         raise TypeError(f"it is given {say_type(kind)}, but takes the whole bucket, {say_type(wanted)}")
@@ -366,7 +368,7 @@ def of_packed(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_finiteness(program: Program, node: fx.Node) -> ValueType:
-    """One truth value. The operand must be floating-point or complex."""
+    """One boolean. The operand must be floating-point or complex."""
     (kind,) = (noted_type(source) for source in node.args)
     if not isinstance(kind, tuple) or kind[0] != "tensor" or not (kind[3].is_floating_point or kind[3].is_complex):
         raise TypeError(f"it is given {say_type(kind)}, which is always finite or no tensor")
@@ -374,7 +376,7 @@ def of_finiteness(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_commit(program: Program, node: fx.Node) -> ValueType:
-    """A row for each number among the operands, with the numbers of all replicas. Truth values come first."""
+    """A row for each numeric operand, with the values of all replicas. Boolean operands come first."""
     kinds = [noted_type(source) for source in node.args]
     truths = [kind for kind in kinds if _is_scalar(kind) and kind[3] == torch.bool]
     numbers = kinds[len(truths) :]
@@ -449,11 +451,11 @@ def of_gather(program: Program, node: fx.Node) -> None:
 
 
 def nothing(program: Program, node: fx.Node) -> None:
-    """Nothing."""
+    """No value."""
 
 
 def of_product(program: Program, node: fx.Node) -> ValueType:
-    """The type of the slot, which each pair's product must have."""
+    """The type of the slot. Each pair's product must have this type."""
     slot = of_slot(program, node)
     for factors in _pairs(node, "multiplies", slot):
         shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]

@@ -55,7 +55,7 @@ def _canonical(kind: ValueType) -> ValueType:
 
 
 def say_type(kind: ValueType) -> str:
-    """Names the strides of a tensor that is not contiguous."""
+    """Prints a type, with strides if the tensor is not contiguous."""
     if not isinstance(kind, tuple):
         return str(kind)
     if kind[0] == "pending":

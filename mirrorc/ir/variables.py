@@ -13,7 +13,7 @@ SHARE_ELEMENTS = 64
 
 
 def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, int]:
-    """Shares are disjoint half-open ranges, in order, and cover all elements."""
+    """A share is a half-open range. Shares are disjoint, in order, and cover all elements."""
     units = -(-num_elements // SHARE_ELEMENTS)
     start, stop = (min(num_elements, units * i // num_shares * SHARE_ELEMENTS) for i in (index, index + 1))
     return start, stop
@@ -37,8 +37,8 @@ class Aggregation(enum.Enum):
     NONE = "none"
     MEAN = "mean"
     FIRST = "first"  # replica 0's
-    SAME = "same"  # any replica's: all write the same value, and replicas that did not run take it over
-    COUNTER = "counter"  # as SAME, but each microbatch goes on from the one before
+    SAME = "same"  # any replica's: all write the same value; replicas that did not run get it
+    COUNTER = "counter"  # as SAME, but each microbatch continues from the previous one
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class PlacementFacts:
     """The properties of a placement.
 
     Attributes:
-        word, description: for messages.
+        word, description: used in messages.
         in_table: text in the table of buckets; empty for the default.
         owner: maps a replica to the replica whose memory holds its parameters.
         updates_by_shares: a replica updates only its share.
-        is_written_last: parameters are written after the last read of every other device.
-        has_owner: the bucket's owner makes all updates; other replicas copy the result.
+        is_written_last: parameters are written after the last read by any device.
+        has_owner: one replica updates the bucket; others copy the result.
     """
 
     word: str
@@ -119,15 +119,15 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Gradients in one bucket have equal rules.
+    """How a parameter is updated; equal for all gradients of a bucket.
 
     Attributes:
         label: such as ``AdamW group 0``.
         group: counted over all optimizers.
         state_class: equal for optimizer states with the same entries and equal scalars.
-        elementwise: the update may run on a whole bucket at once.
+        elementwise: the update treats each element alike, so it can run on a flat bucket.
         takes_rows: the optimizer gets a table's gradient as a sparse tensor.
-        writes_rows: the optimizer then writes only the looked-up rows.
+        writes_rows: the optimizer writes only the looked-up rows.
         may_be_unused: a step leaves out the parameter if no replica has used it.
     """
 
@@ -146,14 +146,14 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class Variable:
-    """Tied weights are one variable, under their first name.
+    """A parameter or buffer. Tied weights are one variable, under their first name.
 
     Attributes:
         strides: of the dense layout.
-        synchronization: per-replica for buffers that the forward writes.
+        synchronization: per replica for buffers that forward writes.
         aggregation: how a per-replica variable becomes one value.
         update: None if nothing updates it.
-        is_on_host: a number in the host's memory, although the devices are GPUs.
+        is_on_host: a scalar in CPU memory, although the devices are GPUs.
     """
 
     name: str

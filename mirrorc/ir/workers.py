@@ -12,7 +12,7 @@ from mirrorc.messages.problem import message, problem
 
 @dataclass(frozen=True)
 class World:
-    """Describes workers, to compile the program of one without running any.
+    """The workers to plan for, which need not be running.
 
     Attributes:
         devices_per_worker: a number for all, or one for each worker.
@@ -94,7 +94,7 @@ class Workers:
 
     @property
     def num_all_replicas(self) -> int:
-        """0 if a process trains on its own."""
+        """The number of replicas on all workers; 0 if a process trains on its own."""
         return sum(self.devices_per_worker)
 
 

@@ -38,13 +38,13 @@ class LossCheck:
     """The result of `check_loss`. Printed, it shows the differences and known reasons.
 
     Attributes:
-        same: whether loss and gradients agree.
+        same: loss and gradients agree.
         loss: of the whole batch.
-        sharded_loss: of a step: the weighted sum over the shards.
+        sharded_loss: the weighted sum over the shards, as in a step.
         num_examples: of each shard.
-        differences: the largest difference of each variable's gradients, relative to their largest entry; in descending
+        differences: by variable, the largest difference of gradients relative to their largest entry, in descending
             order.
-        reasons: sentences on the coupling of examples; empty if ``same``.
+        reasons: sentences on coupled examples; empty if ``same``.
     """
 
     same: bool
@@ -87,33 +87,33 @@ def check_loss(
     raises: bool = False,
     **kwargs: Any,
 ) -> LossCheck:
-    """Checks on one batch whether a step on several devices makes the update that one device makes on the whole batch.
+    """Checks on one batch that a step on several devices and a step on one device make the same update.
 
-    It computes loss and gradients of the whole batch, and of its shards one after the other, on the model's own device.
-    Model, gradients, random streams and the Python state of model and loss stay as they are, except for globals,
-    classes, iterators, Python generators and queues. Random numbers are the same for each example, so dropout makes no
+    It computes loss and gradients of the whole batch, and of its shards in turn, on the model's device. Model,
+    gradients, random streams and the Python state of model and loss do not change, except for globals, classes,
+    iterators, Python generators and queues. Random numbers are the same for each example, so dropout makes no
     difference.
 
     Example:
         >>> mirrorc.check_loss(model, x, y, loss_fn=F.cross_entropy, num_replicas=2)  # doctest: +SKIP
-        the same on 2 replicas: loss 2.30259, and all gradients agree to 3.1e-07 of their largest entry (32 examples as 16 +
-            16)
+        the same on 2 replicas: loss 2.30259, and all gradients agree to 3.1e-07 of their largest entry (32 examples as
+            16 + 16)
 
     Args:
         model: the model, before or after its compilation.
-        *args: arguments as for the step: tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`;
-            with a loss_fn, the last one is the target.
+        *args: arguments as for the step: tensors are split along dim 0, see `mirrorc.replicated` and
+            `mirrorc.PerReplica`; with a loss_fn, the last one is the target.
         loss_fn: as for `mirrorc.compile`.
         loss_reduction: as for `mirrorc.compile`.
         num_replicas: the number of shards.
-        tolerance: the largest relative difference due to rounding; None for 1e-7 with parameters of 64 bits, 1e-3 with 32
-            bits and 0.05 with 16 bits or autocast.
-        raises: raise an error if they are not the same.
+        tolerance: the largest relative difference due to rounding; None for 1e-7 with parameters of 64 bits, 1e-3 with
+            32 bits and 0.05 with 16 bits or autocast.
+        raises: raise an error if they differ.
         **kwargs: as for the step.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a model without a loss.
-        MirrorcError: they differ and ``raises`` is True, or the model asks for values of other replicas.
+        MirrorcError: they differ and ``raises`` is True, or the model needs values of other replicas.
     """
     check_model(model)
     _check_options(loss_reduction, num_replicas)
@@ -222,7 +222,7 @@ def _reasons_for(
     is_normalization: bool,
     is_repeatable: bool,
 ) -> tuple[str, ...]:
-    """``fitting_reduction``: the other ``loss_reduction`` if batch and shards agree with it, else None."""
+    """``fitting_reduction``: the ``loss_reduction`` with which batch and shards would agree, or None."""
     if fitting_reduction is not None:
         return (
             f"with loss_reduction={fitting_reduction!r} they are the same: the loss is a {fitting_reduction} over its examples",

@@ -25,10 +25,10 @@ from mirrorc.torch_internals import replaced_operators, schema_of
 
 
 class ObservedCalls:
-    """The calls in one evaluation of a loss that couple examples.
+    """Calls that couple examples, in an evaluation of a loss.
 
     Attributes:
-        weighted: the means over targets, with the numbers of ignored and of all targets.
+        weighted: means over targets, with the numbers of ignored and of all targets.
         unequal_draws: operators whose random numbers differ between runs.
     """
 
@@ -69,7 +69,6 @@ _BATCH_NORMS = {F.batch_norm: inspect.signature(F.batch_norm)}
 
 
 def _use_running_statistics(arguments: dict[str, Any]) -> None:
-    """A BatchNorm without running statistics gets constant ones."""
     x = arguments["input"]
     arguments["training"] = False
     if arguments["running_mean"] is None:
@@ -78,7 +77,7 @@ def _use_running_statistics(arguments: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Loss and gradients in 64 bits; ``scale`` is the loss's largest summand, in absolute value."""
+    """Loss and gradients in 64 bits. ``scale`` is the loss's largest summand, in absolute value."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -97,7 +96,7 @@ class Evaluation:
         self._draws = _EqualDraws()
 
     def run(self, leaves: Sequence[torch.Tensor], *, by_running_statistics: bool = False) -> Evaluated:
-        """If ``by_running_statistics``, BatchNorm does not use the batch's statistics."""
+        """With ``by_running_statistics``, BatchNorm does not use the batch's statistics."""
         copies = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
         observed = ObservedCalls(by_running_statistics)
         with contextlib.ExitStack() as stack:
@@ -200,7 +199,7 @@ class _EqualDraws:
 
 
 def _draws_now(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention without dropout draws nothing."""
+    """Attention without dropout draws no random numbers."""
     arguments = schema_of(operator).arguments
     values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     dropout = next((argument for argument in arguments if argument.name == "dropout_p"), None)

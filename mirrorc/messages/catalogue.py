@@ -1,4 +1,4 @@
-"""The codes of errors and warnings, each with a title and an explanation: pages and ``mirrorc explain-error`` show them."""
+"""The codes of errors and warnings, with titles and explanations for pages and ``mirrorc explain-error``."""
 
 from __future__ import annotations
 

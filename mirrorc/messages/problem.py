@@ -1,4 +1,4 @@
-"""The one form of errors and warnings: what happened under a code, then where, why, and something to type."""
+"""The form of errors and warnings: what happened, with a code; then where, why, and something to type."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def problem(
 
 
 def message(what: str, why: str = "", fix: str | Sequence[str] = "", *, at: str = "", now: str = "") -> str:
-    """``MC1304: what``, and below it lines ``at:``, ``why:``, ``now:`` and ``fix:``, each if there is one.
+    """``MC1304: what``, then lines ``at:``, ``why:``, ``now:`` and ``fix:`` if given.
 
     Args:
         what: a code of `mirrorc.messages.catalogue`, and what happened, in at most 20 words.
         fix: something to type; several are alternatives.
         at: the user's line.
-        now: the state that is left.
+        now: the state after the error.
     """
     fixes = [fix] if isinstance(fix, str) else [*fix]
     lines = [("at", at), ("why", why), ("now", now), *zip(("fix", *("or",) * len(fixes)), fixes, strict=False)]
@@ -31,12 +31,12 @@ def message(what: str, why: str = "", fix: str | Sequence[str] = "", *, at: str 
 
 
 def has_code(error: Exception) -> bool:
-    """Whether its text is a `message`: it names what went wrong already."""
+    """True if its text is a `message`, which names the problem already."""
     return _CODE.match(str(error)) is not None
 
 
 def with_line(text: str, label: str, line: str) -> str:
-    """A message with one more line: "at" as the second line, "fix" at the end, other labels before the fixes."""
+    """A message with an additional line: "at" as the second line, "fix" at the end, other labels before the fixes."""
     if label == "fix":
         return text + _line("or" if "\n  fix: " in text else label, line)
     head, mark, fixes = text.partition("\n" if label == "at" else "\n  fix: ")

@@ -29,18 +29,18 @@ def source_line(node: fx.Node) -> str:
 
 
 LINE_OF_TEXT = "line_of_text"
-"""The key in `node.meta` of the line of a program's text that a node was read from."""
+"""The key in `node.meta` of the line in a program's text from which a node was read."""
 
 
 def place_of(node: fx.Node) -> str:
-    """The user's line of a node, and the line of the program's text that it was read from; empty if unknown."""
+    """A node's line in the user's code, and its line if the program was read from text; empty if unknown."""
     number = node.meta.get(LINE_OF_TEXT)
     in_text = f"line {number} of the program's text" if number is not None else ""
     return ", ".join(filter(None, (in_text, source_line(node))))
 
 
 def module_of(node: fx.Node) -> str:
-    """A node's module by its name in ``model.named_modules()``; empty if unknown."""
+    """A node's module, by its name in ``model.named_modules()``; empty if unknown."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(modules[-1][0]) if modules else ""
     return path.removeprefix("L['self']").removeprefix(".").removeprefix("model").removeprefix(".")
@@ -79,7 +79,7 @@ def raising_line(error: BaseException) -> str:
 
 
 def users_stack_level() -> int:
-    """The ``stacklevel`` with which the caller's `warnings.warn` names the user's innermost running line."""
+    """The ``stacklevel`` with which the caller's `warnings.warn` names the user's innermost line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

@@ -16,7 +16,7 @@ def listed(items: Iterable[object], most: int = 3) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """``1 gradient``, ``12 gradients``; ``plural`` if it is not the noun with an s."""
+    """``1 gradient``, ``12 gradients``; ``plural`` if it is not the noun plus s."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
@@ -29,19 +29,19 @@ def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
 
 
 def guess(name: object, known: Iterable[str], otherwise: str) -> str:
-    """``did you mean 'ring'?``, or ``otherwise`` if no known name begins with it or is like it."""
+    """``did you mean 'ring'?``, or ``otherwise`` if no known name is similar."""
     names, text = list(known), str(name)
     close = [each for each in names if each.startswith(text)] or difflib.get_close_matches(text, names, n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def notebook_html(summary: str, text: str) -> str:
-    """HTML of a summary; a click on it opens the text."""
+    """HTML of a summary that opens the text at a click."""
     return f"<details><summary>{html.escape(summary)}</summary><pre>{html.escape(text)}</pre></details>"
 
 
 def printable(text: str) -> str:
-    r"""Writes control and invisible characters as ``\x1b``; line breaks stay."""
+    r"""Replaces control and invisible characters by ``\x1b`` and the like; line breaks stay."""
     return text if text.isprintable() else "\n".join(map(as_single_line, text.split("\n")))
 
 

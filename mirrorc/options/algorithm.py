@@ -1,4 +1,4 @@
-"""The option ``algorithm``: its short forms, and the options that it excludes."""
+"""The option ``algorithm``: its short forms, and options that it excludes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mirrorc.pipeline.pipeline_text import parse_passes
 
 
 def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
-    """The algorithm for sums over devices; None for the link's own.
+    """The all-reduce algorithm for devices; None for the link's own.
 
     Raises:
-        TypeError, ValueError: the value is no algorithm, or cannot be used with the devices or another option.
+        TypeError, ValueError: the value is not an algorithm, or does not fit the devices or another option.
     """
     workers, devices, asked = request.workers, request.devices, request.asked
     algorithm = algorithm_of(asked["algorithm"])
@@ -70,10 +70,11 @@ def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
 
 
 def algorithm_of(algorithm: Any) -> AllReduceAlgorithm:
-    """Returns the algorithm of a name, which may have options: ``"reduce-to-one{device=1}"``; or an algorithm itself.
+    """The algorithm of a name, which may have options: ``"reduce-to-one{device=1}"``. Algorithms are returned as they
+    are.
 
     Raises:
-        TypeError, ValueError: the argument is no algorithm.
+        TypeError, ValueError: the argument is not an algorithm.
     """
     if isinstance(algorithm, AllReduceAlgorithm):
         return algorithm

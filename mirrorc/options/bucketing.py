@@ -1,4 +1,4 @@
-"""The plan of buckets that ``buckets`` of `mirrorc.Communication` stands for."""
+"""The bucket plan for ``buckets`` of `mirrorc.Communication`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mirrorc.packing import CAP_BETWEEN_HOSTS_MB, ByBytes, Plan, plan_of
 
 
 def planned_buckets(buckets: Any, workers: Workers, devices: Sequence[Device]) -> Plan:
-    """For "auto", caps for what joins the devices: between hosts for several workers on CPUs, else within one."""
+    """With "auto", caps depend on the connection: between hosts for several workers on CPUs, else within a host."""
     if buckets != "auto":
         return plan_of(buckets)
     are_cpus = all(device.torch_device.type == "cpu" for device in devices)

@@ -1,4 +1,4 @@
-"""`Communication`: how gradients travel between devices and between workers."""
+"""`Communication`: how gradients are exchanged between devices and between workers."""
 
 from __future__ import annotations
 
@@ -77,38 +77,40 @@ def _in_plan_buckets(argument: str) -> NeededPasses:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication(OptionGroup):
-    """How gradients travel, for ``communication=`` of `mirrorc.compile`.
+    """How gradients are exchanged, for ``communication=`` of `mirrorc.compile`.
 
     Attributes:
-        buckets: the gradients that are reduced together. A number is the cap of a bucket in MiB: ``buckets=8.0`` is short for
-            ``mirrorc.packing.ByBytes(8.0)``, which also has the cap of the first bucket; ``math.inf`` is one bucket. Other
-            plans are `mirrorc.packing.EqualPacks`, `EqualSplits`, and functions from a list of `mirrorc.packing.Gradient` to
-            groups of their names. "auto" is ``ByBytes()``; over several workers on CPUs it is ``ByBytes(4.0)``, as a step
-            there waits for the bytes unsent when backward ends.
-        order: the order of gradients in buckets: "ready" as backward computes them, "reversed" against the model's order of
-            parameters, or a key function of a `mirrorc.packing.Gradient`. Buckets are always reduced as they become ready.
-        algorithm: the algorithm for sums over devices: "native" is the link's own; "reduce-to-one", "hierarchical-copy",
-            "ring", "halving-doubling", "tree" and "round-robin" send messages between devices; "auto" chooses for each
-            bucket, with a remark on the reason. With options: ``"reduce-to-one{device=1}"``, or an object of
-            `mirrorc.all_reduce_algorithms`.
-        link: what carries sums between devices, "shared-memory", "nccl" or "copy"; None for the fastest that joins them.
-        exchange: the form of gradients between workers, or between devices that do not share parameters. "dense" sends each
-            bucket whole. "factors" sends the factors of all gradients that have some (the two matrices of a linear layer's
-            product, rows and indices of a table); each receiver computes the sum, or its share, from them. "auto" chooses
-            for each gradient: least time at the first call, or fewer bytes between devices. Where nothing is sent, a remark
-            says that it has no effect.
-        compression: over several workers, send sums of gradients as "bfloat16" or "float16", half the bytes of float32; this
-            changes numbers. A worker's devices first add up in the gradients' dtype, and the sum over workers is cast back
-            to it before norms, bounds and updates. Factors are sent unchanged. A remark has the bytes with and without. With
-            `mirrorc.TopK`, each worker sends the largest elements of its sum; with a `mirrorc.compression.Payload` of your
-            own, its message. The rest is added in the next step (error feedback); `Step.state_dict` has it for checkpoints.
-        early_update: over several workers, update each bucket as soon as its own sum has arrived, while others are in
-            flight. If a connection is lost meanwhile, parameters are between two steps, and nothing uses them until model
-            and optimizer are restored. False commits when all sums have arrived, so a failure leaves the parameters before
-            or after the step.
-        process_group: a group of `torch.distributed` with all workers, if that is not the default group.
-        timeout: the longest wait of a device for another one, in seconds or as a `datetime.timedelta`; ``math.inf`` for no
-            bound.
+        buckets: the gradients that are reduced together. A number is the cap of a bucket in MiB: ``buckets=8.0`` is
+            short for ``mirrorc.packing.ByBytes(8.0)``, which also has the cap of the first bucket; ``math.inf`` is one
+            bucket. Other plans are `mirrorc.packing.EqualPacks`, `EqualSplits`, and functions from a list of
+            `mirrorc.packing.Gradient` to groups of their names. "auto" is ``ByBytes()``; over several workers on CPUs,
+            ``ByBytes(4.0)``, because less is then unsent at the end of backward.
+        order: the order of gradients in buckets: "ready" as backward computes them, "reversed" against the model's
+            order of parameters, or a key function of a `mirrorc.packing.Gradient`. Buckets are always reduced as they
+            become ready.
+        algorithm: the all-reduce algorithm for devices: "native" is the link's own; "reduce-to-one",
+            "hierarchical-copy", "ring", "halving-doubling", "tree" and "round-robin" send messages between devices;
+            "auto" chooses for each bucket, with a remark on the reason. With options: ``"reduce-to-one{device=1}"``, or
+            an object of `mirrorc.all_reduce_algorithms`.
+        link: the transport between devices, "shared-memory", "nccl" or "copy"; None for the fastest one that joins
+            them.
+        exchange: the form of gradients between workers, or between devices that do not share parameters. "dense" sends
+            whole buckets. "factors" sends the factors of gradients that have some (the two matrices of a linear layer's
+            product, rows and indices of a table); each receiver computes the sum, or its share, from them. "auto"
+            chooses for each gradient: the least time at the first call, or fewer bytes between devices. If nothing is
+            sent, a remark says that it has no effect.
+        compression: over several workers, send sums of gradients as "bfloat16" or "float16", half the bytes of float32;
+            this changes numbers. A worker's devices first add up in the gradients' dtype; the sum over workers is cast
+            back before norms, bounds and updates. Factors are sent unchanged. A remark has the bytes with and without
+            compression. With `mirrorc.TopK`, each worker sends the largest elements of its sum; with a
+            `mirrorc.compression.Payload` of your own, its message. The rest is added in the next step (error feedback);
+            `Step.state_dict` includes it.
+        early_update: over several workers, update each bucket when its sum arrives, while others are in flight. If a
+            connection is lost then, parameters are partly updated, and cannot be used until model and optimizer are
+            restored. False commits when all sums have arrived, so a failure never leaves parameters partly updated.
+        process_group: a group of `torch.distributed` with all workers; by default, the default group.
+        timeout: the longest wait of a device for another one, in seconds or as a `datetime.timedelta`; may be
+            ``math.inf``.
 
     Raises:
         TypeError, ValueError: a field has another kind or value; names it and the remedy.

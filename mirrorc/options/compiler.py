@@ -43,19 +43,18 @@ class Compiler(OptionGroup):
 
     Attributes:
         backend: "inductor" compiles regions; "eager" runs them as they are.
-        capture: the front end that traces the model. "dynamo" traces graphs for compiled regions. "autograd" runs forward
-            and backward as plain PyTorch, for untraceable Python and control flow that depends on data. "auto" tries them in
-            this order; a warning and a remark give the reason if "dynamo" fails.
-        dynamic: None uses symbols for sizes that change: the shapes of the first training call have a program of their own, and
-            the second size of a dimension compiles one more for all others. True uses symbols in the first program already,
-            and False compiles each new size. Some sizes stay numbers, such as numbers of examples beside microbatches.
-        exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``.
-            Each replica computes its gradients as the model's backward does, and they are added in the order of replicas. A
-            remark names the passes.
-        cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay it. It is for steps in which
-            Python launches kernels more slowly than the GPU runs them. Times are not recorded.
-        passes: a pipeline of your own, instead of `mirrorc.passes.default_pipeline`. Options of its passes, such as buckets
-            and the link, are set there, and refused here.
+        capture: the front end that traces the model. "dynamo" traces graphs for compiled regions. "autograd" runs
+            forward and backward as plain PyTorch, for untraceable Python and control flow that depends on data. "auto"
+            tries them in this order; if "dynamo" fails, a warning and a remark give the reason.
+        dynamic: None uses symbols for sizes that change: the first training call has its own program, and the second
+            size of a dimension compiles another one for all further sizes. True uses symbols from the first program on;
+            False compiles each new size. Some sizes are never symbols, such as numbers of examples with microbatches.
+        exact_order: leave out passes that change the bits of a step, such as ``factor-gradients``. Gradients are those
+            of the model's backward, added in the order of replicas. A remark names the passes.
+        cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay it. This helps if Python
+            launches kernels more slowly than the GPU runs them. Times are not recorded.
+        passes: a pipeline of your own, instead of `mirrorc.passes.default_pipeline`. Options of its passes, such as
+            buckets and the link, must be set in the passes.
         add: passes of your own, each placed by `mirrorc.before` or `mirrorc.after` a pass of the pipeline.
         disable: names of passes to leave out.
 

@@ -1,4 +1,4 @@
-"""`Debug`: what a step writes, prints and checks beside its work."""
+"""`Debug`: dumps, prints, progress and checks of a step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from mirrorc.options.option import OptionGroup, option
 
 @dataclass(frozen=True, kw_only=True)
 class Debug(OptionGroup):
-    """What a step writes, prints and checks beside its work, for ``debug=`` of `mirrorc.compile`.
+    """Dumps, prints, progress and checks of a step, for ``debug=`` of `mirrorc.compile`.
 
     Attributes:
-        dump: a directory for one file per pass, its diff and an index; default: the environment variable MIRRORC_DUMP.
-        print_after: names of passes after which the program is printed, on standard error; "all" for each of them.
-        progress: report a compilation on standard error: on a terminal after 2 s, in a line that goes away; elsewhere after
-            10 s, in one line. A log of level INFO gets the line in its place, after 2 s.
-        check_replicas_every: every so many steps, compare checksums of parameters and optimizer state of all replicas, and
-            raise `ExecutionError` if the memory of one has gone bad; 0 for never. Devices that share their parameters have
-            nothing to compare, with a remark. Several workers compare theirs, and all raise `CommunicationError`. Calls of
-            `Step.gradients` compare nothing: they copy the user's parameters to all devices.
+        dump: a directory for a file per pass, its diff and an index; by default, the environment variable MIRRORC_DUMP.
+        print_after: names of passes after which the program is printed on standard error; "all" for every pass.
+        progress: show compilations on standard error: on a terminal after 2 s, in a line that disappears; elsewhere
+            after 10 s. A log of level INFO gets the line instead, after 2 s.
+        check_replicas_every: every so many steps, compare checksums of parameters and optimizer state of all replicas,
+            and raise `ExecutionError` if they differ, as after a memory error; 0 for never. Devices with shared
+            parameters have nothing to compare; a remark says so. Workers compare theirs, too, and all raise
+            `CommunicationError`. Calls of `Step.gradients` compare nothing, because they copy the user's parameters to
+            all devices.
 
     Raises:
         TypeError, ValueError: a field has another kind or value; names it and the remedy.

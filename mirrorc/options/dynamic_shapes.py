@@ -1,4 +1,4 @@
-"""The option ``dynamic``, for symbolic sizes of arguments, and the options that exclude it."""
+"""The option ``dynamic``, for symbolic sizes of arguments, and options that exclude it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from mirrorc.options.step_options import StepOptions
 
 
 def why_sizes_are_numbers(options: StepOptions, *, sends_factors: bool, front_end: str = "") -> str:
-    """The reason why the sizes of a step's arguments cannot be symbols; empty if they can.
+    """Why sizes of arguments cannot be symbols; empty if they can.
 
     Args:
-        front_end: the one that has captured the model; empty before the first capture.
+        front_end: the front end of the capture; empty before the first one.
     """
     if sends_factors:
         return "workers may send each other factors of gradients, of which they know how many there are"
@@ -29,7 +29,7 @@ def sends_whole(options: StepOptions) -> bool:
 
 
 def check_dynamic(options: StepOptions) -> None:
-    """Refuses ``dynamic=True`` together with options that need sizes as numbers."""
+    """Refuses ``dynamic=True`` with options that need constant sizes."""
     sends_factors = options.program_workers.are_several and options.exchange == "factors"
     why = why_sizes_are_numbers(options, sends_factors=sends_factors)
     if options.dynamic and why:

@@ -1,4 +1,4 @@
-"""Options that clip gradients, with their checks."""
+"""Options for gradient clipping, and their checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ClipGradNorm:
         norm_type: the p of the p-norm, a positive number; math.inf for the largest absolute value.
 
     Raises:
-        TypeError: an attribute is no number.
+        TypeError: an attribute is not a number.
         ValueError: an attribute is negative, or ``norm_type`` is 0.
     """
 
@@ -52,14 +52,14 @@ def _check(name: str, value: Any) -> None:
 
 
 ClipNorms = float | ClipGradNorm | Sequence[float | ClipGradNorm | None] | None
-"""One bound for all gradients together; or a bound or None for each group of the optimizers; None for no bound."""
+"""A bound for all gradients together; or, for each group of the optimizers, a bound or None; or None."""
 
 
 def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups) -> dict[str, Any]:
-    """The arguments of `mirrorc.passes.default_pipeline` that clip gradients.
+    """Arguments of `mirrorc.passes.default_pipeline` for clipping.
 
     Raises:
-        TypeError, ValueError: a value is no bound, or there are not as many bounds as groups.
+        TypeError, ValueError: a value is not a bound, or the numbers of bounds and groups differ.
     """
     if clip_grad_value is not None:
         _check("clip_grad_value", clip_grad_value)
@@ -111,9 +111,9 @@ def _bound(value: Any) -> ClipGradNorm | None:
 
 
 def measured_norms(measured: dict[str, torch.Tensor], program: Program, num_groups: int, *, is_skipped: bool) -> Any:
-    """The value of `Step.grad_norm`: one norm, or a tuple with one for each group; None if the step measures none.
+    """The value of `Step.grad_norm`: a norm, or a tuple with one per group; None if none is measured.
 
-    ``measured`` has the numbers of the last step that was not skipped. A skipped step has NaN.
+    ``measured`` is from the last step that was not skipped. The norm of a skipped step is NaN.
     """
     if is_skipped:
         device = program.devices[0].torch_device

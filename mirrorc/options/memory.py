@@ -1,4 +1,4 @@
-"""`Memory`: where parameters and optimizer state live, and how much activations take."""
+"""`Memory`: the placement of parameters and optimizer state, and a bound of activations."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _BYTES = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>B|[KMGT]iB)")
 
 
 def activation_bound(activations: int | str | None) -> float | None:
-    """A bound of activations: bytes as an int, or as a float a part of the peak without a bound; None for no bound.
+    """A bound of activations: an int of bytes, or a float as a fraction of the peak without a bound; or None.
 
     Raises:
-        ValueError: a text that is neither a percentage nor a size, or a number that is not positive.
+        ValueError: the text is malformed, or the number is not positive.
     """
     if activations is None:
         return None
@@ -44,7 +44,6 @@ def activation_bound(activations: int | str | None) -> float | None:
 
 
 def bound_text(bound: float) -> str:
-    """A bound as `Memory.activations` takes it."""
     return f"'{100 * bound:g}%'" if isinstance(bound, float) else str(bound)
 
 
@@ -102,24 +101,27 @@ def _no_parts_of_sums(request: Request) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(OptionGroup):
-    """Where parameters and optimizer state live, and how much activations take, for ``memory=`` of `mirrorc.compile`.
+    """The placement of parameters and optimizer state, and a bound of activations, for ``memory=`` of
+    `mirrorc.compile`.
 
     Attributes:
-        activations: the bound of each device's peak of activations and passing sums, as `Step.memory` counts them: a size,
-            ``"2GiB"`` or a number of bytes; or ``"50%"`` of the peak without a bound (of the worst device, in the largest
-            batch so far). Backward recomputes the values of forward that take least time. Numbers are the same (with Inductor
-            but for the last bits). The step is compiled several times until it keeps the bound. None for no bound.
-        shard_optimizer: over several workers, each updates a shard of every bucket and has the optimizer's state of that
-            shard alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all workers call
+        activations: the bound of each device's peak of activations and passing sums, as `Step.memory` counts them: a
+            size, ``"2GiB"`` or a number of bytes; or ``"50%"`` of the peak without a bound (of the worst device, in the
+            largest batch so far). Backward recomputes those values of forward that take least time. Results are the
+            same (with Inductor, up to the last bits). The step is compiled several times, until it is within the bound.
+            None for no bound.
+        shard_optimizer: each worker updates a shard of every bucket, and has only the optimizer state of that shard;
+            new parameters are all-gathered. Before ``optimizer.state_dict()``, all workers call
             `Step.gather_optimizer_state`.
-        placement: the home of parameters, and the devices that update them. "shared": one copy in memory that all devices
-            share, each updating a share. "mirrored": a copy on each device, which it updates whole. "auto": "shared" where
-            possible, else "mirrored". "central": the first device has all sums, updates and the optimizer's state.
-            "least-loaded": parameters are distributed over devices by bytes, the largest first; the owner sums up and updates
-            each, and all others write a copy once a step. "cached": the same for large parameters, and the first device owns
-            small ones. A dict names owners, ``{"embedding.weight": "cpu:0"}``, as a device's name or a `torch.device`, with
-            ``"*"`` for all others: a device, "central", "least-loaded" or "cached". Numbers are the same but for the last
-            bits, where the order of additions or the cuts of compiled regions differ.
+        placement: where parameters are, and which devices update them. "shared": one copy in memory that all devices
+            share; each updates a share. "mirrored": a whole copy on each device, which updates it. "auto": "shared"
+            where possible, else "mirrored". "central": the first device has all sums, updates and optimizer state.
+            "least-loaded": parameters are distributed over devices by bytes, the largest first; a parameter's owner
+            sums and updates it, and all other devices write a copy once a step. "cached": the same for large
+            parameters; the first device owns small ones. A dict names owners, ``{"embedding.weight": "cpu:0"}``, as a
+            device's name or a `torch.device`, with ``"*"`` for all others: a device, "central", "least-loaded" or
+            "cached". Results differ at most in the last bits, by the order of additions or the cuts of compiled
+            regions.
 
     Raises:
         TypeError, ValueError: a field has another kind or value; names it and the remedy.

@@ -36,10 +36,10 @@ FORMER: Mapping[str, str] = {
     "rank": "call mirrorc.plan(model, batch, world=..., rank={value}), which gives the program of one worker",
     "overlap_next_step": "it gained nothing on any machine where it was measured; leave it out",
 }
-"""Former options, with what to write now; ``{value}`` stands for the value."""
+"""Former options, and their replacements; ``{value}`` stands for the value."""
 
 _SCALARS = (str, bool, int, float)
-_STRICT_KINDS = (bool, str, bytes)  # no numbers or sequences, although Python takes them for such
+_STRICT_KINDS = (bool, str, bytes)  # not numbers or sequences, although Python treats them so
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Request:
     """The arguments of a call of `mirrorc.compile`.
 
     Attributes:
-        asked: the arguments by name.
+        asked: arguments by name.
         devices: this worker's devices.
         pipeline: the passes of the step; empty until they are known.
     """
@@ -75,8 +75,8 @@ class Exclusion:
 
     Attributes:
         beside: another option, or a phrase such as "over several workers".
-        why: the reason whenever the other option is given; or a function of the request, which returns "" for none.
-        needs_pipeline: the reason depends on the passes of the request.
+        why: the reason, if the other option is given; or a function from the request to a reason or "".
+        needs_pipeline: the reason depends on the request's passes.
     """
 
     beside: str
@@ -97,9 +97,9 @@ class NeededPasses:
     """The passes of the default pipeline that implement an option.
 
     Attributes:
-        names: the passes' names, or a function from the option's value to them.
-        instead: the remedy if ``passes=`` is given, or a function; in a text, ``{value}`` stands for the option's value.
-        may_be_in_passes: the option is allowed beside ``passes=`` if the named passes are among these.
+        names: names of passes, or a function from the option's value to them.
+        instead: the remedy if ``passes=`` is given, or a function; ``{value}`` stands for the option's value.
+        may_be_in_passes: the option may be given with ``passes=`` that include the named passes.
     """
 
     names: Sequence[str] | Callable[[Any], Sequence[str]]
@@ -119,14 +119,15 @@ class Option:
 
     Attributes:
         name: the keyword.
-        allowed: the possible values, for messages: "give ...".
+        allowed: the allowed values, for messages: "give ...".
         default: the value of an option that is not given.
-        kinds: the allowed types, where bool, str and bytes match only themselves. None leaves the check to the value's user.
-        texts: the allowed strings.
-        accepts: tests a value of an allowed type, for example that it is positive.
-        passes: the passes that implement it, if any.
-        places: for an option from outside of the package, a function from its value to passes to insert (`mirrorc.before`).
-        group: the keyword of the `OptionGroup` that has this option as a field; empty for a keyword of its own.
+        kinds: the allowed types; bool, str and bytes match only themselves. With None, types are checked elsewhere.
+        texts: allowed strings.
+        accepts: tests a value of an allowed type, for example for being positive.
+        passes: passes that implement it, if any.
+        places: for an option declared outside of the package, a function from its value to passes to insert
+            (`mirrorc.before`).
+        group: the keyword of the `OptionGroup` with this option; empty for an option that is a keyword.
     """
 
     name: str
@@ -141,13 +142,13 @@ class Option:
     group: str = ""
 
     def is_asked(self, value: Any) -> bool:
-        """Tests for a value other than the default, or than a disabled object, such as a disabled GradScaler."""
+        """False for the default, and for disabled objects such as a disabled GradScaler."""
         if value is self.default or (isinstance(value, _SCALARS) and value == self.default):
             return False
         return not (hasattr(value, "is_enabled") and not value.is_enabled())
 
     def check_kind(self, value: Any) -> None:
-        """Raises TypeError for a value of another type, and ValueError for a text or number that is not allowed."""
+        """Raises TypeError for a wrong type, and ValueError for a text or number that is not allowed."""
         if self.texts and isinstance(value, str):
             is_taken = value in self.texts
         elif self.kinds is not None and not any(_is_of(value, kind) for kind in self.kinds):
@@ -158,16 +159,16 @@ class Option:
             raise ValueError(f"MC1002: {self.name} is {shown(value)}: {self.allowed}")
 
     def text(self, value: Any) -> str:
-        """The option with its value for messages: ``link='nccl'``; large values are left out: ``buckets=``."""
+        """The option and its value for messages: ``link='nccl'``; without a large value: ``buckets=``."""
         text = repr(value)
         return f"{self.name}={text}" if len(text) <= 60 and " object at 0x" not in text else f"{self.name}="
 
 
 class OptionGroup:
-    """Base of the frozen dataclasses that hold options of one topic; each field is a record of the table, made by `option`.
+    """The base of frozen dataclasses with options of one topic. Each field is made by `option`.
 
     Attributes:
-        keyword: the keyword of `mirrorc.compile` that takes the group.
+        keyword: the group's keyword in `mirrorc.compile`.
     """
 
     keyword: ClassVar[str]
@@ -194,12 +195,11 @@ class OptionGroup:
 
 
 def option(default: Any, allowed: str = "", **record: Any) -> Any:
-    """A field of an `OptionGroup`; the arguments are those of its `Option`."""
+    """A field of an `OptionGroup`. The arguments are those of its `Option`."""
     return field(default=default, metadata={"allowed": allowed, **record})
 
 
 def records_of(group: type[OptionGroup]) -> tuple[Option, ...]:
-    """The records of a group's fields."""
     return tuple(
         Option(name=each.name, default=each.default, group=group.keyword, **each.metadata)
         for each in dataclasses.fields(group)  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def records_of(group: type[OptionGroup]) -> tuple[Option, ...]:
 
 
 class Options:
-    """The table of options: those that are keywords of `mirrorc.compile`, and fields of groups."""
+    """The table of options: keywords of `mirrorc.compile`, and fields of groups."""
 
     def __init__(self, records: Sequence[Option], groups: Sequence[type[OptionGroup]]) -> None:
         self.groups = {group.keyword: group for group in groups}
@@ -228,15 +228,15 @@ class Options:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The parameters of `mirrorc.compile` that are options or groups of options, with their defaults."""
+        """The parameters of `mirrorc.compile` that are options or groups, with their defaults."""
         alone = {name: self[name].default for name in self._records if name in self._builtin and not self[name].group}
         return {**alone, **dict.fromkeys(self.groups)}
 
     def declare(self, option: Option) -> None:
-        """Adds an option from outside of the package; `mirrorc.compile` takes it as a keyword.
+        """Adds an option from outside of the package, as a keyword of `mirrorc.compile`.
 
         Raises:
-            ValueError: there is an option of this name.
+            ValueError: an option has this name already.
         """
         if option.name in self._records or option.name in ("model", "devices", "batch", *self.groups, *FORMER):
             raise ValueError(
@@ -250,13 +250,13 @@ class Options:
         del self._records[name]
 
     def by_name(self, asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-        """All options by name, from the keywords of a call; those of groups that are None have their defaults.
+        """All options by name, from the keywords of a call. If a group is None, its options have their defaults.
 
         Args:
-            declared: keywords that are no parameters of `mirrorc.compile`.
+            declared: keywords other than parameters of `mirrorc.compile`.
 
         Raises:
-            TypeError: a keyword is no option, or a group's keyword has another object.
+            TypeError: a keyword is not an option, or has an object of another type than its group.
         """
         for name in declared.keys() - (self._records.keys() - self._builtin):
             raise TypeError(self._why_no_option(name, declared[name]))
@@ -314,7 +314,7 @@ class Options:
                 )
 
     def check_exclusions(self, request: Request) -> None:
-        """Refuses options that cannot be used with another option, the devices, or several workers."""
+        """Refuses options that another option, the devices, or several workers exclude."""
         has_pipeline = bool(request.pipeline)
         for option in self:
             value = request[option.name]
@@ -338,13 +338,12 @@ class Options:
         )
 
     def placed(self, request: Request) -> list[Placed]:
-        """The passes that declared options add to the pipeline."""
+        """Passes that declared options insert into the pipeline."""
         asked = ((option, request[option.name]) for option in self if option.places is not None)
         return [placed for option, value in asked if option.is_asked(value) for placed in option.places(value)]  # type: ignore[misc]
 
 
 def _spelled(value: Any) -> str:
-    """A value as Python code; "..." for one that has no short form."""
     text = repr(value)
     return text if len(text) <= 60 and " at 0x" not in text and not text.startswith("<") else "..."
 

@@ -17,11 +17,11 @@ from mirrorc.passes import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.pipeline.protocol import Pass
 
 REST = "*"
-"""The key, in a dict of owners, of the rule for variables that the dict does not name."""
+"""The key of the rule for all other variables, in a dict of owners."""
 
 
 def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dict[str, Any]:
-    """The arguments of `mirrorc.passes.default_pipeline` that place parameters.
+    """Arguments of `mirrorc.passes.default_pipeline` for the placement of parameters.
 
     Raises:
         ValueError: ``placement`` names an unknown parameter, device or rule, or two owners of one parameter.
@@ -32,7 +32,6 @@ def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dic
 
 
 def _named(placement: Mapping[str, str | torch.device], model: ModelState, devices: Sequence[Device]) -> dict[str, Any]:
-    """The arguments for a dict of owners. The dict may name a tied parameter by any of its names."""
     known = [device.name for device in devices]
     owners: dict[str, str] = {}
     for name, owner in placement.items():
@@ -79,7 +78,7 @@ def _device_name(device: Any) -> Any:
 
 
 def check_owned_names(pipeline: Sequence[Pass], known: Collection[str]) -> None:
-    """Raises PassError if 'place-variables' gives an owner to a variable that is not among ``known``."""
+    """Raises PassError if 'place-variables' has an owner for a variable not among ``known``."""
     for name in (name for entry in pipeline if isinstance(entry, PlaceVariables) for name, _ in entry.owners):
         if name not in known:
             raise problem(

@@ -1,4 +1,4 @@
-"""The checked options of a step, and checks that do not need the model."""
+"""The checked options of a step, and checks that need no model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The checked arguments of `mirrorc.compile`, as fields."""
-
     model: nn.Module
     optimizers: OptimizerGroups
     loss_fn: Callable[[Any, Any], Any] | None
@@ -56,15 +54,15 @@ class StepOptions:
     program: str | os.PathLike[str] | Program | None  # an edited one
     dynamic: bool | None  # sizes of arguments are symbols; None: once they change
     remarks: tuple[str, ...]  # on the arguments, for every program of the step
-    is_module: bool = False  # the caller has the loss and the updates
+    is_module: bool = False  # the user's loop has the loss and the updates
 
 
 LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0
-"""Used in place of infinity, which the operating system's clocks do not accept."""
+"""Used for infinity, which the operating system's clocks do not accept."""
 
 
 def check_loss_function(loss_fn: Any) -> None:
-    """Refuses a class in place of an object of it."""
+    """Refuses a class in place of an instance."""
     if isinstance(loss_fn, type):
         raise problem(
             TypeError,
@@ -85,7 +83,7 @@ def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[
 
 
 def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
-    """The directory for dumps: the option, else the environment variable MIRRORC_DUMP, else None."""
+    """The option, else the environment variable MIRRORC_DUMP, else None."""
     if dump is None:
         chosen = os.environ.get("MIRRORC_DUMP")
         return checked_directory("MIRRORC_DUMP", chosen) if chosen else None
@@ -93,7 +91,7 @@ def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
 
 
 def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
-    """The path of a directory, existing or new; raises ValueError if it or a parent is a file."""
+    """The path of a directory, existing or new. Raises ValueError if it or a parent is a file."""
     directory = Path(path)
     existing = next((place for place in (directory, *directory.parents) if place.exists()), None)
     if existing is not None and not existing.is_dir():

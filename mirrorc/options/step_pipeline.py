@@ -1,4 +1,4 @@
-"""The pipeline of a step, from options and the user's changes, checked before anything is compiled."""
+"""The pipeline of a step, checked before anything is compiled."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
     """The passes of a step, and remarks on the arguments.
 
     Args:
-        parameters: arguments of `mirrorc.passes.default_pipeline`; unused if ``passes=`` is given.
+        parameters: arguments of `mirrorc.passes.default_pipeline`; unused with ``passes=``.
 
     Raises:
-        ValueError: an option cannot be used with these passes.
-        PassError: the passes are no pipeline of a whole step.
+        ValueError: an option does not fit these passes.
+        PassError: the passes are not a pipeline of a whole step.
     """
     base = default_pipeline(**parameters) if request["passes"] is None else request["passes"]
     added = [*OPTIONS.placed(request), *request["add"]]
@@ -51,7 +51,7 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
 def check_whole(
     pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]
 ) -> None:
-    """Raises PassError for a pipeline that cannot compile a step of any model; runs no pass."""
+    """Raises PassError for a pipeline that cannot compile a step of any model. Runs no pass."""
     try:
         check_order(pipeline)
         for name, why in _missing(pipeline, workers, devices):
@@ -68,7 +68,7 @@ def check_whole(
 
 
 def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device]) -> Iterator[tuple[str, str]]:
-    """Missing passes with reasons; none if a pass is from outside, because that pass may do the work."""
+    """Missing passes with reasons. None are missing if a pass is from outside, because that pass may do the work."""
     if not all(type(entry) in PASSES.values() for entry in pipeline):
         return
     names = [entry.name for entry in pipeline]

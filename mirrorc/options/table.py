@@ -1,4 +1,4 @@
-"""The table of the options of `mirrorc.compile`, with the kinds, passes and exclusions of each."""
+"""The table of `mirrorc.compile`'s options, with their kinds, passes and exclusions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "reproducible": {"exact_order": True},
     "slow-network": {"compression": "bfloat16"},
 }
-"""The options that each ``mode`` sets."""
 
 
 def _uses_float16_parameters(request: Request) -> str:
@@ -132,10 +131,10 @@ OPTIONS = Options(
 
 
 def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The checked arguments of `mirrorc.compile` by option, with what ``mode`` sets, and remarks.
+    """The checked arguments of `mirrorc.compile` by option, including those set by ``mode``; and remarks.
 
     Raises:
-        TypeError, ValueError: an argument is no option, or its value is not allowed.
+        TypeError, ValueError: an argument is not an option, or its value is not allowed.
     """
     asked = OPTIONS.by_name(asked, declared)
     OPTIONS.check_kinds(asked)
@@ -149,7 +148,7 @@ def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> 
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes keywords of `mirrorc.compile` of options by name: puts each option of a group into the group's dataclass."""
+    """Keywords of `mirrorc.compile` from options by name: options of a group go into the group's dataclass."""
     keywords = dict(options)
     for keyword, group in OPTIONS.groups.items():
         fields = {record.name: keywords.pop(record.name) for record in records_of(group) if record.name in keywords}

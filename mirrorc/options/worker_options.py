@@ -1,4 +1,4 @@
-"""Determines the workers of a step, which have joined or belong to a plan's world, and checks their devices."""
+"""Determines the workers of a step, joined or planned, and checks their devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mirrorc.messages.wording import counted
 
 
 def joined_workers(compilation: Round, devices: Sequence[Device], timeout_seconds: float) -> Workers:
-    """Exchanges the numbers of devices between the joined workers, and returns these workers.
+    """The joined workers, after an exchange of their numbers of devices.
 
     Raises:
-        ValueError: the workers' devices are of several types, or one worker has several GPUs; all workers raise it.
+        ValueError: the workers' devices are of several types, or a worker has several GPUs; raised by all workers.
         CommunicationError: a worker sent nothing in time.
     """
     (kind,) = {device.torch_device.type for device in devices}
@@ -45,7 +45,7 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
 
 
 def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
-    """The devices of this worker; for None, as many as its world says. Raises ValueError for another number."""
+    """This worker's devices; for None, as many as its world says. Raises ValueError for another number."""
     if not workers.devices_per_worker:
         return parse_devices(devices)
     number = workers.devices_per_worker[workers.rank]
@@ -61,7 +61,7 @@ def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device]
 
 
 def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable: Sequence[str]) -> None:
-    """Refuses several devices on one of several workers unless they share their parameters."""
+    """With several workers, refuses several devices in one worker unless they share their parameters."""
     if not workers.are_several:
         return
     if len(devices) > 1 and (why := why_memory_is_not_shared(devices)):

@@ -1,4 +1,4 @@
-"""What users read about a pass, on the command line and on the site."""
+"""Descriptions of passes, for the command line and the site."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PassDescription:
 
     Attributes:
         stages: ``CAPTURED``, or ``REDUCED to UPDATED``.
-        left_out_of: the programs that are compiled without the pass.
+        left_out_of: programs that are compiled without the pass.
     """
 
     stages: str

@@ -21,7 +21,7 @@ def run_passes(program: Program, passes: Sequence[Pass], instruments: Sequence[I
     """Applies passes in order.
 
     Raises:
-        PassError: a pass refuses its input's stage or properties, returns another stage than it promises, or fails.
+        PassError: a pass refuses its input's stage or properties, returns a wrong stage, or fails.
     """
     with collector_paused():
         return _run_all(program, passes, instruments)
@@ -52,7 +52,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
 
 
 def _notify(listeners: Sequence[Callable[..., None]], *news: object) -> None:
-    """Only logs errors of ``listeners``, which must not hide the first error."""
+    """Only logs errors of ``listeners``, because these must not hide the first error."""
     for listener in listeners:
         try:
             listener(*news)

@@ -11,7 +11,7 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Property], passes: Sequence[Pass]) -> None:
-    """Raises `PassError` if the pass does not accept a program with this stage and these properties."""
+    """Raises `PassError` if the pass does not accept this stage and these properties."""
     if compiler_pass.input_stage <= stage <= traits_of(compiler_pass).latest_input_stage:
         _check_properties(compiler_pass, properties, passes)
         return
@@ -32,7 +32,7 @@ def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Proper
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Raises `PassError` if a pass would not accept its input, or the last stage is not LOWERED.
+    """Raises `PassError` if a pass would refuse its input, or the last stage is not LOWERED.
 
     A required property that no pass declares is checked only when the pipeline runs.
     """

@@ -20,7 +20,7 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
 
 
 def in_exact_order(passes: Sequence[Pass]) -> tuple[list[Pass], str]:
-    """The passes that do not change bits, and a remark that names the other passes, if any."""
+    """The passes that do not change bits, and a remark with the names of the others."""
     left_out = [compiler_pass.name for compiler_pass in passes if traits_of(compiler_pass).changes_bits]
     exact = [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).changes_bits]
     return exact, f"Compiler(exact_order=True) leaves out {', '.join(left_out)}" if left_out else ""
@@ -69,10 +69,10 @@ def after(anchor: str, compiler_pass: Pass) -> Placed:
 
 
 def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass]:
-    """Inserts passes in order; an inserted pass may be the anchor of a later one.
+    """Inserts passes in order. An inserted pass may be the anchor of a later one.
 
     Raises:
-        TypeError: an addition is not `Placed`, or does not place a pass.
+        TypeError: an addition is not a `Placed` pass.
         ValueError: no pass has the name of an anchor.
     """
     result = list(passes)

@@ -29,7 +29,7 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)  # their values are
 
 
 def format_passes(passes: Sequence[Pass]) -> str:
-    """Writes a pipeline as text for `parse_passes`, without default values. A pass from outside mirrorc is ``module:Class``.
+    """A pipeline as text for `parse_passes`, without default values. A pass from outside mirrorc is ``module:Class``.
 
     Raises:
         ValueError: a pass cannot be recreated from text.
@@ -127,7 +127,7 @@ def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
 
 
 def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pass]:
-    """Creates the passes of a text; ``known`` maps the names of mirrorc's passes to their classes.
+    """Creates the passes of a text. ``known`` maps names of mirrorc's passes to classes.
 
     Raises:
         ValueError: the text is malformed, or has an unknown pass or option.
@@ -148,7 +148,6 @@ def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pa
 
 
 def _end_of_options(text: str, start: int) -> int | None:
-    """The index after the braces that open at ``start``; ``start`` without braces; None if the braces do not close."""
     if not text.startswith("{", start):
         return start
     depth = 0
@@ -178,7 +177,7 @@ def _options(name: str, text: str) -> dict[str, Any]:
 
 
 def _parse_value(node: ast.expr) -> Any:
-    """A Python literal that may also contain inf, nan, torch's dtypes and plans of `mirrorc.packing`."""
+    """A Python literal that may also have inf, nan, torch's dtypes and plans of `mirrorc.packing`."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=values, keywords=named) if name in PLANS:
             options = {str(option.arg): _parse_value(option.value) for option in named}

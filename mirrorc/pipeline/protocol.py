@@ -1,4 +1,4 @@
-"""The interfaces of passes and of instruments, which observe them."""
+"""The interfaces of passes and instruments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mirrorc.ir.program import Program, Property, Stage
 
 @runtime_checkable
 class Pass(Protocol):
-    """A step of compilation: a frozen dataclass whose fields are its options. `Traits` lists optional attributes.
+    """A pass of the compiler: a frozen dataclass whose fields are its options. `Traits` lists optional attributes.
 
     Attributes:
         name: the name of its file, in kebab-case.
@@ -37,12 +37,12 @@ class Traits:
         requires: properties that its input must have.
         establishes: properties of its output, and of all later programs.
         precedes: properties that its input must not have yet.
-        changes_dataflow: it intentionally changes the computation; the verifier then compares no expressions.
-        changes_bits: how it may change the bits of a step's results, as a clause: ``"terms are added in another order"``.
-            ``exact_order=True`` leaves the pass out. If it finds nothing to do, it must return the same graphs.
-        trains_only: evaluations leave it out, as it concerns only gradients, buckets or updates.
-        updates_only: programs without updates leave it out, as it concerns only updates.
-        sums_only: accumulating programs leave it out, as it concerns only sums over replicas.
+        changes_dataflow: it intentionally changes the computation, so the verifier compares no expressions.
+        changes_bits: how it may change the bits of a step's results, as a clause: ``"terms are added in another
+            order"``. ``exact_order=True`` leaves the pass out. If it changes nothing, it must return the same graphs.
+        trains_only: evaluations leave it out, because it is only about gradients, buckets or updates.
+        updates_only: programs without updates leave it out, because it is only about updates.
+        sums_only: accumulating programs leave it out, because it is only about sums over replicas.
     """
 
     latest_input_stage: Stage
@@ -57,7 +57,6 @@ class Traits:
 
 
 def traits_of(compiler_pass: Pass) -> Traits:
-    """A pass's optional attributes, with defaults for missing ones."""
     first, last = compiler_pass.input_stage, compiler_pass.output_stage
     refining = [stage for stage in Stage if stage.refines is first and last > first]
     declared = {
@@ -73,13 +72,13 @@ class Instrument:
         """Called before the first pass; an exception stops the compilation."""
 
     def refused(self, program: Program, error: Exception) -> None:
-        """Called when an instrument's `start` has raised an error, before the caller gets it."""
+        """Called with an error of an instrument's `start`, before the error is raised."""
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         """Called after each pass; an exception stops the compilation."""
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Called when a pass, or an instrument's `after_pass`, has raised an error, before the caller gets it."""
+        """Called with an error of a pass, or of an instrument's `after_pass`, before the error is raised."""
 
     def finish(self, program: Program) -> None:
         """Called after the last pass."""

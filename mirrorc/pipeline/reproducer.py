@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class Reproducer(Instrument):
-    """Writes a reproducer when a pass fails or breaks a rule, and names it in the error's message.
+    """Writes a reproducer if a pass fails or breaks a rule, and names it in the error's message.
 
-    A reproducer is a folder with the pass's input program and ``reproducer.json``: the remaining passes with their options, the
-    error, and versions. `Reproducer` must be the last instrument, because it counts passes that no instrument has refused.
+    A reproducer is a folder with the pass's input program and ``reproducer.json``: the remaining passes with their
+    options, the error, and versions. `Reproducer` must be the last instrument, because it counts the passes that no
+    instrument has refused.
 
     Args:
         directory: where the folder is created; None for the system's temporary directory.
@@ -66,7 +67,6 @@ class Reproducer(Instrument):
         error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.mirror.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
-        """The failing and later passes as text, or the failing pass alone, or None and the reason."""
         places = [i for i, candidate in enumerate(self.passes) if candidate is compiler_pass]
         place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
         try:

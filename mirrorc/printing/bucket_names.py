@@ -1,4 +1,4 @@
-"""Names of the values with which messages sum up a bucket, alike on all devices."""
+"""Names of values in all-reduces by messages, the same on all devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SentPart:
 
     Attributes:
         unit: the name of the bucket, or of its pack.
-        kind: "own", "partial", "sum", or "share", the sum of what the device updates.
+        kind: "own" gradients, a "partial" sum, the "sum", or the device's "share" of it.
     """
 
     route: Route
@@ -39,7 +39,7 @@ class SentPart:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a bucket the elements of a gradient value are, and whose gradients they sum up."""
+    """Elements of a gradient value within its bucket, and the replicas summed in it."""
 
     pack: Pack
     unit: str
@@ -55,7 +55,7 @@ class _Place:
 class BucketNames:
     """Names by elements and replicas: ``b0_c1_own``, ``b0_c1_received``, ``b0_c1_partial``, ``b0_c1_sum``, ``b0_sum``.
 
-    ``c1`` are the elements of the messages with chunk 1. Where chunks overlap, elements are named: ``b0_0_64_sum``.
+    ``c1`` is chunk 1. If chunks overlap, names have the range of elements: ``b0_0_64_sum``.
     """
 
     def __init__(self, program: Program) -> None:
@@ -64,7 +64,6 @@ class BucketNames:
 
     @functools.cached_property
     def sent(self) -> list[SentPart]:
-        """All messages of gradients, by device, in the order of its program."""
         sent = []
         for graph in self._program.graphs():
             for send in sorted(sends_in(graph)):
@@ -76,7 +75,6 @@ class BucketNames:
 
     @functools.cached_property
     def _chunks(self) -> dict[str, dict[_Elements, int]]:
-        """The number of each chunk by its elements, for each unit whose chunks do not overlap."""
         chunks: dict[str, dict[_Elements, int]] = {}
         for sent in self.sent:
             if sent.is_chunk:
@@ -92,7 +90,7 @@ class BucketNames:
         return place.unit if name and place is not None and not place.steps else ""
 
     def of(self, node: fx.Node) -> str:
-        """Empty for values other than gradients, and for those whose elements are unknown."""
+        """Empty for values other than gradients, and for gradients with unknown elements."""
         if node.target is ops.recv:
             wait = self._wait_for(node)
             return f"{self.of(wait).removesuffix('_received')}_incoming" if wait is not None and self.of(wait) else ""
@@ -107,12 +105,12 @@ class BucketNames:
         return kind and "_".join(filter(None, (place.unit, where, kind)))
 
     def elements_name(self, unit: str, elements: tuple[int, int]) -> str:
-        """``c1`` for the elements of chunk 1; ``0_64`` where chunks overlap, or their numbers stand for several ranges."""
+        """``c1`` for chunk 1; ``0_64`` if chunks overlap, or a chunk's number stands for several ranges."""
         chunk = self._chunks.get(unit, {}).get(elements)
         return "{}_{}".format(*elements) if chunk is None else f"c{chunk}"
 
     def num_shared(self, node: fx.Node) -> int | None:
-        """For this device's share of a sum that messages have made, the number of elements of all shares."""
+        """The number of elements of all shares, if the node is this device's share of a sum made by messages."""
         place = self._place(node) if self.of(node) else None
         return place.pack.stop - place.pack.start if place is not None and place.kind == "share" else None
 

@@ -61,7 +61,7 @@ def _row(program: Program, bucket: Bucket, ready_after: str) -> str:
 
 @dataclass
 class _Members:
-    """The same gradients ``names`` in consecutive layers of a bucket: ``path``, numbers ``first`` to ``last``."""
+    """Equal gradients ``names`` in consecutive layers of a bucket: ``path``, numbers ``first`` to ``last``."""
 
     path: str
     first: int
@@ -152,7 +152,6 @@ def ready_after(program: Program) -> dict[int, str]:
 
 
 def _last_gradient(pack: fx.Node, names: Sequence[str]) -> str:
-    """``d(NAME) in REGION``; empty for a malformed pack without gradients."""
     last: tuple[fx.Node, str] | None = None
     for gradient, name in itertools.zip_longest(pack.all_input_nodes, names, fillvalue=""):
         if not isinstance(gradient, fx.Node):

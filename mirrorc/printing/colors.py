@@ -1,4 +1,4 @@
-"""Colors programs: a lexer for Pygments, found as ``mirror`` and by file name, and the package rich for terminals."""
+"""Colors programs: a lexer for Pygments, found as ``mirror`` or by file name, and the package rich for terminals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _TOKENS = {
     **dict.fromkeys(("check", "gather", "factored", "pack", "update", "write"), Name.Function),
     **dict.fromkeys(("operator", "source"), Name.Builtin),
 }
-"""The tokens of operations, by their kind."""
 
 
 def _called(lexer: RegexLexer, match: re.Match[str]) -> Iterator[tuple[int, Any, str]]:

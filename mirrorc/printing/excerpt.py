@@ -16,7 +16,7 @@ _AROUND = 5  # lines shown before and after one that an error is about
 
 
 def surroundings(program: Program, node: fx.Node | None) -> str:
-    """The printed lines around a node, as a paragraph of a message; empty if there are none."""
+    """The printed lines around a node, as a paragraph of a message; empty without such lines."""
     graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
     if node is None or not any(node.graph is graph for graph in graphs):
         return ""
@@ -40,7 +40,7 @@ def _shown(line: Line, width: int) -> str:
 
 
 def _nearest(node: fx.Node) -> Iterator[fx.Node]:
-    """Searches breadth first: `getitem` nodes, reads and slots have no printed line."""
+    """Searches breadth first, because `getitem` nodes, reads and slots have no printed line."""
     seen = {node: None}
     waiting = deque([node])
     while waiting:

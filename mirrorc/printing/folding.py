@@ -6,8 +6,8 @@ One line replaces the repeats of a stretch, and says how bucket and layer number
     b3: f32[50816] = pack(bucket=3, 48 gradients)
     … b4 … b30: as b3 (the 2 lines above), for h.29 … h.3
 
-Two or more microbatches with the same regions are folded likewise. A stretch lies within one block, such as a bucket's lines
-in the table, or consists of whole blocks.
+Microbatches with the same regions are folded likewise. A stretch is part of one block, such as a bucket's lines in the
+table, or several whole blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LEAST_REPEATS = 3  # a stretch with fewer repeats is printed each time
 
 @dataclass(frozen=True)
 class _Shape:
-    """A line with ``#`` for each number, and these numbers. ``label`` precedes the first layer's number."""
+    """A line with ``#`` in place of each number, and its numbers. ``label`` precedes the first layer's number."""
 
     text: str
     buckets: tuple[int, ...]
@@ -49,7 +49,7 @@ class _Shape:
 
 
 def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool]) -> list[str]:
-    """The lines of a table or function body, with each repeated stretch once and then a mark.
+    """The lines of a table or function body, with repeats of a stretch replaced by a mark.
 
     Args:
         sign: the beginning of a mark: ``# … bucket `` in a table, four spaces and ``… b`` in a body.
@@ -71,7 +71,7 @@ def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool])
 
 
 def is_mark(line: str) -> bool:
-    """Whether a line stands for others, here or in `mirrorc.printing.message_folds`."""
+    """True for a line that stands for others, here or in `mirrorc.printing.message_folds`."""
     return (_MARK.fullmatch(line) or _OF_MESSAGES.fullmatch(line)) is not None
 
 
@@ -132,7 +132,6 @@ def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
 
 
 def _steps(shapes: Sequence[_Shape], start: int, other: int, length: int) -> tuple[int, int | None, int] | None:
-    """Increases of bucket, layer and microbatch numbers between two stretches; None if the stretches do not match."""
     buckets: set[int] = set()
     layers: set[int] = set()
     parts: set[int] = set()

@@ -1,4 +1,4 @@
-"""Prints the functions of devices; for a function like an earlier one, only the lines that differ."""
+"""Prints the functions of devices. If a function is like an earlier one, only differing lines are printed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) 
 
 
 def _signature(program: Program, graph: fx.Graph) -> str:
-    """Counts activations that forward has kept, where only calls read them."""
+    """Counts activations that forward has saved, if only calls read them."""
     kept = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SAVED}
     if program.stage is Stage.CAPTURED or not kept:
         return signature(graph)
@@ -53,7 +53,6 @@ def function_lines(
     sources: bool,
     fold: bool,
 ) -> list[str]:
-    """Each function comes after an empty line. ``lines_of`` calls `graph_lines`."""
     if fold:
         whole = lines_of
         lines_of = lambda graph: messages_folded(program, bucket_names, whole(graph))  # noqa: E731
@@ -177,7 +176,9 @@ def operation_of(text: str) -> str:
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """For operations with a line unlike ``base``, the indices of all their lines; None to print the whole function."""
+    """Indices of lines to print: all lines of each operation that has a line unlike ``base``. None to print the whole
+    function.
+    """
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:
         return None

@@ -38,7 +38,7 @@ _COMMENT_COLUMN = 92
 
 @dataclass(frozen=True)
 class Line:
-    """A printed line of a graph. ``device`` may be ``all``; explanations ``above`` are lines of their own."""
+    """A printed line of a graph. ``device`` may be ``all``. Explanations ``above`` it are separate lines."""
 
     text: str
     node: fx.Node
@@ -49,10 +49,7 @@ class Line:
 
 
 def graph_lines(program: Program, graph: fx.Graph, bucket_names: BucketNames | None = None) -> list[Line]:
-    """Lines of calls for a program's own graphs from OUTLINED on; lines of operators for other graphs.
-
-    ``bucket_names``: those of the program, if they are known already.
-    """
+    """Lines of calls for a program's own graphs from OUTLINED on. Lines of operators for other graphs."""
     is_call_graph = program.stage >= Stage.OUTLINED and any(graph is other for other in program.graphs())
     return _calls(program, graph, bucket_names) if is_call_graph else statements(graph)
 
@@ -71,7 +68,6 @@ def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
 
 
 def rendered_line(line: Line, width: int = 0) -> str:
-    """``width`` is the device column's."""
     text = f"{line.device:<{width}} | {line.text}" if line.device else line.text
     return f"{text:<{_COMMENT_COLUMN - 4}}  # {line.comment}" if line.comment else text
 

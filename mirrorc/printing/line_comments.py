@@ -81,7 +81,7 @@ class LineComments:
 
 
 def _gives_loss(program: Program, call: fx.Node) -> bool:
-    """In training the last forward call gives the loss; in an evaluation, the call whose loss is gathered."""
+    """In training, the loss comes from the last forward call; in an evaluation, from the call whose loss is gathered."""
     if program.has_loss:
         replica = replica_of(call)
         forward = (n for n in region_calls(call.graph) if replica_of(n) == replica and _is_forward(program, n))
@@ -98,7 +98,7 @@ def _is_forward(program: Program, call: fx.Node) -> bool:
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
     """The elements that a `wait` returns on one device; empty for a whole bucket.
 
-    ``others``: the line also stands for other devices; the bucket table has their shares.
+    ``others``: the line stands for other devices, too; the bucket table has their shares.
     """
     launch = node.args[0] if node.target is ops.wait and node.args else None
     bucket = _bucket(program, node) if isinstance(launch, fx.Node) else None
@@ -115,7 +115,7 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
 
 
 def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """Lines that explain slots, factored gradients, and where writes of parameters begin, by the node below."""
+    """Explanations of slots, of factored gradients, and of the first writes of parameters, by the node below."""
     return {**_of_slots(program, graph), **_of_factors(program, graph), **_of_writing(program, graph)}
 
 
@@ -218,7 +218,7 @@ def _factored(program: Program, node: fx.Node) -> str:
 
 
 def _sum(form: GradientForm, types: Sequence[str]) -> str:
-    """A sum over factors, with equal terms counted: ``4 x (f32[8, 2] @ f32[2, 8])``."""
+    """A sum over factors that counts equal terms: ``4 x (f32[8, 2] @ f32[2, 8])``."""
     parts = [form.expression(*part) for part in form.parts(types)]
     if len(parts) == 1:
         return parts[0]

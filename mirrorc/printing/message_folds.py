@@ -1,4 +1,4 @@
-"""Folds the messages that sum up buckets: a table of their rounds for all devices, and one line where a device runs them."""
+"""Folds the messages of all-reduces: a table of rounds for all devices, and one line in each device's function."""
 
 from __future__ import annotations
 

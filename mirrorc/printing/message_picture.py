@@ -17,8 +17,8 @@ _STYLE = "font-family: sans-serif; font-size: 12px"
 def message_picture(program: Program) -> str:
     """Draws the messages of a program's buckets, which must have one size, as SVG.
 
-    Time runs downwards, and a device sends one message at a time (see `MessageCosts.path_bytes`). An arrow ends when its
-    message arrives. Partial sums are brown, whole sums blue.
+    Time runs downwards. A device sends one message at a time (see `MessageCosts.path_bytes`). Partial sums are brown,
+    whole sums blue.
     """
     sent = messages(program)
     times, size = times_of(sent), program.buckets[0].num_bytes

@@ -82,11 +82,7 @@ def type_of(value: Any, num_shared: int | None = None) -> str:
 
 
 class PrintedValues:
-    """The kind and printed name of each value in a graph of calls.
-
-    Args:
-        bucket_names: those of the program, if they are known already.
-    """
+    """The kind and printed name of each value in a graph of calls."""
 
     def __init__(self, program: Program, graph: fx.Graph, bucket_names: BucketNames | None = None) -> None:
         self._program = program
@@ -136,7 +132,7 @@ class PrintedValues:
         return "activation gradient" if is_backward and node.name.startswith("d_") else "activation"
 
     def _name_computed(self, graph: fx.Graph) -> None:
-        """Names values by the first operand and the operator; numbers by the operation; equal names get a number."""
+        """Names a value by its first operand and operator, a number by its operation. Equal names get a number."""
         counts: Counter[tuple[int | None, str]] = Counter()
         for node in graph.nodes:
             kind, name = self.kinds[node]
@@ -156,11 +152,10 @@ class PrintedValues:
         return _WRITTEN.get(kind, "{}").format(name)
 
     def single_name(self, node: fx.Node) -> str:
-        """A value's name without its replica."""
         return of_all_replicas(self.name(node), replica_of(node))
 
     def factors(self, gradient: fx.Node) -> str:
-        """Names of a gradient's factors, such as ``left, right``, and the number of microbatches, if several."""
+        """Names of a gradient's factors, such as ``left, right``, and the number of microbatches if there are several."""
         form = FORMS.get(gradient.target)
         factors = [factor for factor in gradient.args if isinstance(factor, fx.Node)]
         if form is None:
@@ -192,7 +187,9 @@ class PrintedValues:
         return launch.meta["val"].value.numel() if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
-        """Lists values by name, but counts saved values and kinds with many values. ``typed`` adds the types of losses."""
+        """Lists values by name, but counts saved values, and kinds with many values. ``typed`` adds the types of
+        losses.
+        """
         groups: dict[str, list[str]] = {}
         for node in nodes:
             kind, name = self.kinds[node]

@@ -33,35 +33,37 @@ The printed form::
     ALONE     = "evaluation" | "forward of a module" | "backward of a module" [ "· N buckets" ]
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-An ``evaluation`` is forward alone, and gathers loss and outputs. ``forward of a module`` also keeps activations for ``backward of
-a module``, which takes the gradients of outputs, ``d_NAME``, in place of a loss (`mirrorc.data_parallel`). Only files of
-``dump=`` have a ``change``; if the pass changed nothing, the file ends there. Of several workers, one is printed. Replica numbers
-count over all workers, except in ``root``, ``source`` and ``destination``.
+An ``evaluation`` is forward alone, and gathers loss and outputs. ``forward of a module`` (`mirrorc.data_parallel`) also
+saves activations for ``backward of a module``, which begins with the gradients of outputs, ``d_NAME``. Only files of
+``dump=`` have a ``change``; if the pass changed nothing, the file ends there. The program of one worker is printed.
+Replica numbers count over all workers, except in ``root``, ``source`` and ``destination``.
 
-Up to OUTLINED, the ``function`` is ``one_device``; up to SCHEDULED, ``all_devices`` with a column of devices; LOWERED has a
-function for each device. ``source`` is a line of user code, or a module. Line breaks of a ``remark`` become ``\\n``.
+Up to OUTLINED, the ``function`` is ``one_device``; up to SCHEDULED, ``all_devices`` with a column of devices; LOWERED
+has a function for each device. ``source`` is a line of user code, or a module. Line breaks of a ``remark`` become
+``\\n``.
 
 Unless ``fold=False`` or ``slots=True``, repeated parts are printed once, without loss of information:
 
-- Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29 … h.3``
-  stands for 27 stretches; ``… b4 … b30, every 2nd`` for 14 stretches of two buckets each (`mirrorc.printing.folding`).
-- Messages that sum up a bucket: ``b0_sum: f32[64] = … messages of b0, rounds 1 … 3 (13 lines)``; the table ``messages`` has the
-  rounds of all devices (`mirrorc.printing.message_folds`).
+- Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29
+  … h.3`` stands for 27 stretches; ``… b4 … b30, every 2nd`` for 14 stretches of two buckets each
+  (`mirrorc.printing.folding`).
+- Messages that sum up a bucket: ``b0_sum: f32[64] = … messages of b0, rounds 1 … 3 (13 lines)``; the table ``messages``
+  has the rounds of all devices (`mirrorc.printing.message_folds`).
 - Microbatches with equal regions: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines above)``.
 - Equal lines of adjacent devices in ``all_devices``: the column says ``each``, or lists the devices.
-- Functions that differ only in shapes: ``as cpu_0, but for these lines``. Each line replaces one of the same operation, in
-  order. ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shard shape.
+- Functions that differ only in shapes: ``as cpu_0, but for these lines``. Each line replaces one of the same operation,
+  in order. ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shard shape.
 
-Comments tell a region's first and last module; how many gradients of a ``pack`` are in place, copied and factored; the factors
-of a factored gradient, and where it is computed; and this device's elements in a ``wait``.
+Comments have a region's first and last module; numbers of gradients of a ``pack`` that are in place, copied and
+factored; the factors of a gradient, and the place where it is computed; this device's elements in a ``wait``.
 
-Names of values are the same in every run: ``loss``; ``d(fc1.weight)``, a gradient; ``b0``, a packed bucket; ``b0_pending``, the
-bucket in flight; ``b0_sum``, reduced (``b0_share``, this device's share), and ``b0_clipped``; of chunk 1 of a bucket that
-messages sum up, ``b0_c1_own``, this replica's gradients, ``b0_c1_received``, those of others, ``b0_c1_partial``, a sum of some,
-and ``b0_c1_sum``; ``b0_incoming`` and ``b0_parameters``, parameters in flight and received; ``updated(b0)``, updated by this
-device; ``new(bn.running_mean)``; variables by name. Inside regions, values are named by module and operator
-(`rewrites.value_names`), with ``d_`` in front in backward. Many values of a kind are counted: ``93 activations``,
-``2 factors``, ``75 variables``, ``4 slots``.
+Names of values are the same in every run: ``loss``; ``d(fc1.weight)``, a gradient; ``b0``, a packed bucket;
+``b0_pending``, the bucket in flight; ``b0_sum``, reduced (``b0_share``, this device's share), and ``b0_clipped``; of
+chunk 1 of an all-reduce by messages, ``b0_c1_own``, this replica's gradients, ``b0_c1_received``, those of others,
+``b0_c1_partial``, a partial sum, and ``b0_c1_sum``; ``b0_incoming`` and ``b0_parameters``, parameters in flight and
+received; ``updated(b0)``, updated by this device; ``new(bn.running_mean)``; variables by name. Inside regions, values
+are named by module and operator (`rewrites.value_names`), with ``d_`` in front in backward. Many values of a kind are
+counted: ``93 activations``, ``2 factors``, ``75 variables``, ``4 slots``.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ def _whose(ranks: list[int]) -> str:
 
 
 class ProgramPrinter:
-    """Computes the lines of each graph once for several forms."""
+    """Prints a program in several forms; computes the lines of each graph once."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -142,9 +144,7 @@ class ProgramPrinter:
         """For other arguments see `Program.to_text`.
 
         Args:
-            remarks: print stored remarks.
             after: the pass named in the heading.
-            milliseconds: the time of the pass, for the heading.
         """
         program, is_folded = self._program, not slots if fold is None else fold
         lines = [

@@ -1,4 +1,4 @@
-"""Lists with spans for consecutive items."""
+"""Folds consecutive items of lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def spans(items: Iterable[object]) -> str:
 
 
 def range_text(start: int, stop: int) -> str:
-    """A range without its ``stop``: ``0 … 9``, ``4`` for a single number, ``none`` if it is empty."""
     return "none" if start == stop else f"{start}" if stop == start + 1 else f"{start} … {stop - 1}"
 
 

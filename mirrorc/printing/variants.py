@@ -14,11 +14,10 @@ from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.spans import range_text, spans
 
 EACH = "each"
-"""The text in the device column of a line that every device runs."""
+"""Stands in the device column of a line that every device runs."""
 
 
 def device_column(program: Program, devices: Sequence[str]) -> str:
-    """The column of a line that stands for several devices."""
     if len(devices) == 1:
         return devices[0]
     return EACH if len(devices) == program.num_replicas else spans(devices)
@@ -29,7 +28,7 @@ def device_names(program: Program, replicas: Iterable[int]) -> list[str]:
 
 
 def groups(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Groups replicas with equal keys, in the order of each group's first replica; ``keys`` has one per replica."""
+    """Groups replicas with equal keys, in the order of each group's first replica."""
     replicas_of: dict[Hashable, list[int]] = {}
     for replica, key in enumerate(keys):
         replicas_of.setdefault(key, []).append(replica)
@@ -53,7 +52,9 @@ def num_examples(program: Program, replica: int) -> int | None:
 
 
 def heading(program: Program, replicas: Sequence[int]) -> list[str]:
-    """The lines above the function of ``replicas``. Only the first function with examples explains what holds for all."""
+    """The lines above the function of ``replicas``. Facts that hold for all are only above the first function with
+    examples.
+    """
     is_first = program.first_present in replicas
     several = len(replicas) > 1
     numbers = spans(program.local_replicas[replica] for replica in replicas)
@@ -136,7 +137,6 @@ def _seed_lines(program: Program, is_first: bool) -> list[str]:
 
 
 def _random_modules(program: Program) -> list[str]:
-    """The modules, or lines, that draw random numbers."""
     bodies = [region.graph_module.graph for region in program.regions.values() if region.phase == "forward"]
     nodes = (node for graph in bodies or program.shard_graphs for node in graph.nodes)
     return list(
@@ -149,7 +149,7 @@ _WIDTH = 158
 
 
 def wrapped(title: str, parts: Sequence[str]) -> list[str]:
-    """``#   TITLE part, part, ...``, wrapped with deeper indentation."""
+    """A comment ``#   TITLE part, part, ...``. Further lines are indented more."""
     lines, line = [], f"#   {title}"
     for i, part in enumerate(parts):
         piece = part + (", " if i + 1 < len(parts) else "")

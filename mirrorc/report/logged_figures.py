@@ -7,7 +7,7 @@ from mirrorc.runtime.profiling.explanation import Explanation
 
 
 def metrics_of(explanation: Explanation, memory: MemoryReport | None = None) -> dict[str, float]:
-    """The figures that `mirrorc.Step.metrics` describes, without counts of a step's calls."""
+    """The figures of `mirrorc.Step.metrics`, without counts of calls."""
     times = {"step": explanation.step_ms, "compute": explanation.compute_ms, "exposed": explanation.exposed_ms}
     times |= {"hidden": explanation.hidden_ms, **explanation.parts_ms}
     moved = [bucket for bucket in explanation.buckets if bucket.link]

@@ -1,6 +1,6 @@
-"""The picture of a report: a lane for each device and rows for what is in flight, on one clock.
+"""The picture of a report: a lane for each device and rows for collectives in flight, on one clock.
 
-Moments are percentages of the width, so that the browser can stretch the picture; heights are pixels.
+Times are percentages of the width, so that the browser can stretch the picture; heights are pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _TICKS = 8
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a call or a flight. ``line`` is a line of the program, ``flight`` an index in `StepReport.flights`."""
+    """A bar of a call or a collective in flight. ``line`` is a line of the program, ``flight`` an index in
+    `StepReport.flights`.
+    """
 
     x: float
     width: float
@@ -53,7 +55,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Curve:
-    """``points``: a polyline in a box of 1000 by 100."""
+    """A curve in the picture. ``points`` are a polyline in a box of 1000 by 100."""
 
     y: int
     height: int
@@ -63,7 +65,7 @@ class Curve:
 
 @dataclass
 class Picture:
-    """``ticks``: place and text. ``first_bar``: the name of the first bar of each line."""
+    """The picture's data. ``ticks`` have place and text; ``first_bar`` names the first bar of each line."""
 
     height: int = 0
     ticks: list[tuple[float, str]] = field(default_factory=list)

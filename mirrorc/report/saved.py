@@ -25,14 +25,14 @@ def report_file(file: Path, output: Path, compare: Path | None = None) -> Path:
 
 
 def load_report(path: str | os.PathLike[str]) -> StepReport:
-    """The report in an HTML file; or the prediction for a saved program."""
+    """A saved report, or a prediction for a saved program."""
     with Path(path).open("rb") as file:
         is_page = file.read(9).lower() == b"<!doctype"
     return read_report(path) if is_page else predicted_report(Program.load(path), {"file": os.fspath(path)})
 
 
 def predicted_report(program: Program, facts: Mapping[str, str]) -> StepReport:
-    """The report has no times if the program is not lowered, or its step cannot be predicted."""
+    """The report of a program that has not run; without times if its step cannot be predicted."""
     if program.stage is Stage.LOWERED and program.trains:
         try:
             step, stands_on = predicted_step(program, measured_machine())

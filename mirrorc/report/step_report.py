@@ -1,4 +1,4 @@
-"""The data of a report: one step's calls and messages, and the accounts that `explain` and `memory` give."""
+"""The data of a report: a step's calls and messages, and the results of `explain` and `memory`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ReportedCall:
 
     Attributes:
         part: see `mirrorc.runtime.profiling.accounting.PARTS`.
-        late_ms: how long a wait or commit waits for the last device; 0 for other calls.
+        late_ms: time that a wait or commit waits for the last device; 0 for other calls.
         line: the call's line number in the printed program.
         flight: an index in `StepReport.flights`, for a launch or a wait.
-        num_bytes: the most bytes of activations, sums and messages during the call; None if unknown.
+        num_bytes: peak bytes of activations, sums and messages during the call; None if unknown.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Flight:
     Attributes:
         filled_ms: the start of the first region that fills the bucket; without one, ``first_ms``.
         first_ms, last_ms: the ends of the first and the last launch.
-        moves_by_itself: False for a link that moves nothing before the wait.
+        moves_by_itself: False for a link without transfers before the wait.
     """
 
     label: str
@@ -96,7 +96,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class ReportedBucket:
-    """A row of the table of buckets; ``line`` is its line number in the printed program."""
+    """A row of the bucket table. ``line`` is its line number in the printed program."""
 
     index: int
     line: int
@@ -110,7 +110,7 @@ class ReportedBucket:
 
 @dataclass(frozen=True)
 class ReportedProgram:
-    """A program's printed form, in which no line is folded, and its table of buckets."""
+    """A program's printed form without folded lines, and its bucket table."""
 
     text: str
     buckets: tuple[ReportedBucket, ...]
@@ -120,7 +120,7 @@ class ReportedProgram:
 
 @dataclass(frozen=True)
 class Commit:
-    """The moment when the last device reaches the commit."""
+    """The time at which the last device reaches the commit."""
 
     ms: float
     device: str
@@ -128,11 +128,11 @@ class Commit:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A report's data. A saved program has no ``explanation`` if its step cannot be predicted, and no ``memory``.
+    """A report's data. A saved program has no ``memory``, and no ``explanation`` if its step cannot be predicted.
 
     Attributes:
-        prediction: the basis of times that were not recorded; empty for recorded times.
-        metrics: as of `mirrorc.Step.metrics`.
+        prediction: the basis of predicted times; empty for recorded times.
+        metrics: see `mirrorc.Step.metrics`.
     """
 
     facts: Mapping[str, str]
@@ -208,7 +208,6 @@ def _buckets(program: Program, text: str) -> Iterator[ReportedBucket]:
 
 
 def _numbers_of_lines(program: Program, text: str) -> list[Mapping[fx.Node, int]]:
-    """For each device, the line number of each call. Devices with equal programs have one function."""
     lines = text.split("\n")
     numbers: list[Mapping[fx.Node, int]] = []
     for name, module in zip(function_names(program), program.device_graphs.values(), strict=True):

@@ -23,7 +23,6 @@ _CONSTANTS: dict[str, Any] = {
 DTYPES: Mapping[str, torch.dtype] = {
     dtype_name(value): value for value in _CONSTANTS.values() if isinstance(value, torch.dtype)
 }
-"""By their short names."""
 
 
 def quoted(text: str) -> str:
@@ -36,7 +35,7 @@ def number_text(number: float) -> str:
 
 
 def identifier(name: Any, title: str) -> str:
-    """Raises `TextError` for other data: torch.fx writes some strings of a graph into code."""
+    """Raises `TextError` for other strings, because torch.fx writes some strings of a graph into code."""
     if type(name) is not str or not name.isidentifier() or keyword.iskeyword(name):
         raise TextError(f"{title} is {name!r:.60}, not an identifier")
     return name
@@ -90,13 +89,12 @@ _WRITERS: dict[type, Callable[[Any, Callable[[Any], str]], str]] = {
 
 
 def argument_of(node: ast.expr, leaf: Callable[[ast.expr], Any]) -> Any:
-    """Inverts `argument_text`; ``leaf`` reads what its ``leaf`` has printed. Raises `TextError` for other expressions."""
+    """Inverts `argument_text`; ``leaf`` is the inverse of its ``leaf``. Raises `TextError` for other expressions."""
     read = _READERS.get(type(node))
     return read(node, leaf) if read is not None else leaf(node)
 
 
 def no_value(node: ast.expr) -> Any:
-    """The ``leaf`` of expressions that hold literals alone."""
     raise TextError(f"{ast.unparse(node):.60} stands for no value", node)
 
 

@@ -1,4 +1,4 @@
-"""Names of operators, for look-up in another process."""
+"""Names of operators, to find them in another process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are regist
 
 
 def operator_name(target: Any) -> str:
-    """Such as ``pack``, ``aten.mm.default``, ``seeded.aten.rand.default``; raises `TextError` for other targets."""
+    """Such as ``pack``, ``aten.mm.default``, ``seeded.aten.rand.default``. Raises `TextError` for other targets."""
     if target is operator.getitem:
         return "operator.getitem"
     if target in OPAQUE:
@@ -43,7 +43,7 @@ def operator_name(target: Any) -> str:
 
 
 def find_operator(name: str) -> Callable[..., Any]:
-    """Inverts `operator_name`; raises `UnknownOperatorError` if this process has no such operator."""
+    """Inverts `operator_name`. Raises `UnknownOperatorError` if this process has no such operator."""
     if name == "operator.getitem":
         return operator.getitem
     operation = operation_named(name)

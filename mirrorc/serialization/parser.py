@@ -1,4 +1,4 @@
-"""Reads the complete text of a program. Reading runs nothing of it: operators are found by name, values are fake tensors.
+"""Reads the complete text of a program. Nothing in it is run: operators are found by name, values are fake tensors.
 
 ::
 
@@ -10,8 +10,8 @@
               | "at(" [ "line=" ... ] [ "module=" ... "type=" ... ] [ "checkpoint=" ... ] ")"    holds for the statements after it
     callee    = OPERATION | OPERATOR | "seeded." OPERATOR | "region." NAME | "operator(" STRING ")"
 
-Records, arguments and callees are expressions of Python; see the modules `records`, `literals` and `type_text` beside this one.
-Lines that begin with ``#`` are comments.
+Records, arguments and callees are Python expressions; see the modules `records`, `literals` and `type_text`. Lines that
+begin with ``#`` are comments.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ _KINDS = {"shard": 0, "mirrored": 0, "device": 1, "region": 1}  # the number of 
 
 @dataclass
 class _Function:
-    """Numbers are those of lines."""
-
     number: int
     kind: str
     label: str
@@ -61,10 +59,10 @@ class _Function:
 
 @collector_paused()
 def parse_program(text: str) -> Program:
-    """Reads a program from its complete text, whose first lines have been looked at.
+    """Reads a program from its complete text, whose first lines are checked already.
 
     Raises:
-        TextError: the text is not one; ``line`` and ``column`` say where.
+        TextError: the text is malformed at ``line`` and ``column``.
     """
     tables: dict[str, ast.expr] = {}
     functions: list[_Function] = []
@@ -201,8 +199,6 @@ def _module(function: _Function, graph: fx.Graph, regions: Mapping[str, Region],
 
 
 class _GraphReader:
-    """Builds the graph of one function. ``targets`` are those found so far, by name."""
-
     def __init__(self, types: TypeReader, targets: dict[str, Any], regions: Collection[str]) -> None:
         self._types, self._targets, self._regions = types, targets, regions
         self._graph = fx.Graph()

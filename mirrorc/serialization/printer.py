@@ -22,13 +22,15 @@ from mirrorc.serialization.type_text import TypePrinter
 from mirrorc.torch_internals import SizeSymbol
 
 VERSION = 16
-"""The form's version; it increases with every change that older readers cannot read, and files in tests/passes/cases with it."""
+"""The version of the text. It increases with every change that older readers cannot read, and files in
+tests/passes/cases are then updated.
+"""
 
 GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")
 """Fields of a program that are functions of its text, not tables."""
 
 MODEL = "L['self'].model"
-"""The path of the user's model in that of a captured module."""
+"""The path of the user's model in a captured module."""
 
 _WIDTH = 120
 _FACTS = re.compile(r"\{([a-z_]+=[^{}]*)\}")  # what types have in braces
@@ -55,7 +57,7 @@ def complete_text(program: Program) -> str:
 
 
 def body_text(graph: fx.Graph) -> str:
-    """The text of a graph that calls no regions, without the places in the user's code and in memory."""
+    """The text of a graph that calls no regions, without places in the user's code and in memory."""
     lines = _GraphPrinter().text("", "", graph, "the graph").split("\n")
     return _FACTS.sub(_without_offset, "\n".join(line for line in lines if not line.startswith("    at(")))
 
@@ -98,7 +100,7 @@ class _GraphPrinter:
         self._lines: dict[str, str] = {}  # stack trace -> the user's line
 
     def text(self, decorator: str, title: str, graph: fx.Graph, where: str, regions: Collection[str] = ()) -> str:
-        """A function, after an empty line. Its nodes may call the modules ``regions``."""
+        """A function, after an empty line. ``regions`` are the modules that it may call."""
         signature: list[str] = []
         body: list[str] = []
         position = "at()"

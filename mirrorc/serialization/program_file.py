@@ -1,4 +1,4 @@
-"""Saves programs to files and loads them again: the complete text, compressed with gzip if the file's name ends in ``.gz``."""
+"""Saves programs to files and loads them: the complete text, compressed with gzip if the file's name ends in ``.gz``."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def load_program(path: str | os.PathLike[str]) -> Program:
 
 
 def parse(text: str, name: str = "the text") -> Program:
-    """Reads a program from its complete text, `Program.to_text` with ``complete=True``. Runs nothing of it.
+    """Reads a program from its complete text, `Program.to_text` with ``complete=True``. Nothing in it is run.
 
     Args:
-        name: names the text in errors.
+        name: the text's name in errors.
 
     Raises:
         TypeError: ``text`` is not a string.
-        ValueError: it is not the complete text of a program, or calls unknown operators; line and column are named.
+        ValueError: it is not the complete text of a program, or calls unknown operators; names line and column.
     """
     if not isinstance(text, str):
         raise problem(TypeError, f"MC7102: the text is a {type(text).__name__}, not a string", fix=_FIX)
@@ -82,7 +82,6 @@ def parse(text: str, name: str = "the text") -> Program:
 
 
 def _checked_version(text: str, name: str) -> str:
-    """The version of torch that has written the text; raises ValueError if it is no text of this version."""
     first, _, rest = text.partition("\n")
     second = _VERSION.fullmatch(rest.partition("\n")[0])
     if not first.startswith("# mirrorc · "):
@@ -111,7 +110,6 @@ def _place(error: TextError) -> str:
 
 
 def _shown(error: TextError, text: str) -> str:
-    """The line with an error, and a mark below; a long line is cut around it."""
     lines = text.split("\n")
     if error.line is None or not 0 < error.line <= len(lines):
         return ""
@@ -152,7 +150,7 @@ _MOST_EXPANSION = 100  # programs are compressed to a tenth or so; gzip can make
 
 
 def _decompressed(encoded: bytes) -> bytes:
-    """Bounded, against decompression bombs."""
+    """Limits the size, against decompression bombs."""
     most = min(_ALWAYS_READ + _MOST_EXPANSION * len(encoded), _MOST_BYTES)
     with gzip.GzipFile(fileobj=io.BytesIO(encoded)) as file:
         content = file.read(most + 1)

@@ -1,6 +1,6 @@
 """Dataclasses as Python expressions, by the declared types of their fields: ``Device(name="cpu:0", ...)``.
 
-Fields with their default value are left out. A member of an enum is its bare name, a dtype its short one.
+Fields with their default value are left out. A member of an enum is its bare name; a dtype is its short name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def defaults(record: Any) -> dict[str, Any]:
 
 
 def record_text(value: Any, kind: Any, title: str, indent: str = "") -> str:
-    """The text of a value of the declared type ``kind``: a dataclass, or the type of a field. A long one takes several lines.
+    """The text of a value of the declared type ``kind``: a dataclass, or the type of a field. It may take several
+    lines.
 
     Raises:
         TextError: the value is of another type.
@@ -89,7 +90,7 @@ def _joined(begin: str, items: list[str], end: str, indent: str) -> str:
 
 
 def record_of(node: ast.expr, kind: Any, title: str) -> Any:
-    """Inverts `record_text`; raises `TextError` for other expressions."""
+    """Inverts `record_text`. Raises `TextError` for other expressions."""
     origin, inner = _parts(kind)
     if origin is types.UnionType:
         is_none = isinstance(node, ast.Constant) and node.value is None

@@ -1,4 +1,4 @@
-"""Errors of programs that cannot be written as text, or read from it."""
+"""Errors of programs that cannot be written as text or read from it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class TextError(Exception):
-    """A value without a text, or a text that is no program. The caller adds the file's name and a remedy.
+    """A value without a text form, or a malformed text. The caller adds the file's name and a remedy.
 
     Attributes:
-        node: the part of the text that is wrong; its place counts from that of the parsed part.
-        line, column: where the error is in the text, from 1 and 0; None if that is not known yet.
+        node: the wrong part of the text; its position is relative to the parsed part.
+        line, column: the error's position in the text, from 1 and 0; None if not known yet.
     """
 
     def __init__(self, reason: str, node: ast.AST | None = None, line: int | None = None, column: int = 0) -> None:
@@ -19,7 +19,7 @@ class TextError(Exception):
         self.node, self.line, self.column = node, line, column
 
     def at(self, first_line: int, indent: int = 0) -> TextError:
-        """Fills in where the error is: its node was parsed from a text that begins at this line and column."""
+        """Sets the position of the error: its node was parsed from a text that begins at this line and column."""
         if self.line is None:
             offset = getattr(self.node, "lineno", 1) - 1
             self.line = first_line + offset
@@ -28,21 +28,21 @@ class TextError(Exception):
 
 
 class UnknownOperatorError(TextError):
-    """Raised if this process has no operator of the name."""
+    """Raised if this process has no operator of this name."""
 
 
 def expression(text: str) -> ast.expr:
     """Parses a Python expression. Nothing in it is run.
 
     Raises:
-        TextError: the text is none.
+        TextError: the text is not an expression.
     """
     body: ast.expr = _parsed(text, "eval").body
     return body
 
 
 def assignment(text: str) -> tuple[str, ast.expr]:
-    """Parses ``NAME = EXPRESSION``; raises `TextError` for another text."""
+    """Parses ``NAME = EXPRESSION``. Raises `TextError` for another text."""
     statement = _parsed(text, "exec").body[:1]
     if not statement or not isinstance(statement[0], ast.Assign) or not isinstance(statement[0].targets[0], ast.Name):
         raise TextError("here comes a table 'NAME = ...' or a function, with @shard, @mirrored, @device or @region")
@@ -60,7 +60,7 @@ def _parsed(text: str, mode: str) -> Any:
 
 
 def keywords_of(call: ast.Call) -> dict[str, ast.expr]:
-    """The keyword arguments of a call. Raises `TextError` for one that is given twice, or as ``**``."""
+    """The keyword arguments of a call. Raises `TextError` for repeated keywords and ``**``."""
     given: dict[str, ast.expr] = {}
     for keyword in call.keywords:
         if keyword.arg is None or keyword.arg in given:

@@ -1,7 +1,7 @@
 """Types of values as text: ``f32[2, 3]``, ``pending f32[8]``, ``(f32[2], size[s0])``, ``value(3)``.
 
-In braces stands what a dense tensor on the CPU does not have: ``f32[4, 3]{strides=(1, 4), offset=2, device="cuda:0"}``. For
-symbolic sizes see `SavedSizes.text`; ``symbols=1`` names their table, if it is not the first.
+Braces have the differences from a dense tensor on the CPU: ``f32[4, 3]{strides=(1, 4), offset=2, device="cuda:0"}``.
+For symbolic sizes see `SavedSizes.text`; ``symbols=1`` is the number of their table, if it is not the first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FACTS = ("strides", "offset", "device", "is_conjugated", "is_negated")
 
 
 class TypePrinter:
-    """Prints the types of one program's values, and numbers the shape environments of its symbols."""
+    """Prints the types of a program's values, and numbers the shape environments of its symbols."""
 
     def __init__(self) -> None:
         self.symbols: list[tuple[SizeSymbol, ...]] = []
@@ -109,7 +109,7 @@ def _refused(value: Any) -> str:
 
 
 class TypeReader:
-    """Makes values of types. Fake tensors without symbols share one fake mode; functions share them, which saves time."""
+    """Makes values from types. Fake tensors without symbols share one fake mode; functions share them, to save time."""
 
     def __init__(self, symbols: tuple[tuple[SizeSymbol, ...], ...]) -> None:
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # as capture's: Inductor mixes constants in
@@ -124,7 +124,7 @@ class TypeReader:
         self._num_used.clear()
 
     def value(self, text: str) -> Any:
-        """Inverts `TypePrinter.text`; raises `TextError` for other texts."""
+        """Inverts `TypePrinter.text`. Raises `TextError` for other texts."""
         number, made = self._num_used.get(text, 0), self._made_before.setdefault(text, [])
         self._num_used[text] = number + 1
         if number >= len(made):
@@ -210,7 +210,7 @@ def _tensor(
 
 
 def split_at_commas(text: str) -> list[str]:
-    """The parts of a list, whose items may hold lists and strings."""
+    """Items may contain lists and strings."""
     return list(_parts(text)) if text else []
 
 

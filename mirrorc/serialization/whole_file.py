@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
-    """Writes a file, compressed if its name ends in ``.gz``; after an error, an earlier file stays. Creates missing folders."""
+    """Writes a file, compressed if its name ends in ``.gz``. After an error, an earlier file stays. Creates missing
+    folders.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.parent / f".mirrorc-{secrets.token_hex(4)}"

@@ -13,7 +13,7 @@ __all__ = ["ProgramSnapshot", "check"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `ProgramSnapshot`, the fixture's type, on first use, because `check` does not need syrupy."""
+    """Imports `ProgramSnapshot`, the fixture's type, at its first use, because `check` does not need syrupy."""
     if name != "ProgramSnapshot":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

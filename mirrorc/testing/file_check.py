@@ -1,4 +1,4 @@
-"""Checks a program's text by directives such as ``CHECK: all_reduce(bucket=0``, with `torch.testing.FileCheck`."""
+"""Checks a program's text with `torch.testing.FileCheck`, by directives such as ``CHECK: all_reduce(bucket=0``."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class _Directive:
 
 
 def check(program: Program | Step | str, directives: str) -> None:
-    """Checks that a program's text contains certain pieces, in order.
+    """Checks that a program's text contains certain texts, in order.
 
-    The directives are those of `torch.testing.FileCheck`, each on a line, maybe indented or after ``#``. Other lines that begin
-    with ``#`` are comments. The sought text extends to the end of the line. Several blanks are compared as one, because the
-    columns of a printed program are padded::
+    Each line is a directive of `torch.testing.FileCheck`, maybe indented or after ``#``; other lines that begin with
+    ``#`` are comments. The text to find extends to the end of the line. Several blanks count as one, because printed
+    columns are padded::
 
         CHECK: b0_pending: pending f32[64] = reduce_scatter(bucket=0
         # later in the same line:
@@ -53,11 +53,11 @@ def check(program: Program | Step | str, directives: str) -> None:
         CHECK-DAG: return loss
 
     Args:
-        program: a text; a program, printed by ``program.to_text(slots=True, sources=False)``; or a step with such a program.
-        directives: see above.
+        program: a text; a program, printed by ``program.to_text(slots=True, sources=False)``; or a step with such a
+            program.
 
     Raises:
-        AssertionError: a directive fails; shows it, and the text from the line at which the search began.
+        AssertionError: a directive fails; shows it, and the text in which it was searched.
         ValueError: there is no directive, or a line is neither a directive nor a comment.
         TypeError: ``program`` is not a program, step or text, or the directives are not a string.
     """
@@ -170,7 +170,6 @@ def _reason(culprit: _Directive) -> str:
 
 
 def _culprit(directives: Sequence[_Directive], plain: Sequence[str]) -> tuple[_Directive, Sequence[_Directive]]:
-    """The first failing directive, and the earlier ones that determine where its search begins."""
     begin = 0
     for end, directive in enumerate(directives, 1):
         following = directives[end].kind if end < len(directives) else ""

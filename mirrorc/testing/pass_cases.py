@@ -1,4 +1,4 @@
-"""Passes tested by texts: a file with a program, the passes to run on it, and directives that the result is checked by."""
+"""Tests passes by texts: a file has a program, the passes to run on it, and directives that check the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Directive(NamedTuple):
 
 
 def check_case(path: Path, *, renews: bool = False) -> None:
-    """Runs the passes of a file on its program, verifies it before them and after each, and checks what they give.
+    """Runs the passes of a file on its program, verifies it before and after each pass, and checks the result.
 
     The file is a program's complete text. Comments below its two heading lines are directives::
 
@@ -37,18 +37,18 @@ def check_case(path: Path, *, renews: bool = False) -> None:
         # UPDATE: @mirrored                      the CHECK lines are made: those functions line by line, or ``all``
 
     Args:
-        renews: make those CHECK lines again.
+        renews: generate the CHECK lines again.
 
     Raises:
-        AssertionError: the result is not as the directives say.
+        AssertionError: a directive fails.
         ValueError: the file has no program, or wrong directives.
-        MirrorcError: a pass or the verifier fails, and no ERROR says so.
+        MirrorcError: a pass or the verifier fails, without an ERROR directive.
     """
     __tracebackhide__ = True
     text = path.read_text(encoding="utf-8")
     lines = text.split("\n")
     runs, errors, updates = (_directives(lines, name) for name in ("RUN", "ERROR", "UPDATE"))
-    # Each in its place, so that failures name lines of the file:
+    # At the same line as in the file, so that failures name its lines:
     checks = [line if _CHECK.match(line) else "" for line in lines]
     if len(runs) != 1 or (errors and any(checks)):
         raise ValueError(f"MC7201: {path} needs one line '# RUN: PASSES', and lines of either '# CHECK:' or '# ERROR:'")
@@ -94,7 +94,6 @@ def _printed(program: Program, forms: Sequence[_Directive]) -> str:
 
 
 def _renewed(lines: Sequence[str], update: _Directive, printed: str) -> list[str]:
-    """The lines of a file whose CHECK lines are made from functions, which follow the tables after empty lines."""
     start = "" if update.value == "all" else update.value
     functions = [function for function in printed.strip().split("\n\n")[1:] if function.startswith(start)]
     if not functions:

@@ -27,12 +27,12 @@ class ProgramFiles(SingleFileSnapshotExtension):
 class ProgramSnapshot:
     """The expected text of a program: ``assert step.program == mirror_snapshot``.
 
-    A failing comparison raises an AssertionError itself, because pytest shows only eight lines of its explanation.
+    A failing comparison raises AssertionError itself, because pytest would show only eight lines.
 
     Args:
         snapshot: syrupy's fixture of this name.
-        name: the snapshot's name; without names, the snapshots of a test are numbered.
-        regions: compare the bodies of regions, too.
+        name: the snapshot's name; unnamed snapshots of a test are numbered.
+        regions: also compare bodies of regions.
 
     Raises:
         TypeError: ``snapshot`` is the fixture of another plugin, or ``name`` is not a string.
@@ -55,11 +55,11 @@ class ProgramSnapshot:
         self._regions = regions
 
     def __call__(self, *, name: str | None = None, regions: bool = False) -> ProgramSnapshot:
-        """Another snapshot of this test: with a name, or with the bodies of regions."""
+        """Another snapshot of this test: with a name, or with bodies of regions."""
         return ProgramSnapshot(self._assertion, name, regions)
 
     def __eq__(self, program: object) -> bool:
-        """Raises AssertionError, with the lines that differ, if the program is not as in the snapshot."""
+        """Raises AssertionError, with the differing lines, if the program differs from the snapshot."""
         __tracebackhide__ = True
         if self._is_matched_by(program):
             return True

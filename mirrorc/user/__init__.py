@@ -1,1 +1,1 @@
-"""The user's own objects: optimizers, tensors, training loops, models."""
+"""The user's objects: optimizers, tensors, training loops, models."""

@@ -1,4 +1,4 @@
-"""Refuses aliased tensors, or warns of them: a step moves variables to its own memory."""
+"""Refuses aliased tensors, or warns of them, because a step moves variables to its own memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.torch_internals import is_dense, num_users
 
 
 def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses two tensors with common elements if a step moves one, or copies one for each replica."""
+    """Refuses two tensors with common elements if a step moves one of them, or copies one for each replica."""
     spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
     reaching: list[tuple[str, int, int, str]] = []
     for span in spans:
@@ -82,7 +82,7 @@ def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 
 def _have_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """For tensors with overlapping spans: columns of one matrix, for example, have no common elements."""
+    """Overlapping spans are not enough: columns of one matrix have no common elements."""
     if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
         return True
     return bool(torch.isin(_addresses(a), _addresses(b)).any())

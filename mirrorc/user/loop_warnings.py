@@ -1,4 +1,4 @@
-"""Warns of calls without effect beside a compiled step: clipping, the optimizer's step, backward."""
+"""Warns of calls without effect beside a compiled step, such as clipping, ``optimizer.step()`` and backward."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class PendingGradients(Protocol):
     def has_any(self) -> bool: ...
 
     def first_of(self, ids: Collection[int]) -> str | None:
-        """The name of the first parameter with one of these ids and a gradient."""
+        """The first parameter with one of these ids and an accumulated gradient."""
         ...
 
     def drop(self, ids: Collection[int]) -> None: ...
 
 
 class GradientHabits:
-    """Warns once of each habit of a training loop that has no effect beside a compiled step.
+    """Warns once of each call in the training loop that has no effect beside a compiled step.
 
     Attributes:
         has_trained: the step has run; no warnings come before.
@@ -72,7 +72,9 @@ class GradientHabits:
         return next((name for name in names if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
-        """Warns before a step that drops gradients of the user's backward, unless an optimizer's own step uses them."""
+        """Warns if the step drops gradients that the user's backward has computed. An optimizer's own step may use
+        them.
+        """
         groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._with_gradients and not are_used:
@@ -87,14 +89,13 @@ class GradientHabits:
             )
 
     def note_step(self) -> None:
-        """Clears the gradients that `look_for_gradients` has found."""
         for parameter in self._with_gradients:
             parameter.grad = None
         self._with_gradients = []
         self.has_trained = True
 
     def warn_of_idle_step(self) -> bool:
-        """Called after the user's ``optimizer.step()`` without gradients; returns whether a compiled step has run."""
+        """Called after the user's ``optimizer.step()`` without gradients. True if a compiled step has run."""
         if self.pending.has_any:
             self._warn(
                 "kept",

@@ -21,7 +21,8 @@ from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_f
 class OptimizerGroups:
     """The user's optimizers, with all groups numbered together.
 
-    The groups of the first optimizer come first. A group added later gets the next number, so numbers do not change.
+    The groups of the first optimizer come first. A group added later gets the next number, so that numbers do not
+    change.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -40,7 +41,7 @@ class OptimizerGroups:
         return len(self._numbered)
 
     def fused(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of groups whose float32 parameters torch's fused kernels update on devices of this type."""
+        """Groups whose float32 parameters are updated by torch's fused kernels on devices of this type."""
         held = [(number, *self[number]) for number in range(len(self))]
         return tuple(
             n
@@ -53,11 +54,9 @@ class OptimizerGroups:
         return are_same and len(self) == len(other) and self._numbered == other._numbered
 
     def parameters(self) -> set[int]:
-        """The ids of the parameters."""
         return {id(parameter) for group in self.hyperparameters for parameter in group["params"]}
 
     def __getitem__(self, number: int) -> tuple[torch.optim.Optimizer, int]:
-        """The optimizer of a group, and the group's index there."""
         if not 0 <= number < len(self):
             raise IndexError(f"there is no group {number} among {len(self)}")
         which, index = self._numbered[number]
@@ -68,18 +67,18 @@ class OptimizerGroups:
         return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def are_elementwise(self) -> tuple[bool, ...]:
-        """For each optimizer, whether it may run on whole buckets.
+        """For each optimizer, True if it may run on flat buckets.
 
-        If one of several has hooks or a replaced step, none may: such code may read all optimizers' parameters.
+        If one of several has hooks or a replaced step, none may, because such code may read all optimizers' parameters.
         """
         if len(self.optimizers) > 1 and any(has_step_hooks(o) or not has_torchs_step(o) for o in self.optimizers):
             return (False,) * len(self.optimizers)
         return tuple(is_elementwise(optimizer) for optimizer in self.optimizers)
 
     def write_rows(self) -> tuple[bool, ...]:
-        """For each group, whether an update with a sparse gradient writes only the gradient's rows.
+        """For each group, True if an update with a sparse gradient writes only the gradient's rows.
 
-        If an optimizer has hooks or a replaced step, no group does: such code may write all tables.
+        If an optimizer has hooks or a replaced step, no group does, because such code may write all tables.
         """
         are_torchs = all(has_torchs_step(o) and not has_step_hooks(o) for o in self.optimizers)
         return tuple(are_torchs and writes_rows(*self[number]) for number in range(len(self)))
@@ -121,8 +120,8 @@ def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) 
 
     Raises:
         TypeError: a value is not an optimizer, or its step needs a closure.
-        ValueError: the list is empty, an optimizer is given twice or shards parameters itself, or a parameter is not the
-            model's or is in two optimizers.
+        ValueError: the list is empty; an optimizer is repeated, or shards parameters itself; a parameter is not the
+            model's, or is in two optimizers.
     """
     if option is None:
         return OptimizerGroups([])
@@ -187,7 +186,7 @@ def update_rules(
     """The update rule of each parameter in ``updated``, by name.
 
     Args:
-        may_be_unused: whether parameters may have no gradient in a step.
+        may_be_unused: parameters may have no gradient in a step.
 
     Raises:
         ValueError: an optimizer of torch cannot use a parameter's sparse, or dense, gradient.
@@ -213,7 +212,7 @@ def update_rules(
 
 
 def gradient_rule(*, is_sparse: bool, may_be_unused: bool) -> UpdateRule:
-    """The rule of a gradient that nothing updates with: the user gets it, whole or as rows."""
+    """The rule of a gradient that is left to the user, whole or as rows."""
     return UpdateRule("p.grad", 0, elementwise=False, takes_rows=is_sparse, may_be_unused=may_be_unused)
 
 
@@ -227,7 +226,7 @@ def _label(groups: OptimizerGroups, number: int) -> str:
 
 
 def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
-    """The current hyperparameters of each group as text: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
+    """Hyperparameters of each group as text: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
 
     Tensors of several elements are printed by shape and checksum, other objects by class.
     """
@@ -242,7 +241,7 @@ def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
 
 
 def _text_of(value: Any) -> str:
-    """A text that is the same in every run, and differs for different numbers or tensors."""
+    """A text that is equal in every run, and differs for different numbers or tensors."""
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else _text_of_tensor(value)
     if type(value) in (tuple, list):

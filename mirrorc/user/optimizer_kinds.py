@@ -22,14 +22,14 @@ _REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # class -> re
     torch.optim.RAdam: ("step", "exp_avg", "exp_avg_sq"),
 }
 ELEMENTWISE = tuple(_REQUIRED)
-"""Optimizers that update each element independently of others, and so may run on whole buckets."""
+"""Optimizers that update each element independently, and so may run on flat buckets."""
 
 _WRITE_ROWS = (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD)
 _FUSED_ON_CPUS = (torch.float32, torch.float64)
 _FUSED_ON_GPUS = (*_FUSED_ON_CPUS, torch.float16, torch.bfloat16)
 
 SCALAR_STATE = ("step", "mu_product")
-"""Entries of these optimizers' state that are one number for each parameter."""
+"""State entries with one number per parameter."""
 
 
 _SWITCHES = (("amsgrad", "max_exp_avg_sq"), ("centered", "grad_avg"), ("momentum", "momentum_buffer"))
@@ -37,18 +37,17 @@ _KNOWN = {*(entry for entries in _REQUIRED.values() for entry in entries), *(ent
 
 
 def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries that a parameter's nonempty state must have."""
     switched = [entry for switch, entry in _SWITCHES if kind is not torch.optim.SGD and group.get(switch)]
     return (*_REQUIRED[kind], *switched)
 
 
 def state_switches(groups: Iterable[Mapping[str, Any]]) -> list[tuple[bool, bool, bool]]:
-    """For each group, whether amsgrad, centered and momentum are off. Each requires more state."""
+    """For each group, True for amsgrad, centered and momentum that are off. Each of these requires more state."""
     return [(not g.get("amsgrad"), not g.get("centered"), not g.get("momentum")) for g in groups]
 
 
 def check_hyperparameters(optimizer: torch.optim.Optimizer) -> None:
-    """Raises TypeError for a text in place of a number, such as a learning rate from a configuration file."""
+    """Raises TypeError for a text instead of a number, such as a learning rate from a configuration file."""
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if isinstance(value, str) and type(optimizer.defaults.get(name)) in (int, float):
@@ -100,12 +99,12 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
 
 
 def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a parameter's state that element-wise optimizers use; other entries are the user's."""
+    """The entries that element-wise optimizers use; other entries are the user's."""
     return {key: value for key, value in state.items() if key in _KNOWN and value is not None}
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer may run on whole buckets."""
+    """True if an optimizer may run on flat buckets."""
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
@@ -114,7 +113,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
     """True if a step with a sparse gradient writes only the gradient's rows of a table.
 
-    SGD with momentum writes further rows; a hook or a replaced step may write anything.
+    SGD with momentum writes more rows; a hook or a replaced step may write anything.
     """
     kind, momentum = type(optimizer), optimizer.param_groups[index].get("momentum", 0)
     if kind not in _WRITE_ROWS or not isinstance(momentum, int | float) or momentum != 0:
@@ -125,9 +124,9 @@ def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
 def check_gradient_of(
     optimizer: torch.optim.Optimizer, index: int, name: str, parameter: torch.Tensor, *, is_sparse: bool
 ) -> None:
-    """Refuses a gradient, sparse or dense, that an optimizer of torch cannot use.
+    """Refuses a sparse or dense gradient that an optimizer of torch cannot use.
 
-    This depends on hyperparameters, so an optimizer of the same class tries a step on a tiny parameter.
+    This depends on hyperparameters, so a copy of the optimizer tries a step on a tiny parameter.
     """
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or not has_torchs_step(optimizer):
@@ -157,7 +156,7 @@ def check_gradient_of(
 
 
 def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A table's gradient as a coalesced sparse tensor, from ``indices`` [k] and values of these k rows, flat or not."""
+    """A table's gradient as a coalesced sparse tensor, from ``indices`` [k] and the values of these rows, flat or not."""
     values = rows.view(len(indices), *shape[1:])
     return torch.sparse_coo_tensor(indices[None], values, tuple(shape), is_coalesced=True, check_invariants=False)
 
@@ -165,8 +164,8 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
     """True if torch's fused kernels update a group's parameters of this dtype on such devices.
 
-    With ``fused=None`` and without ``foreach``, the kernels run for dtypes that all of them support: 32 and 64 bits on
-    CPUs, also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.
+    With ``fused=None`` and without ``foreach``, they run for dtypes that all kernels support: 32 and 64 bits on CPUs,
+    also 16 on GPUs. Some versions of torch lack Adagrad's kernel on GPUs.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):

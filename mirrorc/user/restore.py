@@ -1,4 +1,4 @@
-"""Restores models, and the objects that they hold, after a block."""
+"""Restores models, and the objects in them, after a block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BASES = (OrderedDict, dict, list, set, deque)  # a subclass before its base
 
 @contextlib.contextmanager
 def restored(root: nn.Module) -> Iterator[None]:
-    """Undoes the changes of a block to a module and its submodules, also if the block fails.
+    """Undoes a block's changes to a module and its submodules, even if the block fails.
 
     Restores attributes of modules and the contents of collections among them; memory, shape, ``requires_grad`` and
     ``grad`` of parameters and buffers; and values of buffers.
@@ -42,7 +42,7 @@ def _variables(root: nn.Module) -> list[Callable[[], object]]:
 
 @contextlib.contextmanager
 def put_back_after(actions: Iterable[Callable[[], object]]) -> Iterator[None]:
-    """Runs all actions after a block, also if the block or some actions fail.
+    """Runs all actions after a block, even if the block or some actions fail.
 
     The first failed action raises its error, or adds a note to the block's error.
     """
@@ -57,7 +57,7 @@ def put_back_after(actions: Iterable[Callable[[], object]]) -> Iterator[None]:
 
 
 def run_all(actions: Iterable[Callable[[], object]]) -> None:
-    """Runs all actions, also if some fail; raises the first one's error."""
+    """Runs all actions, even if some fail. Raises the first error."""
     failure = _first_failure(actions)
     if failure is not None:
         raise failure
@@ -74,8 +74,6 @@ def _first_failure(actions: Iterable[Callable[[], object]]) -> Exception | None:
 
 
 class _SavedMemory:
-    """Also undoes a resize."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._original = tensor, tensor.data
         self._num_bytes = self._original.untyped_storage().nbytes()
@@ -124,7 +122,7 @@ def can_keep_value(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes, nan equals itself, and 0.0 differs from -0.0."""
+    """The bytes of a tensor: nan equals itself, and 0.0 differs from -0.0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -136,7 +134,6 @@ def content_of(container: Any) -> Any:
 
 
 def is_same(container: Any, content: Any) -> bool:
-    """Compares a container's objects by identity."""
     if isinstance(container, dict):
         return is_same(list(container), list(content)) and is_same(list(container.values()), list(content.values()))
     if isinstance(container, set):
@@ -145,7 +142,7 @@ def is_same(container: Any, content: Any) -> bool:
 
 
 def refill(container: Any, content: Any) -> None:
-    """Of a dict, only what differs is written, unless its order does: other threads may read it."""
+    """In a dict, writes only differences if the order is the same: other threads may read the dict."""
     kind = _base_of(container)
     if issubclass(kind, dict):
         for key in kind.keys(container) - content.keys():

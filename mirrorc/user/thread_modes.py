@@ -1,4 +1,4 @@
-"""Warns of modes of the caller's thread that the devices' threads do not have."""
+"""Warns of modes of the caller's thread that devices' threads lack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.torch_internals import dispatch_modes, has_hooks_on_saved_tensors
 
 
 class CallersModes:
-    """``captures``: the step runs a captured backward, not plain PyTorch's."""
+    """Warns of modes of the caller's thread. ``captures``: the step runs a captured backward, not one of plain PyTorch."""
 
     def __init__(self, *, captures: bool) -> None:
         self._captures = captures

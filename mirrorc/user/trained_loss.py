@@ -15,7 +15,7 @@ from mirrorc.torch_internals import no_torch_function
 class TrainedLoss(torch.Tensor):
     """A loss whose backward the step has already run: ``loss.backward()`` only warns.
 
-    Multiplied or divided by a number, as libraries do for accumulation, it stays a `TrainedLoss`. All other results,
+    Products and quotients with a number, as for accumulation in libraries, are a `TrainedLoss`, too. All other results,
     copies and saved values are plain tensors.
     """
 

@@ -33,8 +33,8 @@ def verify(
 
     Args:
         after: name of the pass that returned the program, for the message.
-        before: the program before the pass; must compute the same. None if there is no pass.
-        checked: verified graphs to skip; this program's graphs are added. None skips nothing.
+        before: the program before the pass, for rules on passes.
+        checked: verified graphs to skip; this program's graphs are added.
         keeps_dataflow: if False, rules about dataflow are skipped.
 
     Raises:
@@ -68,7 +68,7 @@ def verify(
 
 
 def input_programs_are_not_changed(program: Program) -> None:
-    """A pass returns a new program and does not change the graphs of its input; `graph_edits.copied` copies a graph."""
+    """A pass returns a new program, and does not change the graphs of its input; `graph_edits.copied` copies a graph."""
 
 
 def _changed_in_place(before: Program, checked: VerifiedGraphs) -> Iterator[Violation]:
@@ -110,7 +110,7 @@ class Verify(Instrument):
 
 
 class VerifiedGraphs:
-    """The last verified program's graphs, and known dataflow. Most passes leave most regions unchanged."""
+    """The graphs and dataflow of the last verified program. Most passes leave most regions unchanged."""
 
     def __init__(self) -> None:
         self.flows = KnownFlows()
@@ -119,7 +119,7 @@ class VerifiedGraphs:
         self._last: list[Any] = []  # the contents of the last program
 
     def refresh(self) -> None:
-        """Notes which verified graphs were changed in place. Passes must return new graphs instead."""
+        """Finds verified graphs that were changed in place; passes must return new graphs instead."""
         self._changed = {
             key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
         }
@@ -145,7 +145,7 @@ class VerifiedGraphs:
 
 
 def _parts(graph: fx.Graph) -> list[Any]:
-    """Parts are compared by identity: arguments are immutable, so a changed argument is a new object."""
+    """Identities suffice: arguments are immutable, so a changed argument is a new object."""
     return [part for node in graph.nodes for part in (node, node.target, node.args, node.kwargs, node.meta.get("val"))]
 
 

@@ -46,4 +46,4 @@ ALGORITHMS: Mapping[str, type[AllReduceAlgorithm]] = MappingProxyType(
         )
     }
 )
-"""All algorithms by the names that ``algorithm`` of `mirrorc.Communication` takes."""
+"""All algorithms by name, as in ``algorithm`` of `mirrorc.Communication`."""

@@ -22,7 +22,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class AllReduceAlgorithm:
-    """Replaces each sum over replicas by messages and additions that a subclass defines::
+    """Replaces each sum over replicas by the messages and additions of a subclass::
 
         s  = all_reduce(p, q, bucket=0, link=copy)       send(q, bucket=0, destination=0, chunk=0, round=0, replica=1)
         ...                                              r  = recv(bucket=0, source=1, chunk=0, round=0, replica=0)
@@ -35,8 +35,8 @@ class AllReduceAlgorithm:
                                                          v1 = wait(r1, bucket=0, replica=1)
                                                          update(v1, bucket=0, replica=1)
 
-    `add_up` leaves each element's sum on some replica, and `spread` sends the sums to all. If devices share parameters,
-    each gets only its share, without `spread`. All-gathers stay.
+    `add_up` leaves each element's sum on some replica; `spread` sends the sums to all replicas. If devices share
+    parameters, each gets only its share, and `spread` is not called. All-gathers stay.
 
     Needs: collectives with links.
     Guarantees: each replica gets the sum or its share, all with the same bits.
@@ -59,19 +59,19 @@ class AllReduceAlgorithm:
         return True
 
     def objection(self, num_replicas: int) -> str:
-        """The reason not to use the algorithm; empty if there is none."""
+        """Why the algorithm cannot be used; empty if it can."""
         return ""
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:
-        """The algorithm for the bucket of ``launch``, and a reason or ""."""
+        """The algorithm for the bucket of ``launch``, and the reason for a choice, or ""."""
         return self, ""
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """Returns sums on replicas that together have each element at least once."""
+        """Returns sums on replicas. Together they have each element at least once."""
         raise NotImplementedError
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """Returns each replica's whole sum, in order. By default, holders send to all."""
+        """Returns each replica's whole sum, by replica. By default, replicas with sums send them to all others."""
         return self._collected(traffic, sums)
 
     def _collected(self, traffic: Traffic, sums: Sequence[Held]) -> list[Held]:
@@ -90,7 +90,7 @@ class AllReduceAlgorithm:
         traffic.finish(self._collected(traffic, sums) if traffic.by_shares else self.spread(traffic, sums))
 
     def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """The sums that a replica may receive, the preferred one first."""
+        """The sums that a replica may receive, in order of preference."""
         return sums
 
     def run(self, program: Program) -> Program:
@@ -133,7 +133,7 @@ def _sums(program: Program) -> list[fx.Node]:
 
 
 def _rounds_begun(program: Program) -> dict[tuple[int, object], int]:
-    """The first unused round by bucket and pack: spread-copies may send parameters in earlier rounds."""
+    """The first unused round by bucket and pack; spread-copies may have used rounds to send parameters."""
     rounds: dict[tuple[int, object], int] = {}
     for send in sends_in(program.mirrored_graph):
         route = route_of(program, send)

@@ -21,12 +21,13 @@ from mirrorc.printing.printed_values import size_text
 class Auto(AllReduceAlgorithm):
     """Chooses an algorithm for each bucket, with a reason.
 
-    It takes native sums with NCCL, in shared memory, for two devices, and where not every device needs the whole sum.
-    Otherwise it takes a tree for small buckets (few messages), and halving-doubling or a ring for large ones (few bytes).
+    It takes the native sum with NCCL, in shared memory, for two devices, and where not every device needs the whole
+    sum. Otherwise it takes a tree for small buckets (few messages), and halving-doubling or a ring for large ones (few
+    bytes).
 
     Attributes:
         small_bytes: the size up to which latency exceeds transfer time.
-        exact_order: use native sums, which add in the order of replicas.
+        exact_order: use native sums, because they add in the order of replicas.
     """
 
     small_bytes: int = 2**16

@@ -11,11 +11,11 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class HalvingDoubling(AllReduceAlgorithm):
-    """Devices at distance N/2, N/4, ..., 1 exchange and add halves of their sums; then devices at distance
-    1, 2, ..., N/2 exchange the sums.
+    """Devices at distance N/2, N/4, ..., 1 exchange and add halves of their sums; then devices at distance 1, 2, ...,
+    N/2 exchange the sums.
 
-    A device sends 2 (N - 1) / N of the bucket, as in a ring, in 2 log2(N) messages. If N is not a power of two, each
-    surplus device first sends its bucket to another device, which returns the sum.
+    As in a ring, a device sends 2 (N - 1) / N of the bucket, but in only 2 log2(N) messages. If N is not a power of
+    two, each surplus device first sends its bucket to another device, which returns the sum.
 
     Source: Thakur, Rabenseifner and Gropp (2005).
     """

@@ -15,8 +15,8 @@ class HierarchicalCopy(AllReduceAlgorithm):
     """Sums each group of neighbouring devices on its main device. Main devices exchange these sums, add them, and send
     the total to their groups.
 
-    Only main devices send between groups, where connections are often slower. Main devices rotate: for bucket i, each
-    group takes its device i mod its size.
+    Only main devices send between groups, where connections are often slower. The main device rotates: for bucket i it
+    is device i mod group size.
 
     Attributes:
         groups: at least 2; their sizes differ by at most 1.

@@ -9,7 +9,7 @@ from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
 
 @dataclass(frozen=True)
 class Native(AllReduceAlgorithm):
-    """Leaves sums to links: logical CPUs add in shared memory, GPUs use NCCL, other devices copy."""
+    """Leaves all-reduces to links: logical CPUs add in shared memory, GPUs use NCCL, other devices copy."""
 
     name: str = field(default="native", init=False)
 

@@ -15,7 +15,7 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 class ReduceToOne(AllReduceAlgorithm):
     """Sends all replicas' buckets to one device, which adds them and returns the sum.
 
-    The longest chain has two messages for any N, but one device receives and sends N - 1 buckets.
+    The critical path has two messages for any N, but one device receives and sends N - 1 buckets.
 
     Attributes:
         order: all devices in the order of addition; None for 0, 1, 2, ..., with the bits of native sums.

@@ -13,8 +13,8 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 class Ring(AllReduceAlgorithm):
     """Cuts the bucket into N chunks; in each of 2 (N - 1) rounds, each device sends one chunk to the next device.
 
-    The first N - 1 rounds add gradients to received chunks; the others pass complete sums on. A device sends
-    2 (N - 1) / N of the bucket, the least possible.
+    The first N - 1 rounds are a reduce-scatter, the others an all-gather. A device sends 2 (N - 1) / N of the bucket,
+    the least possible.
 
     Source: the bandwidth-optimal ring of Patarasuk and Yuan (2009).
     """

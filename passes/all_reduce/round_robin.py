@@ -12,7 +12,7 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class RoundRobin(AllReduceAlgorithm):
-    """Adds up bucket i on device i mod k, which sends the sum to all others: `ReduceToOne` with balanced load.
+    """Adds up bucket i on device i mod k, which sends the sum to all others. It is `ReduceToOne` with balanced load.
 
     Attributes:
         num_devices: k; None for all devices.

@@ -1,4 +1,4 @@
-"""Programs of reductions alone, to study an algorithm."""
+"""Programs that only reduce, to study an algorithm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mirrorc.torch_internals import FakeTensorMode
 def sketched(
     algorithm: AllReduceAlgorithm, num_devices: int, num_elements: int, link: str = "copy", *, num_buckets: int = 1
 ) -> Program:
-    """A program on logical CPUs that reduces weights as if they were gradients."""
+    """A program on logical CPUs that all-reduces its weights."""
     names, shape, rule = [f"weight_{i}" for i in range(num_buckets)], (num_elements,), UpdateRule("SGD group 0", 0)
     slots = [Slot(name, shape, (1,), 0, num_elements) for name in names]
     program = Program(

@@ -24,9 +24,9 @@ class Held:
     """Consecutive elements of a bucket or pack on a replica: its gradients, or a sum.
 
     Attributes:
-        node: None if there are no elements; a receipt until the value is used.
+        node: None if there are no elements; a receive until its value is used.
         start, stop: offsets in the bucket or pack.
-        is_packed: True if it depends on no message, so that it is ready when the bucket is packed.
+        is_packed: it depends on no message, so it is ready when the bucket is packed.
     """
 
     node: fx.Node | None
@@ -39,8 +39,9 @@ class Held:
 class Traffic:
     """Inserts messages and computations.
 
-    Those on packed buckets come at the launch; all others come at the replica's wait, after more of backward. A received
-    value is awaited where it is first used, so that a device sends what it has before it waits. Empty values are not sent.
+    Nodes that need only packed buckets are inserted at the launch. All others are inserted at the replica's wait, so
+    that more of backward runs before them. A received value is awaited at its first use: a device sends everything it
+    can before it waits. Empty values are not sent.
 
     Attributes:
         number: the pack's number if the bucket is cut, else the bucket's.
@@ -62,11 +63,11 @@ class Traffic:
         self._round = first_round
 
     def next_round(self) -> None:
-        """Begins a round. Rounds distinguish messages of equal chunk number between the same replicas."""
+        """Begins a round. Rounds distinguish messages of the same chunk between the same replicas."""
         self._round += 1
 
     def chunks(self, count: int) -> list[tuple[int, int]]:
-        """Bounds of ``count`` nearly equal chunks; with ``by_shares`` and one chunk per replica, the shares."""
+        """Bounds of ``count`` nearly equal chunks. With ``by_shares`` and one chunk per replica, chunks are the shares."""
         length = self.num_elements
         if self.by_shares and count == self.num_replicas:
             return [self.share(replica) for replica in range(count)]
@@ -100,7 +101,7 @@ class Traffic:
         return Held(receipt, destination, held.start, held.stop)
 
     def _value(self, held: Held) -> fx.Node:
-        """The elements themselves: awaits a receipt at its first use."""
+        """Waits for a received value at its first use."""
         node = held.node
         assert node is not None, "it has elements"
         if node.target is not ops.recv:
@@ -146,9 +147,9 @@ class Traffic:
         return replace(whole, node=self._compute(whole, aten.cat.default, ([*map(self._value, some)],)))
 
     def collected(self, replica: int, sums: Sequence[Held]) -> list[Held]:
-        """The elements of the sum that a replica needs, in pieces, sent to it where it lacks them.
+        """The elements of the sum that a replica needs, in pieces. Missing elements are sent to it.
 
-        ``sums`` have each element at least once; the first holder sends it.
+        ``sums`` have each element at least once; the first replica that has an element sends it.
         """
         start, stop = self.share(replica)
         pieces, place = [Held(None, replica, start, start)], start
@@ -163,14 +164,14 @@ class Traffic:
     def finish(self, results: Sequence[Held]) -> None:
         for replica, wait in self._waits.items():
             result = results[replica]
-            value = self._value(result) if result.node is not None else None  # what nobody uses is awaited, too
+            value = self._value(result) if result.node is not None else None  # unused values are awaited, too
             if wait.users:
                 wait.replace_all_uses_with(value or self._nothing(replica))
             wait.graph.erase_node(wait)
         self._launch.graph.erase_node(self._launch)
 
     def _nothing(self, replica: int) -> fx.Node:
-        """An empty value: the norm of an empty share needs an operand."""
+        """An empty value: even the norm of an empty share needs an operand."""
         gradient = self.own(replica)
         start, _ = self.share(replica)
         return self._compute(gradient, aten.slice.Tensor, (self._value(gradient), 0, start, start))

@@ -11,9 +11,10 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class Tree(AllReduceAlgorithm):
-    """Adds up pairs of devices at distance 1, 2, 4, ..., on the lower one; then the root's sum returns the same way.
+    """Devices at distance 1, 2, 4, ... are added up in pairs, on the lower device. The root's sum then returns the same
+    way.
 
-    It suits small buckets: messages are whole buckets, and the longest chain has 2 ceil(log2(N)).
+    It suits small buckets: each message is a whole bucket, but the critical path has only 2 ceil(log2(N)) messages.
 
     Attributes:
         device: the root.

@@ -25,7 +25,7 @@ class LowerCollectives:
         wait(b, bucket=0, replica=0)                  ->    r = recv(bucket=0, source=0, replica=1, link=copy)
         v = wait(b, bucket=0, replica=1)                    v = wait(r, bucket=0, replica=1)
 
-    A broadcast becomes sends and receipts. Operations that a link does not carry use its fallback. Exchanges between
+    A broadcast becomes sends and receives. Operations that a link does not carry use its fallback. Exchanges between
     workers use the best link between workers.
 
     Guarantees: every collective has a link that its devices can use.

@@ -26,7 +26,7 @@ class LowerDevices:
         wait   = wait(ar, bucket=0, replica=0)                        wait  = wait(ar, bucket=0)
         output {losses: (loss, loss_1)}                               output loss
 
-    A device without examples has no arguments, and returns None as loss.
+    A device without examples has no arguments; its loss is None.
 
     Guarantees: all graphs have the collectives in the order of the mirrored graph, and share region modules.
     """

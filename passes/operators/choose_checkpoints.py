@@ -20,14 +20,11 @@ from mirrorc.messages.wording import counted
 from mirrorc.printing.printed_values import size_text
 
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of forward segments to try."""
 _MOST_KEPT = 64
-"""The most saved values per segment, on average: larger segments gain nothing, and cost time."""
+"""The largest average number of saved values per segment: larger segments gain nothing, and cost time."""
 _MOST_TRIMS = 48
-"""The most segments to trim after the search."""
-
 Levels = tuple[int, ...]
-"""For each segment, the number of its choice, from 1; 0 to recompute nothing."""
+"""The choice of each segment: a number from 1, or 0 to recompute nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,9 @@ class ChooseCheckpoints:
         ...                                      ...
         grad  = aten.mm(t, tanh)                 grad  = aten.mm(t, tanh)
 
-    Forward is cut into segments where few bytes cross. In each, a minimum cut chooses the saved values, at a price per
-    byte. A search over segments and prices finds the least recomputation whose predicted peak
-    (`memory.activation_peaks`) is within the bound, else the lowest peak.
+    Forward is cut into segments where few bytes cross. In each segment, a minimum cut chooses the saved values, at a
+    price per byte. A search over segments and prices minimizes recomputation, with the predicted peak
+    (`memory.activation_peaks`) within the bound. If no choice is within the bound, it takes the lowest peak.
 
     Guarantees: every value is the same expression, bit for bit. The model's own checkpoints stay.
 
@@ -100,12 +97,12 @@ class _Search:
         return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
 
     def _rank(self, peak: Peak) -> tuple[bool, float, int]:
-        """Peaks within the bound come first, by time; then the other peaks, by memory."""
+        """Peaks within the bound come first, ordered by time; then other peaks, ordered by memory."""
         exceeds = peak.num_bytes > self._max_bytes
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
     def _tries(self, segments: Sequence[Segment]) -> Iterator[tuple[Levels, Peak]]:
-        """Bisects the ladder for the first peak within the bound. If even the last one exceeds the bound, samples the ladder."""
+        """Bisects the ladder for the first peak within the bound. If the last peak exceeds it, samples the ladder."""
         ladder = _ladder(segments)
         low, high = 0, len(ladder) - 1  # the peak at low exceeds the bound
         peak = self._timeline.peak(self._checkpoints(segments, ladder[high]))
@@ -158,7 +155,7 @@ class _Search:
 
 
 def _ladder(segments: Sequence[Segment]) -> list[Levels]:
-    """Levels from no recomputation to the most. Each step raises one segment by one, the least time per byte first."""
+    """Levels from no recomputation to the most. Each step raises one segment by one level, the cheapest per byte."""
     steps: list[tuple[float, int, int]] = []
     for i, segment in enumerate(segments):
         before, seconds, price = 0, 0.0, 0.0

@@ -32,15 +32,15 @@ class PadProducts:
                                              logits = aten.slice(logits_padded, 1, 0, 50257)
                                              loss   = f(logits)
 
-    The product becomes a view with larger row strides, which elementwise results keep. Outputs of the graph, such as
-    gradients of weights, are not padded.
+    The product becomes a view with larger row strides, and elementwise results keep these strides. Outputs of the
+    graph, such as gradients of weights, are not padded.
 
     Guarantees: as `LayChannelsLast`.
     Source: torch's compiler on GPUs.
 
     Attributes:
-        fewest_rows: the fewest rows of the first matrix for which the second is copied.
-        fewest_elements: the fewest elements of a padded product.
+        fewest_rows: pad only if the first matrix has so many rows; they pay for the copy of the second.
+        fewest_elements: smaller products are not padded.
     """
 
     fewest_rows: int = 1024
@@ -67,7 +67,7 @@ class PadProducts:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Tests whether the graph returns the node, maybe rearranged: gradients of weights are transposed."""
+    """Looks through transpositions, because gradients of weights are transposed before they are returned."""
     users = node.users
     return any(user.op == "output" or (user.target in REARRANGEMENTS and _is_result(user)) for user in users)
 

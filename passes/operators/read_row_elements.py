@@ -17,7 +17,7 @@ from mirrorc.torch_internals import sizes_key
 
 @dataclass(frozen=True)
 class ReadRowElements:
-    """Replaces sums over one-hot rows, and gathers of computed elements, by operators on one element per row::
+    """Computes one element per row, in place of sums over one-hot rows and gathers from computed rows::
 
         rows = aten.scatter(zeros, 1, t, -1.0)
         mul  = aten.mul(rows, w)                     ->    mul   = aten.mul(rows, w)
@@ -29,8 +29,8 @@ class ReadRowElements:
 
     Both occur in losses of classifiers.
 
-    Guarantees: the same bits, except for sums over rows with a non-finite factor. These were NaN (0 times the factor),
-        and become the row's one element.
+    Guarantees: the same bits, except for sums over rows with a non-finite factor. These were NaN (0 times infinity),
+        and become the row's selected element.
     """
 
     name: str = field(default="read-row-elements", init=False)

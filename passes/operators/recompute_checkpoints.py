@@ -18,7 +18,7 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class RecomputeCheckpoints:
-    """Copies the operators of a `torch.utils.checkpoint` to their first use in backward::
+    """Copies the operators of a `torch.utils.checkpoint` to backward, before their first use::
 
         mm    = aten.mm(x, w)              # checkpoint      mm         = aten.mm(x, w)
         relu  = aten.relu(mm)              # checkpoint      relu       = aten.relu(mm)
@@ -28,7 +28,7 @@ class RecomputeCheckpoints:
                                                              grad       = aten.mm(t, relu_again)
 
     Forward still saves a checkpoint's inputs and outputs, values that its policy saves, and the operands of the first
-    backward operator. Random operators are functions of a seed, so copies draw the same numbers.
+    backward operator. Random operators are functions of a seed, so their copies draw the same numbers.
 
     Guarantees: every value is the same expression, bit for bit; no checkpoint remains.
     """

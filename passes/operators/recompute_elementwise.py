@@ -17,15 +17,13 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
 
 _MOST_OPERATORS = 16
-"""The most operators to run again for one value."""
-
 _SMALL = 8
-"""A source that is so many times smaller than a value, such as one number per row, counts as free to save."""
+"""A source counts as free to save if it is this many times smaller than the value, such as one number per row."""
 
 
 @dataclass(frozen=True)
 class RecomputeElementwise:
-    """Recomputes values in backward by a few elementwise operators, instead of saving them::
+    """Recomputes values in backward from a few elementwise operators, instead of saving them::
 
         mm   = aten.mm(x, w)                               mm    = aten.mm(x, w)
         lse  = ...                                         lse   = ...
@@ -33,8 +31,9 @@ class RecomputeElementwise:
         exp  = aten.exp(sub)    # in backward              again = aten.sub(mm, lse)
                                                            exp   = aten.exp(again)
 
-    Here forward would write ``sub`` for backward alone. A value is recomputed if that moves fewer bytes than a write
-    and a read of it. Recomputation reads its sources, and writes those that would not be stored otherwise.
+    Here forward would write ``sub`` only for backward. A value is recomputed if this moves fewer bytes than writing and
+    reading the value. Recomputation moves the bytes of the sources that it reads. Sources that must be stored for it
+    count, too.
 
     Guarantees: every value is the same expression, bit for bit. Forward saves no more bytes, except for small values.
     """
@@ -64,7 +63,7 @@ def _recompute(program: Program, graph: fx.Graph) -> list[str]:
 
 
 class _Recomputation:
-    """Decides which values of forward are recomputed, sources before users."""
+    """Decides which values of forward are recomputed; sources come before users."""
 
     def __init__(self, graph: fx.Graph, first_of_backward: fx.Node) -> None:
         nodes = list(graph.nodes)
@@ -98,7 +97,7 @@ class _Recomputation:
         return not self._backward.isdisjoint(users) and all(map(is_fused, users))
 
     def _operators(self, value: fx.Node) -> list[fx.Node]:
-        """The cheap operators and views to rerun for a value, in order. The search ends at small, stored or expensive values."""
+        """The operators and views to rerun for a value, in order. The search ends at small, stored or expensive values."""
         root, operators, waiting = owner_of(value), {value}, [value]
         while waiting:
             for source in waiting.pop().all_input_nodes:

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class DependsOnStrides(Exception):
-    """A node's result depends on the strides of its arguments; the exception's text is the node's name."""
+    """Raised if a node's result depends on the strides of its arguments; the text is the node's name."""
 
 
 class RelaidValues:
@@ -27,7 +27,7 @@ class RelaidValues:
         self._restored: dict[fx.Node, fx.Node] = {}  # for changed values, their copies in the former layout
 
     def run(self) -> None:
-        """Calls `change` on each node, in graph order, and infers new types. Raises `DependsOnStrides`."""
+        """Calls `change` on each node, and infers new types. Raises `DependsOnStrides`."""
         for node in list(self.graph.nodes):
             if reads_strides(node.target):
                 raise DependsOnStrides(node.name)

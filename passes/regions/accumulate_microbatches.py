@@ -28,9 +28,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AccumulateMicrobatches:
-    """Runs the microbatches of a shard one after the other: only one's activations are in memory at a time.
+    """Runs the microbatches of a shard in turn, so that memory holds the activations of only one.
 
-    The first microbatch writes gradients into slots. Later ones call variants of the regions that add to these::
+    The first microbatch writes gradients into slots. Later microbatches call variants of the regions that add to the
+    slots::
 
         fwd_0 = call_region(x, w, region=fwd_0)           x_0   = microbatch(x, index=0, sizes=(4, 4))
         loss  = fwd_0[0]                                  fwd_0 = call_region(x_0, w, region=fwd_0)
@@ -50,7 +51,7 @@ class AccumulateMicrobatches:
             return [w_slot]                                   return [w_slot]
 
     A mean loss is weighted by a microbatch's fraction of the shard's examples. Each microbatch has its own random
-    stream, and reads buffers as the previous one wrote them. A factored gradient gets the factors of all microbatches.
+    stream, and reads buffers as the previous one wrote them. A factored gradient has the factors of all microbatches.
     Reductions overlap with the last microbatch's backward.
 
     Needs: outlined graphs of microbatches.
@@ -99,7 +100,7 @@ class _Regions:
         return {name: region for name, region in regions.items() if name in called}
 
     def adding_variant(self, name: str, places: tuple[int, ...]) -> str:
-        """The name of a region's variant that adds to its arguments at ``places``."""
+        """A variant of a region that adds to its arguments at ``places``."""
         if (name, places) not in self.adding:
             stem, _, shard = name.partition("_shard")
             names = (
@@ -129,7 +130,9 @@ def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
 
 
 class _ShardGraph:
-    """The graph of a shard; ``shards`` are indices of the microbatches' graphs, ``sizes`` their numbers of examples."""
+    """The graph of a shard; ``shards`` are the indices of its microbatches' graphs, ``sizes`` their numbers of
+    examples.
+    """
 
     def __init__(self, program: Program, regions: _Regions, shards: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         self._program, self._regions, self._sizes = program, regions, sizes
@@ -201,12 +204,11 @@ class _ShardGraph:
         return whole
 
     def _slot(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """The slot, or the earlier microbatches' gradient that lies there."""
         earlier: fx.Node | None = before["gradients"][node.kwargs["variable"]] if before is not None else None
         return earlier if earlier is not None and slot_of(earlier) is not None else self._shared_copy(node)
 
     def _read(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """A read, or the value that the previous microbatch wrote; always a read for `Aggregation.SAME`."""
+        """A read, or the previous microbatch's write; always a read for `Aggregation.SAME`."""
         name = str(node.kwargs["variable"])
         written = before["writes"].get(name) if before is not None else None
         is_same = written is not None and self._program.variables[name].aggregation is Aggregation.SAME
@@ -233,7 +235,7 @@ class _ShardGraph:
         return region_call
 
     def _factored(self, index: int, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> Any:
-        """Collects factors. Returns None, but at the last microbatch the gradient with all factors."""
+        """Collects factors. The last microbatch returns the gradient with all of them, others None."""
         factors = self._factors.setdefault(str(node.kwargs["variable"]), [])
         factors += [values[factor] for factor in node.args]  # type: ignore[index]
         if index + 1 < len(self._sizes):
@@ -243,7 +245,6 @@ class _ShardGraph:
         return gradient
 
     def _accumulated(self, name: str, gradient: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """Adds the gradient of earlier microbatches, unless the region has done so."""
         earlier = before["gradients"][name] if before is not None else None
         if earlier is None or earlier in _operands(gradient):
             return gradient

@@ -30,7 +30,7 @@ from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, nu
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Leaves a gradient as factors, the operands of its last operator, if these are smaller::
+    """Leaves a gradient as its factors, the operands of its last operator, if they are smaller::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
         g     = bwd_0[0]                                  left  = bwd_0[0]
@@ -38,18 +38,19 @@ class FactorGradients:
                                                           output {gradients: {w: g}}
 
     Such gradients are matrix products over examples, and rows of embeddings (`mirrorc.ir.gradient_forms`). With shared
-    memory, each device computes its share of a gradient from all replicas' factors. The products cost the same, but a
-    gradient is written once, not once per replica.
+    memory, each device computes its share of a gradient from all replicas' factors. This costs as many operations, but
+    a gradient is written once, not once per replica.
 
     Gradients that are exchanged as factors, or whose optimizer takes rows, always become factors. On a single CPU only
     embedding gradients do.
 
-    Guarantees: factors are never variables or their views, because an update may write these before the gradient is
+    Guarantees: no factor is a variable or a view of one, because an update may write it before the gradient is
         computed.
 
     Attributes:
         min_elements: smaller gradients stay whole (no gain at 256 x 256, a seventh of the step at 512 x 512).
-        parameters_are_shared, all_reduce: see `mirrorc.passes.resolve_sharing`. None counts as True, and as native sums.
+        parameters_are_shared, all_reduce: set by `mirrorc.passes.resolve_sharing`. None counts as True, and as native
+            sums.
 
     Source: sufficient factor broadcasting (Xie et al., 2016).
     """
@@ -126,13 +127,13 @@ class FactorGradients:
         due: Collection[str],
         why_not: str,
     ) -> tuple[dict[fx.Node, str], dict[str, str]]:
-        """Variables whose gradients may become factors, by node; reasons why others stay whole, by variable."""
+        """Variables whose gradients may become factors, by node; and reasons why others stay whole, by variable."""
         cut = {slot.variable for bucket in program.buckets if bucket.is_cut for slot in bucket.slots}
         names, whole = {}, {}
         for graph in graphs:
             for node, name in gradient_names(graph).items():
                 slot = slots.get(name)
-                least = 0 if name in due else self.min_elements  # due ones were chosen by the bytes that are sent
+                least = 0 if name in due else self.min_elements  # required factors were chosen by bytes sent
                 why = why_whole(node.meta["val"], slot.strides if slot is not None else None, least)
                 if why := "in buckets that are cut into packs" if name in cut else why:
                     whole[name] = why
@@ -143,7 +144,6 @@ class FactorGradients:
         return names, whole
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
-        """The reason why gradients stay whole unless they must be factors; empty if there is none."""
         if program.leaves_gradients:
             return "the user gets each whole"
         if program.accumulation is not Accumulation.NONE:
@@ -264,7 +264,7 @@ def _rewire(
     node.args = tuple(node.args[i] for i in split.arguments)
     node.meta["val"] = tuple(result.meta["val"] for result in split.results)
     outside = {inside: of_calls[number] for inside, of_calls in split.outer_arguments.items()}
-    called: dict[fx.Node, str] = {}  # for each call anew, because its factors are for variables of its own
+    called: dict[fx.Node, str] = {}  # a region per call, because each call's factors belong to other variables
     for place, made in split.factored.items():
         for factor, name in zip(made.factors, made.form.factor_names, strict=True):
             called.setdefault(factor, f"{identifier(names[parts[place]])}_{name}")

@@ -39,24 +39,24 @@ from mirrorc.torch_internals import (
 class OutlineRegions:
     """Moves the operators of the captured graph into regions, cut where buckets become ready.
 
-    ``fwd_0`` has the operators before the first use of the loss's gradient. ``bwd_k`` ends with the last gradient of
-    bucket k (or pack k). Equal bodies are one region with several calls. If the second shard shape has another body, its
-    region is ``bwd_k_shard1``::
+    ``fwd_0`` has the operators before backward. ``bwd_k`` ends with the last gradient of bucket k (or pack k). Equal
+    bodies are one region with several calls. If the second shard shape has another body, its region is
+    ``bwd_k_shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
         loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
         mm    = aten.mm(expand, x)                  bwd_0 = call_region(fwd_0[1], x, region=bwd_0)
         output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
 
-    If a large value, such as the gradient of logits, crosses a cut only for operators with much smaller results, these
-    operators move before the cut. A model's collectives also cut regions, and then nothing moves.
+    A large value, such as the gradient of logits, may cross a cut only for operators with much smaller results. These
+    operators then move before the cut. A model's collectives also cut regions; nothing moves across them.
 
     Needs: a bucket plan.
     Guarantees: outside of regions are only arguments, reads, region calls and their outputs, checks and gathers of
-        these, and the model's collectives.
+        these outputs, and the model's collectives.
 
     Attributes:
-        min_bytes: smaller values may cross any cut.
+        min_bytes: operators do not move for smaller values.
     """
 
     min_bytes: int = 2**20
@@ -238,7 +238,6 @@ def _call(
 
 
 def _sizes_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The graph's arguments for symbols in the sizes of ``nodes``: their region needs these, too."""
     symbols = symbols_in([node.meta.get("val") for node in nodes])
     arguments = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
     return [node for node in arguments if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]

@@ -30,7 +30,7 @@ from mirrorc.torch_internals import lazy_graph_module
 
 @dataclass(frozen=True)
 class PlaceGradients:
-    """Passes each region the slots of its gradients, into which the region writes them.
+    """Makes each region write its gradients into their slots, which become its arguments.
 
     A matrix product is computed into its slot. Other gradients are copied there, in a kernel that Inductor fuses with
     the operator before::
@@ -45,7 +45,7 @@ class PlaceGradients:
             return [mm]                                       return [w_slot]
 
     If a linear layer and an embedding share their weight, the embedding's region adds the looked-up rows to the slot,
-    without a dense table. With microbatches it does not, because the order of additions would change::
+    without a dense table. Not with microbatches, where the order of additions would change::
 
         g0    = bwd_0[1]                                  g0    = bwd_0[1]                # is the slot
         bwd_1 = call_region(dx, i, g0, region=bwd_1)  ->  bwd_1 = call_region(dx, i, g0, region=bwd_1)
@@ -96,7 +96,7 @@ class PlaceGradients:
 
 
 def _ways_into_slots(program: Program, names: Mapping[fx.Node, str]) -> dict[str, str]:
-    """How each gradient gets into its slot; "pack" if `pack` copies it for any shard shape."""
+    """How each gradient is put into its slot; "pack" if any shard shape needs a copy by `pack`."""
     ways: dict[str, str] = {}
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
@@ -144,9 +144,9 @@ def _places(
     slots: Mapping[str, tuple[int, Slot]],
     left: list[str],
 ) -> dict[int, Slot]:
-    """The slots by result index, for results that are gradients or ``products`` in every call.
+    """The slots of results that are gradients or ``products`` in every call, by result index.
 
-    Adds the variables whose gradients have other uses to ``left``.
+    Adds variables whose gradients have other uses to ``left``.
     """
     places: list[dict[int, str]] = []
     for node in nodes:
@@ -157,7 +157,6 @@ def _places(
 
 
 def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
-    """The variables of a call's ``products``, by result index."""
     return {part.args[1]: products[part] for part in node.users if part in products}  # type: ignore[misc]
 
 

@@ -14,7 +14,7 @@ from mirrorc.messages.wording import counted, listed
 from mirrorc.printing.printed_values import size_text
 
 LEAST_LOADED = "least-loaded"
-"""Each variable, the largest first, goes to the device with the fewest bytes so far."""
+"""The largest variables come first; each goes to the device with the fewest bytes so far."""
 
 CENTRAL = "central"
 """All variables go to the first device."""
@@ -72,7 +72,7 @@ class PlaceVariables:
         return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
 
     def _owners(self, program: Program) -> dict[str, int]:
-        """Ignores variables of ``self.owners`` without a bucket: a call may leave out a layer."""
+        """Names in ``self.owners`` without a bucket are ignored, because a call may leave out a layer."""
         replicas = {device.name: replica for replica, device in enumerate(program.devices)}
         named = dict(self.owners)
         for name, device in named.items():

@@ -33,7 +33,7 @@ from mirrorc.packing import (
 )
 
 _Kind = tuple[torch.dtype, UpdateRule, bool, str]
-"""Dtype, update rule, whether factors are exchanged, and the variable's name if the optimizer takes its rows."""
+"""Dtype, update rule, True if factors are exchanged, and the variable's name if the optimizer takes its rows."""
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 _LEAST_PART = 16  # a bucket below a sixteenth of its cap is not worth a message
@@ -41,7 +41,7 @@ _LEAST_PART = 16  # a bucket below a sixteenth of its cap is not worth a message
 
 @dataclass
 class _Grouping:
-    """``closed`` has the variables of each bucket; ``num_packs`` is for buckets to cut, by first variable."""
+    """The variables of each full bucket, and the numbers of packs of buckets to cut, by the bucket's first variable."""
 
     closed: list[list[Variable]]
     remarks: list[str]
@@ -52,9 +52,10 @@ class _Grouping:
 class PlanBuckets:
     """Groups gradients into buckets, in the order of backward.
 
-    A bucket has one dtype, update rule and form of exchange. A table whose optimizer takes rows has a bucket alone. A
-    gradient that would exceed the cap opens a new bucket, unless the last is less than a sixteenth full. The first cap
-    is smaller, to begin communication early. For a sharded optimizer, buckets are padded to equal parts.
+    All gradients of a bucket have the same dtype, update rule and form of exchange. A table whose optimizer takes rows
+    has a bucket alone. A gradient that would exceed the cap opens a new bucket, unless the last is less than a
+    sixteenth full. The first cap is smaller, to begin communication early. For a sharded optimizer, buckets are padded
+    to equal parts.
 
     The graph does not change::
 
@@ -63,8 +64,8 @@ class PlanBuckets:
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]        <- as planned, in the program's bucket table
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]
 
-    Needs: a captured graph whose output lists gradients in its own order, or in the chief's.
-    Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
+    Needs: a captured graph whose output lists gradients in the order of its backward, or of the chief's.
+    Guarantees: every gradient has exactly one slot; slots are disjoint, aligned, and inside their bucket.
     Source: PyTorch DDP (Li et al., 2020).
 
     Other plans have a bucket per gradient or per user-defined group, or cut one bucket of each kind into equal packs.
@@ -207,7 +208,7 @@ def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collecti
 def _equal(
     plan: EqualPacks | EqualSplits, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]
 ) -> _Grouping:
-    """A bucket per kind, to be cut into packs; where the plan declines, a bucket per gradient."""
+    """A bucket per kind, to be cut into packs. For kinds that cannot be cut, a bucket per gradient."""
     number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
     alone = [[program.variables[gradient.name]] for gradient in gradients]
     if number == 0:

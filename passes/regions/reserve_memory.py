@@ -1,4 +1,4 @@
-"""Keeps memory of large results from step to step."""
+"""Reuses memory of large results in each step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INTO = MappingProxyType(
 
 @dataclass(frozen=True)
 class ReserveMemory:
-    """Lets regions compute large products into memory that is kept from step to step::
+    """Lets regions compute large products into memory that is reused in each step::
 
         fwd_0 = call_region(x, w, region=fwd_0)           reserved_0 = reserved(number=0, shape=[1024, 16000], dtype=float32)
         a     = fwd_0[0]                           ->     fwd_0 = call_region(x, w, reserved_0, region=fwd_0)
@@ -40,16 +40,16 @@ class ReserveMemory:
             mm = aten.mm(x, w)                     ->         mirrorc.mm_into(reserved_mm, x, w)
             return [mm]                                       return [reserved_mm]
 
-    The C library returns freed blocks of this size to the system, which clears them again at the first write. This
-    takes a twentieth of the step for logits over 16,000 words. Results with disjoint lifetimes share memory.
+    The C library returns freed blocks of this size to the system, and new ones are cleared at the first write. For
+    logits over 16,000 words, this takes a twentieth of the step. Results with disjoint lifetimes share memory.
 
     Needs: regions in their final form.
-    Guarantees: no reader of a product in reserved memory returns a view of it, so that the memory is free after the last
-        read (the rule reserved_values_do_not_overlap).
+    Guarantees: no reader of a product in reserved memory returns a view of it, so the memory is free after the last
+        read (rule reserved_values_do_not_overlap).
 
     Attributes:
         wanted: True if the C library allocates the devices' memory; GPU allocators keep freed memory.
-        min_bytes: the smallest result to reserve memory for; glibc itself can keep blocks below 32 MiB.
+        min_bytes: smaller results get new memory; glibc itself can keep blocks below 32 MiB.
     """
 
     wanted: bool = True

@@ -39,14 +39,14 @@ _ELEMENTWISE = frozenset(
         prims.convert_element_type.default,
     }
 )
-"""Operators that may write in place: each element of the result depends on one element of each operand."""
+"""Operators that may run in place: each element of the result depends on one element of each operand."""
 
 _INTO_SLOTS = frozenset({out_products.mm_into, out_products.addmm_into, out_products.add_rows_into})
 
 
 @dataclass(frozen=True)
 class ReuseArguments:
-    """Writes an elementwise result over the argument that it is computed from, if nothing reads this afterwards::
+    """Runs an elementwise operator in place on an argument that nothing reads afterwards::
 
         region bwd_0(logits, lse, dy, w):                region bwd_0(logits, lse, dy, w):
             ...                                              ...
@@ -55,10 +55,10 @@ class ReuseArguments:
             return [mm]                                      mm    = aten.mm(reuse, w)
                                                              return [mm]
 
-    New large blocks come from the system: their allocation and clearing can take longer than the computation.
+    New large blocks come from the system, and their allocation and clearing can take longer than the computation.
 
     Needs: regions in their final form.
-    Guarantees: an argument is written only if nothing may read it after any call of its region (the rule
+    Guarantees: an argument is written only if nothing reads it after any call of its region (rule
         regions_write_only_their_memory).
 
     Attributes:
@@ -90,7 +90,6 @@ class ReuseArguments:
         return program.evolve(regions=regions).with_remarks(remark)
 
     def _reuses(self, body: fx.Graph, places: set[int]) -> dict[str, str]:
-        """For each argument to overwrite, the name of the value written there; no value twice."""
         reuses: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
@@ -105,7 +104,6 @@ def _is_large(value: Any, min_bytes: int) -> bool:
 
 
 def _last_made_of(argument: fx.Node) -> fx.Node | None:
-    """The last elementwise result from an argument; None if it does not fit, or other operators read earlier values."""
     reached, value = {argument}, argument
     order = list(argument.graph.nodes)
     for node in order[order.index(argument) + 1 :]:
@@ -127,7 +125,7 @@ def _fits(value: fx.Node, argument: fx.Node) -> bool:
 
 
 def _reads_memory(user: fx.Node) -> bool:
-    """Tests for a product, also behind a view or into a slot: backends store a product's operands."""
+    """True for a product, also behind a view or into a slot, because backends store a product's operands."""
     if stored_product(user) is user or user.target in _INTO_SLOTS:
         return True
     return is_compute(user) and viewed(user) is not None and any(_reads_memory(other) for other in user.users)

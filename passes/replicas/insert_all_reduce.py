@@ -26,7 +26,7 @@ class InsertAllReduce:
                                                           wait_1 = wait(all_reduce, bucket=0, replica=1)
                                                           output {reduced: ((wait, wait_1),)}
 
-    Nothing is reduced for one replica, or if the program accumulates gradients.
+    One replica needs no reduction, nor does a program that accumulates gradients.
 
     Packs of a cut bucket are reduced separately::
 
@@ -35,7 +35,7 @@ class InsertAllReduce:
         output {packed: ((b0_pack0, ...), ...)}           unpack = unpack(wait, wait_2, bucket=0, replica=0)
                                                           output {reduced: ((unpack, ...),)}
 
-    A bucket of gathered factors, or of rows for its optimizer, has an `all_gather` in place of the `all_reduce`.
+    Factors, and rows for a row-wise optimizer, have an `all_gather` in place of the `all_reduce`.
 
     Guarantees: each pack is reduced once; each replica waits once for each pending value.
     """

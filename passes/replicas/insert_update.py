@@ -21,8 +21,8 @@ from mirrorc.messages.wording import listed, numbered
 class InsertUpdate:
     """Inserts commits, updates and buffer writes after forward and backward.
 
-    An element-wise optimizer updates whole buckets on every replica. Any other optimizer steps on replica 0 only: its
-    copies are unsafe, and it may draw random numbers::
+    An element-wise optimizer updates whole buckets on every replica. Any other optimizer steps on replica 0 only,
+    because its state cannot be copied safely, and it may draw random numbers::
 
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 

@@ -38,7 +38,7 @@ class PackGradients:
         pack = pack(g0, g1, bucket=0, replica=0)            ->    pack = pack(g0, g1, bucket=0, replica=0)
                                                                   sum  = add_accumulated(pack, bucket=0, replica=0)
 
-    Each pack of a cut bucket is filled as soon as its last gradient is there::
+    Each pack of a cut bucket is filled right after its last gradient::
 
         g0 = bwd_0[0]                                       ->    g0 = bwd_0[0]
         g1 = bwd_1[0]                                             b0_pack0 = pack(g0, bucket=0, pack=0, replica=0)

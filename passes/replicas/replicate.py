@@ -28,8 +28,8 @@ class Replicate:
                                                           loss_1  = fwd_0_1[0]
                                                           output {losses: (loss, loss_1)}
 
-    A replica without examples has no nodes, and None as results. If a whole worker has no examples, its replica 0 joins
-    the model's collectives (`attend`).
+    A replica without examples has no nodes, and None as results. On a worker without examples, replica 0 joins the
+    model's collectives (`attend`).
 
     Guarantees: each replica runs the graph of its shard shape; no edge joins two replicas.
     """

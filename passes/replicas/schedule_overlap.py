@@ -17,7 +17,7 @@ from mirrorc.messages.wording import counted, listed
 
 @dataclass(frozen=True)
 class ScheduleOverlap:
-    """Moves each collective right behind its last argument, and each `wait` right before its first use::
+    """Moves each collective right after its last argument, and each `wait` right before its first use::
 
         pack_0; all_reduce_0; wait_0               pack_0; all_reduce_0
         bwd_1                                ->    bwd_1
@@ -49,7 +49,6 @@ class ScheduleOverlap:
 
 
 def _move_waits(collective: fx.Node) -> None:
-    """Unused waits follow the last used one."""
     waits = [user for user in collective.users if user.target is ops.wait]
     used = [node for node in waits if node.users]
     for node in used:

@@ -28,14 +28,14 @@ class SendRows:
         store(w_1, bucket=0, replica=1)                          w_1 = wait(b, bucket=0, replica=1)
                                                                  store_rows(w_1, sum_1, bucket=0, replica=1)
 
-    Every device has gathered the rows' indices (``sum_1`` on replica 1). The whole table is sent if a step may update
-    all its rows, or rows outside the gradient.
+    Every device has gathered the rows' indices (``sum_1`` on replica 1). If the optimizer may update rows outside of
+    the gradient, or a step may update all rows, the whole table is sent.
 
     Guarantees: all devices have the same parameters, bit for bit. The pass may run twice.
 
     Attributes:
-        most_in_one_memory: the largest fraction of a table's rows to send within one memory, where whole copies are fast
-            (benchmarks/README.md).
+        most_in_one_memory: the largest fraction of a table's rows to send within one memory, where whole copies are
+            fast (benchmarks/README.md).
     """
 
     most_in_one_memory: float = 1 / 8

@@ -35,8 +35,8 @@ class ShareParameters:
         update(wait_1, bucket=1, replica=0)                   update(wait_0, bucket=0, replica=0)
         (the same on replica 1)                               (the same on replica 1: the other shares)
 
-    Waits and updates follow the commit, when no device reads parameters any more. An optimizer that is not element-wise
-    steps once, after all waits.
+    Waits and updates follow the commit, because no device reads parameters after it. An optimizer that is not
+    element-wise steps once, after all waits.
 
     Packs of a cut bucket are still reduced whole, because shares of packs are not shares of the bucket::
 

@@ -76,7 +76,7 @@ class SpreadCopies:
     def _is_large(self, program: Program, broadcast: fx.Node) -> bool:
         bucket = program.buckets[bucket_of(broadcast)]
         if broadcast.all_input_nodes[0].target is ops.updated_rows:
-            return False  # how many there are is known in a step alone
+            return False  # their number is known only at run time
         return bucket.num_elements >= max(self.min_elements, program.num_replicas - 1)
 
 

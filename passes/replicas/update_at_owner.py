@@ -21,7 +21,7 @@ from mirrorc.messages.wording import numbered
 
 @dataclass(frozen=True)
 class UpdateAtOwner:
-    """Turns N equal updates of a bucket into one update on its owner, and N - 1 copies::
+    """Replaces N equal updates of a bucket by one update on its owner and N - 1 copies::
 
         ar = all_reduce(p_0, p_1, bucket=0, op=sum)           r = reduce(p_0, p_1, bucket=0, op=sum, root=1)
         commit(replica=0); commit(replica=1)                  commit(replica=0); commit(replica=1)
@@ -33,8 +33,8 @@ class UpdateAtOwner:
                                                               wait(b, bucket=0, replica=1)
                                                               store(v_0, bucket=0, replica=0)
 
-    The owner alone has the optimizer's state. Each device first updates the buckets that it owns, then stores copies of
-    the others.
+    Only the owner has optimizer state. Each device first updates the buckets that it owns, then stores copies of the
+    others.
 
     Needs: an owner for each bucket (place-variables).
     Guarantees: the bits are those of an update on each device; every copy is written once.

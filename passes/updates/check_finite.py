@@ -20,7 +20,7 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class CheckFinite:
-    """Moves all but writes before the commit, which then checks losses and gradients::
+    """Moves everything except writes before the commit, which then checks losses and gradients::
 
         commit(replica=0)                                     wait_0 = wait(rs_0, bucket=0, replica=0)
         commit(replica=1)                                     f_0 = is_finite(wait_0, replica=0)
@@ -31,11 +31,11 @@ class CheckFinite:
                                                               update(wait_0, bucket=0, replica=0)
                                                               (the same on replica 1)
 
-    All replicas exchange their checks, and decide alike. In programs that accumulate, "raise" checks packed gradients,
-    and "skip" does nothing.
+    The commit combines the checks of all replicas. In programs that accumulate, "raise" checks packed gradients, and
+    "skip" does nothing.
 
-    Guarantees: every updating gradient and each replica's loss are checked. With loss scaling only gradients are, as in
-        torch's GradScaler.
+    Guarantees: each replica's loss, and every gradient of an update, is checked. With loss scaling only gradients are
+        checked, as in torch's GradScaler.
 
     Attributes:
         otherwise: at a non-finite value, "raise" an error, or "skip" the update and return the loss.
@@ -99,7 +99,9 @@ def _remark(program: Program, otherwise: str, num_moved: int, is_scaled: bool) -
 
 
 def _move_before(commit: fx.Node) -> int:
-    """Moves nodes before ``commit``, except writers, rescalings and users of these or of commits; counts moved waits."""
+    """Moves nodes before a commit, except writers, rescalings, and users of these or of commits. Returns the number of
+    moved waits.
+    """
     late = set(calls_to(commit.graph, ops.commit))
     num_moved, nodes = 0, list(commit.graph.nodes)
     for node in nodes[nodes.index(commit) :]:

@@ -27,7 +27,7 @@ class Bound:
     """A bound for the norm of a group's gradients.
 
     Attributes:
-        max_norm: math.inf only measures.
+        max_norm: math.inf measures the norm without scaling.
         group: a group of the optimizer; None for all gradients together.
     """
 
@@ -57,9 +57,9 @@ class ClipGradients:
                                                        update(g, bucket=0, replica=0)
                                                        (the same on replica 1)
 
-    Replicas with shares exchange their norms at the commit; all workers use the chief's. A replica with whole sums
-    measures alone. With a sharded optimizer, all workers' replicas exchange norms. Each worker measures an equal part
-    of a bucket that all update whole::
+    Replicas with shares exchange their norms at the commit; all workers use the chief's result. A replica with whole
+    sums needs no exchange. With a sharded optimizer, replicas of all workers exchange norms, and each worker measures
+    an equal part of the buckets that all update whole::
 
         commit(replica=0)                              own = slice(total_1, 0, 64, 128)
         update(part_0, bucket=0, replica=0)      ->    n_0 = norm(part_0, own, norm_type=2.0, replica=0)
@@ -67,12 +67,13 @@ class ClipGradients:
                                                        (as above)
 
     Needs: to run after share-parameters and shard-optimizer.
-    Guarantees: each element of a bounded gradient counts once in its norm, and is scaled once, alike on all replicas.
+    Guarantees: each element of a bounded gradient counts once in its norm, and is scaled once, by the same factor on
+        all replicas.
     Source: `torch.nn.utils.clip_grad_norm_`.
 
     Attributes:
-        max_norm: one number, or a tuple with one per group. None sets no bound; math.inf only measures.
-        norm_type: one type, or a tuple with one per group; math.inf is the largest absolute value.
+        max_norm: a number, or a tuple with one per group. None sets no bound; math.inf only measures.
+        norm_type: a type, or a tuple with one per group; math.inf is the largest absolute value.
         max_value: the largest absolute value of an element, applied after scaling; None for no bound.
     """
 
@@ -159,7 +160,7 @@ def _remark(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: 
 
 
 def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
-    """Raises `PassError` if each worker would add up the norm alone, in another order."""
+    """Raises `PassError` if each worker would compute the norm alone: orders of additions would differ."""
     if any(bucket.part is not None for bucket in buckets):
         return True
     if not program.workers.are_several or program.workers.are_alike:
@@ -176,7 +177,7 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A bucket's sum on a replica; ``taker`` is the update that uses the sum, if the replica has one."""
+    """A bucket's sum on a replica; ``taker`` is the replica's update with it, if any."""
 
     value: fx.Node
     bucket: int
@@ -219,7 +220,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
 
 
 def _set_types_behind(program: Program, commit: fx.Node) -> None:
-    """Updates the types of nodes that depend on a commit's norms: a further norm may widen their dtype."""
+    """Infers types again: an additional norm may widen the dtype of the commit's result."""
     for user in list(commit.users):
         if user.target in (ops.norm, ops.clip_factor, ops.tell):
             set_type(program, user)
@@ -227,7 +228,6 @@ def _set_types_behind(program: Program, commit: fx.Node) -> None:
 
 
 def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exchanged: bool) -> fx.Node:
-    """The sum, or this worker's elements of a sum that each worker has whole."""
     bucket = program.buckets[reduced.bucket]
     elements = measured_elements(program, bucket, are_exchanged=are_exchanged)
     if bucket.part is not None or elements == Elements(0, bucket.num_elements):
@@ -236,7 +236,7 @@ def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exch
 
 
 def _empty_shares(program: Program, sums: Sequence[_Sum], taken: Sequence[_Sum], before: fx.Node) -> Iterator[_Sum]:
-    """Yields an empty share of the widest dtype if no measured share has this dtype: all norms have one dtype."""
+    """Yields an empty share of the widest dtype if no measured share has this dtype, so that all norms have one dtype."""
     widths = [program.buckets[reduced.bucket].dtype.itemsize for reduced in taken]
     for reduced in sorted(sums, key=lambda reduced: -program.buckets[reduced.bucket].dtype.itemsize):
         bucket = program.buckets[reduced.bucket]

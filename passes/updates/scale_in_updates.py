@@ -23,12 +23,12 @@ class ScaleInUpdates:
         g = scale(wait_0, f, replica=0)           ->   update(wait_0, f, bucket=0, replica=0)
         update(g, bucket=0, replica=0)
 
-    torch's fused optimizers divide gradients by a number, here the inverse of the factor. AdamW then makes seven passes
-    over memory, not nine.
+    torch's fused optimizers can divide gradients by a number: here the inverse of the factor. AdamW then makes seven
+    passes over memory, not nine.
 
     Needs: links (lower-collectives), which decide whether replicas read one sum.
-    Guarantees: the same gradients up to rounding. Only float32 gradients on CPUs change, if one update alone reads them
-        and nothing clips their elements.
+    Guarantees: the same gradients up to rounding. The pass changes only float32 gradients on CPUs that are read by one
+        update and not clipped by value.
 
     Attributes:
         groups: the optimizer's groups that torch's fused kernels update.

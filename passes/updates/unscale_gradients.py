@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class UnscaleGradients:
-    """Undoes loss scaling, which keeps small gradients of 16 bits from being rounded to zero::
+    """Undoes loss scaling, which keeps small 16-bit gradients from being rounded to zero::
 
         n = norm(met, norm_type=2.0, replica=0)        n = norm(met, norm_type=2.0, replica=0)
         tell(n, what=grad_norm, replica=0)             m = div(n, loss_scale(replica=0))

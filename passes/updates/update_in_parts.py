@@ -31,7 +31,8 @@ class UpdateInParts:
         wait_0 = wait(reduce_scatter_0, ...)        ->   wait_0 = wait(reduce_scatter_0, ...)
         update(wait_0, bucket=0, replica=0)              update(wait_0, part_elements=524288, bucket=0, replica=0)
 
-    This saves three of nine passes over memory (product and AdamW): parts use one small buffer, which stays in cache.
+    This saves three of nine passes over memory (product and AdamW), because all parts use one small buffer, which stays
+    in cache.
 
     Needs: to run after lower-collectives and all passes that read sums.
     Guarantees: the same gradients, up to the order of additions in a product.
@@ -76,7 +77,7 @@ class UpdateInParts:
 
 
 def _fewest(size: Any) -> int:
-    """A size. A symbolic size is at most `MOST_INNER`, because each step tests the size again."""
+    """A symbolic size is limited to `MOST_INNER`, because each step tests the size again."""
     return min(int(size_now(size)), MOST_INNER) if is_symbolic(size) else int(size)
 
 

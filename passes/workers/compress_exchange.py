@@ -35,7 +35,7 @@ class CompressExchange(WorkerCompression):
                                                               update(total_0, bucket=0, replica=0)
 
     A gradient is rounded on its worker, and again in each addition over workers. All workers get the same bits. Numbers
-    outside the narrower range become infinite. Complex buckets, buckets of no wider dtype, and factors are unchanged.
+    outside the narrower range become infinite. Factors, and buckets of complex or narrow dtypes, stay as they are.
 
     Attributes:
         dtype: "bfloat16" (8 bits of precision, the range of float32) or "float16" (11 bits, up to 65504).

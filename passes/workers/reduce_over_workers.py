@@ -55,14 +55,15 @@ class ReduceOverWorkers:
 
     A device waits for its share at the launch of the next bucket, so that backward does not stop for a straggler.
 
-    All workers exchange in the order of the bucket plan, and cannot deadlock. All that can fail on one worker precedes
-    its commit. If a connection is lost after an early commit, the runtime refuses the partly updated parameters.
+    All workers exchange in the order of the bucket plan, so they cannot deadlock. Everything that can fail on one
+    worker precedes its commit. If a connection is lost after an early commit, the runtime refuses the partly updated
+    parameters.
 
     Needs: shared parameters, if workers have several devices.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
 
     Attributes:
-        early_update: commit before the sums arrive, and update each bucket when its sum does.
+        early_update: commit before the sums arrive, and update each bucket when its sum arrives.
         needs_all_sums: why updates need all sums, such as ``clip_grad_norm``; empty if they do not.
     """
 
@@ -132,7 +133,6 @@ def _check(program: Program, bucket: Bucket) -> None:
 
 
 def _sums(program: Program) -> list[list[fx.Node]]:
-    """The values to exchange, by pack: all replicas' waits for the sum, or a single replica's `pack`."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
         sums: list[list[fx.Node]] = [[] for _ in program.packs]
@@ -208,7 +208,9 @@ def _gather(
 
 
 def _update_early(graph: fx.Graph) -> bool:
-    """Moves waits for workers' sums, and their users, behind the commits; changes nothing if a commit needs a sum (False)."""
+    """Moves waits for workers' sums, and their users, after the commits. Returns False, without changes, if a commit
+    needs a sum.
+    """
     places: dict[fx.Node, int] = {}
     for number, launch in enumerate(calls_to(graph, *ops.EXCHANGES)):
         for wait in launch.users:

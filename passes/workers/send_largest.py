@@ -29,8 +29,8 @@ class SendLargest(WorkerCompression):
         update(total_0, bucket=0, replica=0)                  total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    The other elements are the residual, added to the next step's sum. All workers add in the order of ranks, and get
-    the same bits. NaN and infinities count as largest. Buckets that would not shrink are sent whole.
+    The other elements are the residual, added to the next step's sum. All workers add in the order of ranks, so they
+    get the same bits. NaN and infinities count as largest. Buckets that would not shrink are sent whole.
     """
 
     ratio: float = 0.01
@@ -44,7 +44,7 @@ class SendLargest(WorkerCompression):
         TopK(self.ratio)  # refuses numbers out of range
 
     def bytes_of_sum(self, num_elements: int, dtype: torch.dtype, num_workers: int) -> int:
-        """The bytes of a whole sum whose ring all-reduce sends as much."""
+        """The bytes of a sum whose ring all-reduce would send as much as this pass."""
         whole = num_elements * dtype.itemsize
         if not num_elements or not dtype.is_floating_point:
             return whole

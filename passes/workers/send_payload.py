@@ -47,7 +47,6 @@ class SendPayload(WorkerCompression):
         return self._num_bytes({name: meta}, num_workers) or _size(meta)
 
     def _num_bytes(self, gradients: dict[str, torch.Tensor], num_workers: int) -> int:
-        """0 if the gradients are sent whole."""
         num_bytes = self.payload.num_bytes(gradients, num_workers)
         if not isinstance(num_bytes, int) or num_bytes < 0:
             raise problem(

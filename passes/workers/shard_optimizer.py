@@ -36,8 +36,8 @@ class ShardOptimizer:
                                                                      new_1   = wait(g_1, bucket=1, replica=0)
                                                                      new_0   = wait(g_0, bucket=0, replica=0)
 
-    Each worker keeps optimizer state for its part only. Buckets are gathered in the order of the next forward. Without
-    an early commit they are also updated in that order, which hides the gathers.
+    Each worker has optimizer state for its part only. Buckets are gathered in the order of the next forward. Without an
+    early commit they are also updated in that order, so that updates hide the gathers.
 
     Factors still go to all workers::
 
@@ -105,7 +105,6 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
 
 
 def _deal_out_sum(program: Program, bucket: Bucket) -> None:
-    """Makes the waits for a bucket's sum give only this worker's part."""
     graph = program.mirrored_graph
     (exchange,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
     launch = exchange

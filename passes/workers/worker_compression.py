@@ -22,10 +22,10 @@ from mirrorc.printing.printed_values import size_text
 
 @dataclass(frozen=True)
 class WorkerCompression:
-    """Replaces exchanges of whole sums, as subclasses define.
+    """The base class of passes that replace exchanges of whole sums by compressed ones.
 
     Needs: the exchanges of reduce-over-workers, not yet sharded or linked.
-    Guarantees: each wait gives the sum of the workers' messages in the bucket's dtype.
+    Guarantees: each wait returns the sum of the workers' messages in the bucket's dtype.
     """
 
     name: str = field(default="", init=False, repr=False)
@@ -37,7 +37,7 @@ class WorkerCompression:
     establishes: ClassVar = (Property.COMPRESSED,)
     precedes: ClassVar = Property.COMPRESSED.and_later
     does: ClassVar[str]
-    """A verb for error messages, such as "compresses"."""
+    """A verb for error messages."""
 
     def applies_to(self, program: Program, launch: fx.Node) -> bool:
         raise NotImplementedError
@@ -47,7 +47,6 @@ class WorkerCompression:
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """Describes the ``new`` launches, which replace exchanges of ``before`` bytes."""
         raise NotImplementedError
 
     def run(self, program: Program) -> Program:
@@ -71,7 +70,7 @@ class WorkerCompression:
 
 
 def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
-    """Replaces an exchange by ``operation``, which sends a part of each sum. Adds the residual to the sum first."""
+    """Replaces an exchange by ``operation``, which sends a part of each sum. The residual is first added to the sum."""
     of_pack = pack_keywords(*program.packs[pack_of(launch)])
     totals = tuple(
         insert(program, launch, ops.add_unsent, (local_sum,), {**of_pack, "replica": replica_of(local_sum)})
@@ -91,6 +90,5 @@ def ring_bytes_text(program: Program, num_bytes: int) -> str:
 
 
 def other_buckets_text(program: Program, new: Sequence[fx.Node]) -> str:
-    """The buckets without a new launch; empty if there are none."""
     others = sorted({bucket.index for bucket in program.buckets} - {bucket_of(launch) for launch in new})
     return numbered("bucket", others) if others else ""

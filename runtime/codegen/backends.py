@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 RegionFunction = Callable[[list[Any]], Any]
-"""A function that takes a list of arguments, which it empties, and returns a sequence of outputs."""
+"""A function that takes a list of arguments, empties it, and returns a sequence of outputs."""
 
 
 class Backend(ABC):
-    """A compiler of region bodies. A user's backend overrides `compile`, and others as needed.
+    """A compiler of regions. A user's backend overrides `compile`, and other methods as needed.
 
     Attributes:
         name: the name in ``mirrorc.Compiler(backend=name)``.
@@ -24,7 +24,7 @@ class Backend(ABC):
     name: ClassVar[str]
 
     def objection(self, device: torch.device) -> str:
-        """Why a device of this machine is not supported; empty if it is."""
+        """Why the backend does not support a device; empty if it does."""
         return ""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
@@ -39,20 +39,19 @@ class Backend(ABC):
         """Starts background work for the first region, before capture."""
 
     def together(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which regions compile in parallel. Their functions must not be called inside it."""
+        """A context in which regions compile in parallel. The compiled functions must not be called inside it."""
         return contextlib.nullcontext()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
-        """A context for recompilation after an error; None if that changes nothing."""
+        """A context in which to compile again after an error; None if that would not help."""
         return None
 
     @abstractmethod
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
-        """Makes a region executable.
+        """Compiles a region.
 
         Args:
             graph_module: the region's body on its device; placeholders and results have fake values.
-            num_threads: the region's threads on the CPU.
         """
 
 

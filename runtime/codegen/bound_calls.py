@@ -1,4 +1,4 @@
-"""What a generated function may call for a node, other than a plain function."""
+"""Kinds of calls in a generated function other than plain functions."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 
 class Constant:
-    """A node's value, bound once instead of computed in every step."""
+    """A node's value that is bound once, not computed in every step."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class TwoPartCall:
-    """A call in two parts: ``arrive`` takes its arguments and never blocks, ``leave`` waits for other graphs' calls.
+    """A call in two parts: ``arrive`` takes the arguments and never blocks; ``leave`` waits for other graphs' calls.
 
     A generated function with pauses yields between the parts.
 
     Args:
-        may_end: True to return the function's output early if ``leave`` returns False.
+        may_end: return the function's output early if ``leave`` returns False.
     """
 
     def __init__(self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False) -> None:
@@ -27,10 +27,10 @@ class TwoPartCall:
 
 
 class Asking:
-    """A call with requests. The generated function yields the requests first. Its caller resumes the function once they are met.
+    """A call with requests. The generated function first yields the requests; its caller resumes it once they are met.
 
     Args:
-        asks: pairs of a function that makes a request, and the positions of the call's arguments for that function.
+        asks: pairs of a function that makes a request, and the positions of its arguments among the call's.
     """
 
     def __init__(self, call: Callable[..., Any], asks: Sequence[tuple[Callable[..., Any], Sequence[int]]]) -> None:

@@ -19,10 +19,8 @@ from mirrorc.torch_internals import SizesGivenUp, has_symbols, is_dense, schema_
 
 
 class EagerBackend(Backend):
-    """Calls the captured operators one by one.
-
-    Some operators return other strides than their fake versions. Then views copy if necessary, operators that may read
-    memory in order get the inferred strides, and ``as_strided`` raises an error.
+    """Calls the captured operators. Some return other strides than their fake versions. Views then copy if necessary,
+    operators that may read memory in order get the inferred strides, and ``as_strided`` raises an error.
     """
 
     name = "eager"
@@ -95,7 +93,6 @@ def _needs_layouts(target: Any) -> bool:
 
 
 def _layout(argument: Any) -> Any:
-    """Inferred strides; a `DimOrder` if symbolic; a list for several tensors; None for scalars and non-tensors."""
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -109,13 +106,13 @@ def _layout(argument: Any) -> Any:
 
 @dataclass(frozen=True)
 class DimOrder:
-    """Memory order of a dense tensor with symbolic sizes: its dimensions, the outermost first."""
+    """The memory order of a dense tensor with symbolic sizes: its dimensions from the outermost."""
 
     dims: tuple[int, ...]
 
     @classmethod
     def of(cls, value: torch.Tensor) -> DimOrder:
-        """Raises `SizesGivenUp` for a tensor with gaps or overlaps: the order does not determine its strides."""
+        """Raises `SizesGivenUp` for a tensor with gaps or overlaps, because the order does not determine its strides."""
         now = with_sizes_now(value)
         strides = now.stride()
         order = cls(tuple(sorted(range(now.dim()), key=lambda dim: (-strides[dim], dim))))

@@ -19,14 +19,14 @@ _programs: weakref.WeakValueDictionary[str, GraphFunction] = weakref.WeakValueDi
 
 
 class GraphFunction:
-    """A graph as a callable. It takes a list of arguments, and empties the list.
+    """A graph as a callable. It takes a list of arguments and empties it.
 
     Attributes:
         nodes: the node of each source line, or None.
         namespace: the source's globals; may be rebound between calls.
-        marked: nodes with a time mark after their call, in order. The function's beginning has a mark, too.
-        asks: True for a generator that yields requests, see `Asking`.
-        pauses: True for a generator that yields at the ``pauses`` of `generate`.
+        marked: nodes with a time mark after their call, in order, after the mark of the beginning.
+        asks: it is a generator that yields requests, see `Asking`.
+        pauses: it is a generator that yields at the ``pauses`` of `generate`.
     """
 
     asks = pauses = False
@@ -45,12 +45,12 @@ class GraphFunction:
         self.filename = f"<mirrorc {title} #{next(_serial)}>"
         exec(compile(source, self.filename, "exec"), namespace)  # the source was generated below from a graph
         self.call: Callable[[list[Any]], Any] = namespace["run"]
-        namespace["run"].graph_function = self  # lets the holder of the function find the failing node
+        namespace["run"].graph_function = self  # to find the failing node
         _programs[self.filename] = self
 
 
 def failing_nodes(traceback: TracebackType | None) -> Iterator[fx.Node]:
-    """The nodes that ran when an exception was raised, outermost first."""
+    """Nodes that were running when an exception was raised, outermost first."""
     while traceback is not None:
         frame: FrameType = traceback.tb_frame
         program = _programs.get(frame.f_code.co_filename)
@@ -75,10 +75,10 @@ def generate(
 
     Args:
         bind: returns a call's function, or a `Constant`, a `TwoPartCall` or an `Asking`.
-        boxed: tests whether a node's function takes a list of arguments, empties the list, and returns a sequence.
+        boxed: True if a node's function takes a list of arguments, empties it, and returns a sequence.
         clock: marks the end of every call.
-        pauses: tests whether the function yields before a node's call, or between the parts of a `TwoPartCall`.
-        waits: tests whether the function yields `WAITS` before a node's call.
+        pauses: True to yield before a node's call, or between the parts of a `TwoPartCall`.
+        waits: True to yield `WAITS` before a node's call.
     """
     return _Generator(graph, bind, boxed, clock, pauses, waits).generate(title)
 

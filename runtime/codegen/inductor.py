@@ -31,7 +31,7 @@ _PRODUCTS = {
     out_products.linear_into: "extern_kernels.addmm({1}, {2}, {3}, alpha=1, beta=1, out={0})",
     out_products.addmm_into: "extern_kernels.addmm({0}, {1}, {2}, alpha=1, beta=1, out={0})",
 }
-"""What Inductor's code calls instead of our opaque operators."""
+"""Calls in Inductor's code that replace mirrorc's opaque operators."""
 
 
 class InductorBackend(Backend):
@@ -46,7 +46,7 @@ class InductorBackend(Backend):
         return inductor_decompositions()
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """Options for speed: oneDNN convolves faster in channels-last format, and Inductor's tanh is slow."""
+        """oneDNN's convolutions are faster in channels-last format, and Inductor's tanh is slow."""
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
         options = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
         options["pads_products"] = device.type == "cuda"
@@ -60,7 +60,7 @@ class InductorBackend(Backend):
         return kernels_compiled_together()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
-        """A context without Inductor's cached files, which may be corrupt; None after exhausted memory."""
+        """A context without Inductor's cached files, which may be corrupt; None if memory is exhausted."""
         return None if isinstance(error, MemoryError) else fresh_kernel_files()
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:

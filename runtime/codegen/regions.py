@@ -41,10 +41,10 @@ class RegionCompiler:
     ) -> list[RegionFunction]:
         """Compiles regions in parallel; ``on_compiled`` is called after each.
 
-        After a failure, compiles all once more if the backend has a `second_try`.
+        After a failure, compiles all regions again if the backend has a `second_try`.
 
         Raises:
-            Exception: the first try's error.
+            Exception: the error of the first attempt.
         """
         try:
             with self.together():

@@ -1,4 +1,4 @@
-"""Replaces views that fold and unfold symbolic dimensions with one permutation."""
+"""Replaces views that fold and unfold symbolic dimensions by one permutation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims)
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A factor of a dimension's size that no view splits. Compared by identity."""
+    """A factor of a dimension's size that no view splits; compared by identity."""
 
     size: Any
 
@@ -31,13 +31,13 @@ _Dims = tuple[tuple[_Part, ...], ...]
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """Arrangement of a source's elements in a value.
+    """The arrangement of a source's elements in a value.
 
     Attributes:
-        parts: the source's dimensions except size 1. A dimension that a view splits is listed as its parts.
+        parts: the source's dimensions, except those of size 1. A dimension split by a view is listed as its parts.
         dims: for each dimension of the value, its parts; empty for size 1.
-        is_copied: True after a copy, so that memory is in the order of the dimensions.
-        unfolds: True if a symbolic dimension of several parts was split again.
+        is_copied: after a copy, memory is in the order of the dimensions.
+        unfolds: a symbolic dimension of several parts was split again.
     """
 
     source: fx.Node
@@ -48,7 +48,7 @@ class _Arrangement:
 
 
 def unfold_dims(graph: fx.Graph) -> int:
-    """Rewrites a graph; returns the number of rewritten values::
+    """Returns the number of rewritten values::
 
         x: f32[s0, 4, s1, 32]
         folded = aten.view(x, [4*s0, s1, 32])
@@ -57,8 +57,7 @@ def unfold_dims(graph: fx.Graph) -> int:
         y      = aten.view(copy, [s1, s0, 128])             y      = aten.view(copy, [s1, s0, 128])
 
     Attention folds batch and heads like this. Inductor makes one loop of the folded dimension, with index arithmetic
-    for every element. Numeric sizes simplify it. Symbolic sizes leave divisions by ``4*s0`` and ``s0``, and the loop is
-    not vectorised.
+    for every element. Symbolic sizes leave divisions by ``4*s0`` and ``s0`` in it, so the loop is not vectorised.
 
     Needs: a functional graph with types and placeholders for symbolic sizes.
 
@@ -116,7 +115,6 @@ def _written(node: fx.Node) -> Iterator[Any]:
 
 
 def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """None for an operator that does more than rearrange its argument's elements."""
     target, rank = node.target, len(before.dims)
     if target in _SAME_VALUES:
         return before
@@ -149,7 +147,6 @@ def _permutation(node: fx.Node, rank: int) -> list[int]:
 
 
 def _reshaped(before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """None unless factors of the old sizes, in order, make up the new sizes."""
     waiting = deque(part for dim in before.dims for part in dim)
     cuts: dict[_Part, tuple[_Part, _Part]] = {}
     dims: list[tuple[_Part, ...]] = []
@@ -194,7 +191,6 @@ def _quotient(size: Any, divisor: Any) -> Any:
 
 
 def _rewrite(node: fx.Node, arrangement: _Arrangement, nodes_of_sizes: Mapping[Any, fx.Node]) -> bool:
-    """Replaces a node by at most a view, a permute, a clone and a view; returns True on success."""
     last = [part for dim in arrangement.dims for part in dim]
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     sizes: Sequence[Any] = sizes_key(arrangement.source.meta["val"].shape)

@@ -1,4 +1,4 @@
-"""Communicators, a file for each link that carries collectives."""
+"""Communicators, one file for each link with collectives."""
 
 from __future__ import annotations
 

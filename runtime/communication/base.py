@@ -16,13 +16,13 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, visit_par
 
 
 class Communicator:
-    """Performs a link's collectives among the devices of a process; see `register_communicator`.
+    """Runs a link's collectives among the devices of a process; see `register_communicator`.
 
-    Every method with ``replica`` is called from that replica's thread. Launches never block; waits do, for
-    ``timeout_seconds`` at most. ``bucket`` is the number of the bucket, or of the pack if buckets are cut.
+    Methods with ``replica`` are called in that replica's thread. Launches never block; waits block for at most
+    ``timeout_seconds``. ``bucket`` is the number of the bucket, or of the pack if buckets are cut.
 
     Attributes:
-        in_one_thread: True in a step whose replicas are interleaved: replica 0 waits first, when all have launched.
+        in_one_thread: replicas are interleaved in one thread. Replica 0 then waits first, after the launches of all.
     """
 
     link: ClassVar[str]
@@ -56,11 +56,11 @@ class Communicator:
             mailbox.abort()
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """Offers this replica's bucket, 1-D; returns a handle for `wait_all_reduce`."""
+        """Submits this replica's bucket, 1-D; returns a handle for `wait_all_reduce`."""
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """The sum, bitwise equal on all replicas. Replicas are added in order, unless a library adds."""
+        """The sum, bitwise equal on all replicas. Replicas are added in order, except by libraries such as NCCL."""
         raise self._not_carried("all_reduce")
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
@@ -71,7 +71,7 @@ class Communicator:
         raise self._not_carried("reduce_scatter")
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
-        """As `launch_all_reduce`, but only replica ``root`` gets the sum."""
+        """Like `launch_all_reduce`, but only replica ``root`` gets the sum."""
         raise self._not_carried("reduce")
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
@@ -79,13 +79,13 @@ class Communicator:
         raise self._not_carried("reduce")
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
-        """As `wait_reduce_scatter`; ``visit`` is called with each part of the share, in order."""
+        """Like `wait_reduce_scatter`; ``visit`` is called with each part of the share, in order."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
         visit_parts(share, visit)
         return share
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """A share with all addends present. A subclass may leave the addition to the caller; this method adds."""
+        """A share whose addends are complete. A subclass may leave the addition to the caller."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
         return unmade_sum([share], (0, share.numel()))
 
@@ -109,14 +109,18 @@ class Communicator:
         raise self._not_carried("exchange")
 
     def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
-        """Offers this replica's part of ``whole``, the worker's 1-D sum; None if the sum is in the memory of `memory_to_send`."""
+        """Submits this replica's part of ``whole``, the worker's 1-D sum; None if the sum is in the memory of
+        `memory_to_send`.
+        """
         raise self._not_carried("exchange")
 
     def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
         raise self._not_carried("exchange")
 
     def launch_part(self, pack: int, replica: int, make: Callable[[], Any]) -> None:
-        """Offers this replica's elements of a pack. The last replica's launch calls ``make``, which returns a `SentPart`."""
+        """Submits this replica's elements of a pack. The last replica's launch calls ``make``, which returns a
+        `SentPart`.
+        """
         raise self._not_carried("parts of sums")
 
     def wait_part(self, pack: int, replica: int) -> Any:
@@ -126,7 +130,7 @@ class Communicator:
         raise self._not_carried("gather_factors")
 
     def wait_gather(self, pack: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's elements of the sum over all workers' replicas, made from factors."""
+        """This replica's elements of the sum over all workers' replicas, computed from factors."""
         raise self._not_carried("gather_factors")
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
@@ -137,7 +141,9 @@ class Communicator:
         raise self._not_carried("scatter_sums")
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """Offers this replica's updated share of ``whole``, the 1-D parameters. Other workers' shards will be written there."""
+        """Submits this replica's updated share of ``whole``, the 1-D parameters. Other workers' shards are written
+        there later.
+        """
         raise self._not_carried("gather_parameters")
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
@@ -149,7 +155,7 @@ class Communicator:
         )
 
     def send(self, route: Route, tensor: torch.Tensor) -> None:
-        """Offers a tensor, which must not be written until the step has ended on all replicas."""
+        """Sends a tensor, which must not be written until the step has ended on all replicas."""
         self._mailboxes[route].put(tensor)
 
     def launch_receive(self, route: Route) -> None:

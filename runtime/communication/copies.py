@@ -15,7 +15,7 @@ from mirrorc.runtime.devices.events import record_event, wait_event
 
 @register_communicator
 class CopyCommunicator(Communicator):
-    """Works on any devices, such as logical ones on one GPU."""
+    """All-reduces on any devices, such as logical devices on one GPU."""
 
     link = "copy"
 

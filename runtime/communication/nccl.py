@@ -18,18 +18,22 @@ from mirrorc.runtime.devices.events import record_event, wait_event
 
 _HIGH = -1  # of the priorities of CUDA's streams; 0 is the default
 _launching = threading.Lock()
-"""Torch keeps NCCL's communicators in one unguarded map, and NCCL forbids parallel launches on communicators of one GPU."""
+"""Torch keeps NCCL's communicators in one unguarded map, and NCCL forbids parallel launches on communicators of one
+GPU.
+"""
 
 
 @register_communicator
 class NcclCommunicator(Communicator):
-    """All-reduces on side streams. The last replica to offer launches for all, so all GPUs have the same order of collectives."""
+    """All-reduces on side streams. The last replica launches for all, so that all GPUs have the same order of
+    collectives.
+    """
 
     link = "nccl"
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float, unit: str = "bucket") -> None:
         super().__init__(devices, timeout_seconds, unit)
-        # what waits for a bucket waits for all replicas, so its few blocks come before those of backward
+        # a wait for a bucket is a wait for all replicas, so its few blocks have priority over backward
         self._streams = [torch.cuda.Stream(device.torch_device, priority=_HIGH) for device in devices]
         self._offers: dict[int, int] = {}
 

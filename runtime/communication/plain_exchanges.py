@@ -1,4 +1,4 @@
-"""Exchanges between replicas of a process that run as plain PyTorch."""
+"""Exchanges between a process's replicas that run as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class _Arrival(NamedTuple):
 
 
 class PlainExchanges:
-    """Rounds in which each present replica waits for all others.
+    """Exchanges in rounds: each present replica waits for all others.
 
-    Which exchanges there are is known only when replicas come to them, so all of a round have to have come to the same one.
+    No graph lists the exchanges, so each round checks that all replicas have reached the same one.
     """
 
     def __init__(self, devices: Sequence[Device], present: Sequence[int], timeout_seconds: float) -> None:
@@ -100,7 +100,7 @@ class PlainExchanges:
 
 
 class OneOfReplicas:
-    """The others for one replica."""
+    """The other replicas, for one replica."""
 
     number = 0
 
@@ -108,7 +108,7 @@ class OneOfReplicas:
         self._exchanges, self._replica, self.place, self.count = exchanges, replica, place, count
 
     def meet_at(self, subject: str, kind: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-        """Leaves a copy, as this replica may write the value before others have read it."""
+        """Leaves a copy, because this replica may overwrite the value before others have read it."""
         copy = value.clone(memory_format=torch.contiguous_format)
         return self._exchanges.meet(self._replica, self.place, _Arrival(subject, kind, copy, rows))
 

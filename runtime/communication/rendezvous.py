@@ -19,7 +19,7 @@ Tag = tuple[str, int]  # kind of collective, index of bucket
 
 
 class Aborted(Exception):
-    """Raised in a waiting replica after another one has failed."""
+    """Raised in a waiting replica if another replica has failed."""
 
 
 class StepStoppedError(ExecutionError):
@@ -27,7 +27,7 @@ class StepStoppedError(ExecutionError):
 
 
 class Rendezvous:
-    """For a collective: each replica leaves a tensor, announces itself, and waits for the others."""
+    """A collective's rendezvous: each replica leaves a tensor, announces itself, and waits for the others."""
 
     def __init__(self, subject: str, devices: Sequence[Device], timeout_seconds: float) -> None:
         self.subject = subject
@@ -71,7 +71,7 @@ class Rendezvous:
 
 
 class Mailbox:
-    """A single send: the sender leaves a tensor and goes on, the receiver waits for it.
+    """A single send: the sender leaves a tensor and continues; the receiver waits for it.
 
     Attributes:
         tensor: held until the next step, because a GPU may copy it after `take`.
@@ -83,7 +83,7 @@ class Mailbox:
         self._inbox: queue.SimpleQueue[tuple[torch.Tensor, Any] | None] = queue.SimpleQueue()
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Sends the value that the tensor has after the work queued on its device so far."""
+        """Sends the value that the tensor has after all work queued on its device."""
         self.tensor = tensor
         self._inbox.put((tensor, record_event(tensor.device)))
 

@@ -15,7 +15,7 @@ from mirrorc.runtime.communication.rendezvous import Rendezvous
 
 
 class ReplicaValues:
-    """Collectives of the model. Each present replica leaves a value, and takes the result over all replicas' values."""
+    """Collectives of the model. Each present replica leaves a value, and takes the result of all values."""
 
     def __init__(self, program: Program, timeout_seconds: float) -> None:
         self._devices, self._present = program.devices, tuple(program.present)
@@ -38,7 +38,7 @@ class ReplicaValues:
             meeting.tensors = [None] * len(self._devices)
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor) -> None:
-        """Leaves a copy of a value, since the next region may overwrite it; never blocks."""
+        """Leaves a copy of a value, because the next region may overwrite it; never blocks."""
         meeting = self._meetings[_number(node)]
         rows = node.kwargs["rows"] if node.target is ops.own_rows_of_sum else None
         meeting.tensors[replica] = (value.clone(memory_format=torch.contiguous_format), rows)
@@ -75,7 +75,9 @@ RESULTS: dict[str, Callable[[Sequence[torch.Tensor], Sequence[Any], int], torch.
     ops.rows_of_replicas.__name__: _gathered,
     ops.own_rows_of_sum.__name__: _replica_rows,
 }
-"""For each operation, the result for a replica: of the values of all, their rows, and the replica's place."""
+"""For each operation, a function that computes a replica's result from all replicas' values and rows, and the replica's
+index.
+"""
 
 
 def _number(node: fx.Node) -> int:

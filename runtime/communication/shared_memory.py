@@ -18,7 +18,7 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, add_visit
 
 @register_communicator
 class SharedMemoryCommunicator(Communicator):
-    """Sums in replica 0's bucket, where all replicas read, so that nothing is copied."""
+    """Sums in replica 0's bucket, which all replicas read, so that nothing is copied."""
 
     link = "shared-memory"
 
@@ -32,7 +32,7 @@ class SharedMemoryCommunicator(Communicator):
         self._offer(self._rendezvous[("all_reduce", bucket)], replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
-        """All replicas must offer factors for the same gradients."""
+        """All replicas must submit factors of the same gradients."""
         self._offer(self._rendezvous[("reduce_scatter", bucket)], replica, tensor)
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
@@ -99,7 +99,6 @@ class SharedMemoryCommunicator(Communicator):
         return total
 
     def _awaited(self, tag: Tag, replica: int) -> list[Any]:
-        """The buckets of all replicas."""
         rendezvous = self._rendezvous[tag]
         rendezvous.await_replicas(replica, range(len(self.devices)))
         return rendezvous.tensors

@@ -11,7 +11,7 @@ import torch
 
 
 def record_event(device: torch.device) -> Any:
-    """Records an event on a GPU's current stream; None on the CPU, where calls are synchronous."""
+    """An event on a GPU's current stream; None on the CPU, where calls are synchronous."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -20,9 +20,9 @@ def record_event(device: torch.device) -> Any:
 
 
 def wait_device(device: torch.device, timeout_seconds: float) -> bool:
-    """Waits for a GPU's queued work; returns False after a timeout.
+    """Waits for a GPU's queued work. Returns False after a timeout.
 
-    A kernel may wait for another GPU forever, and torch's wait has no timeout: another thread waits.
+    Another thread waits, because a kernel may wait for another GPU forever, and torch's wait has no timeout.
     """
     if device.type != "cuda":
         return True
@@ -45,7 +45,7 @@ def _returns_in_time(wait: Callable[[], object], timeout_seconds: float, name: s
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:
-    """Makes a GPU's current stream wait for an event; a no-op for None. The default device is the current GPU."""
+    """Makes a GPU's current stream wait for an event; a no-op for None."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 

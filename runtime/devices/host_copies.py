@@ -1,4 +1,4 @@
-"""Copies of batches from the host to a GPU."""
+"""Copies of batches to a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mirrorc.runtime.devices.events import copied_to, record_event, reserve_for,
 
 
 class HostCopies:
-    """Copies one replica's batches to its device; all calls come from the replica's thread.
+    """Copies a replica's batches to its device, in the replica's thread.
 
-    GPU copies have their own stream, so that the caller can queue a step while the last one runs. When the step has
-    returned, a pinned batch may be overwritten.
+    GPU copies have their own stream, so that the caller can queue a step while the previous one runs. A pinned batch
+    may be overwritten after the step has returned.
     """
 
     def __init__(self, device: torch.device) -> None:

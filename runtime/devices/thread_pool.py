@@ -30,7 +30,7 @@ _LONGEST_SLEEP_SECONDS = 1.0  # Python handles a signal that comes right before 
 
 
 class DevicePool:
-    """Threads that each run one job at a time. They end with `close`, with the pool, or with the interpreter.
+    """A thread per device. Threads end with `close`, with the pool, or with the interpreter.
 
     Args:
         num_threads: threads of torch's operators within each CPU device.
@@ -85,11 +85,11 @@ class DevicePool:
     def run(
         self, jobs: Sequence[Job], on_failure: Callable[[], None], results: list[tuple[bool, Any] | None] | None = None
     ) -> list[tuple[bool, Any]]:
-        """Runs one job on each device, in the caller's context; returns for each (True, result) or (False, exception).
+        """Runs one job on each device, in the caller's context. Returns (True, result) or (False, exception) for each.
 
         Args:
             on_failure: called at the first failure or an interrupt; it must wake waiting jobs.
-            results: an empty list that receives the results, readable after an interrupt, too.
+            results: an empty list that receives the results, also in case of an interrupt.
 
         Raises:
             ExecutionError: a job did not end in time.
@@ -145,7 +145,7 @@ class DevicePool:
             self._await_a_result(deadline, results)
 
     def mark_stuck(self) -> None:
-        """Refuses further jobs: a device may still use the last ones' memory."""
+        """Refuses further jobs, because a device may still use the memory of the last ones."""
         self.is_stuck = True
 
     def wake(self) -> None:
@@ -171,7 +171,9 @@ class DevicePool:
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """Waits for a message. An interrupt may lose the message, but no result: the threads write ``results`` themselves."""
+        """Waits for a message. An interrupt may lose the message but no result, because the threads write ``results``
+        themselves.
+        """
         try:
             self._next_message(deadline)
         except queue.Empty:
@@ -184,7 +186,7 @@ class DevicePool:
             ) from None
 
     def _next_message(self, deadline: float) -> Message:
-        """Interruptible by Ctrl-C; raises `queue.Empty` at the deadline."""
+        """Interruptible by Ctrl-C. Raises `queue.Empty` at the deadline."""
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:
@@ -244,7 +246,7 @@ def _serve(
                 return
             jobs, replica, results = order
             job = jobs.pop(replica, None)
-            if job is None:  # it was handed out twice
+            if job is None:  # the job was sent twice
                 continue
             try:
                 results[replica] = (True, job())

@@ -12,10 +12,10 @@ _TRIES = (*[False] * 9, True)  # True for the last one
 
 
 def completed(function: Callable[[], _T]) -> _T:
-    """Calls a function until it succeeds, ten times at most; returns its result.
+    """Calls a function until it succeeds, at most ten times; returns its result.
 
-    The function must be idempotent from any point. An interrupt is raised after the success. A failure is raised only
-    if the last call fails.
+    The function must be idempotent from any point. Interrupts are raised after success, failures only after the last
+    call.
     """
     interruption: BaseException | None = None
     for is_last in _TRIES:

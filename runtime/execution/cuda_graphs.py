@@ -1,4 +1,4 @@
-"""Replay of a step on a single GPU as a CUDA graph."""
+"""Replays a step on a single GPU as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_WARM_UP_STEPS = 3  # as in torch.cuda.make_graphed_callables: kernels are tu
 _MANY_RENEWALS = 8  # after this many, a warning says so, once
 
 Function = Callable[[list[Any]], torch.Tensor]
-"""A replica's generated function: takes a list of tensors, which it empties, and returns the loss."""
+"""A replica's generated function. It takes a list of tensors, empties it, and returns the loss."""
 
 
 def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
@@ -77,14 +77,14 @@ class Capturer(Protocol):
         pass
 
     def wait(self) -> bool:
-        """Synchronizes with the device; False on timeout."""
+        """Waits for the device; False after a timeout."""
 
 
 class CudaCapturer:
-    """Captures graphs with `torch.cuda.graph` into a single private memory pool.
+    """Captures graphs with `torch.cuda.graph` into one private memory pool.
 
-    Each replay may overwrite the pool, so inputs, loss, variables and optimizer state lie outside. An anchor graph keeps the
-    pool alive. After a failed capture the next graph gets a new pool.
+    Each replay may overwrite the pool, so inputs, loss, variables and optimizer state are outside. An anchor graph
+    keeps the pool alive. After a failed capture, the next graph gets a new pool.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
@@ -94,7 +94,7 @@ class CudaCapturer:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """Captures in the device's thread, on the stream of the warm-up steps."""
+        """Runs in the device's thread, on the stream of the warm-up steps."""
         if self._anchor is None:
             self._anchor = self._capture(lambda: torch.zeros((), device=self._device))
         try:
@@ -122,13 +122,13 @@ class CudaCapturer:
 
 
 _still_running: list[Graph] = []
-"""Graphs on GPUs that hang, never freed: a running graph still uses its memory."""
+"""Graphs on GPUs that hang are never freed, because a running graph still uses its memory."""
 
 
 class StepGraph:
     """Runs a replica's function eagerly for a few steps, then captures and replays it.
 
-    Arguments and loss are copied into static device memory.
+    Arguments and loss have static device memory.
     """
 
     def __init__(self, capturer: Capturer, device: torch.device) -> None:
@@ -151,7 +151,7 @@ class StepGraph:
             self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:
-        """Drops the graph. ``fixed`` has the values baked into the next graph, by readable names."""
+        """Drops the graph. ``fixed`` has the constants of the next graph, by readable names."""
         key = tuple(fixed.values())
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
         self._key = key
@@ -198,7 +198,7 @@ class StepGraph:
         """Runs nothing, so variables stay unchanged."""
         loss = self._loss
         assert loss is not None, "it has run before"
-        raised: list[BaseException] = []  # leaving torch.cuda.graph raises another exception, which says less
+        raised: list[BaseException] = []  # leaving torch.cuda.graph raises a less precise exception
 
         def step() -> None:
             try:
@@ -231,7 +231,7 @@ class StepGraph:
 
 
 def _copy(memory: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies each memory location once if both tensors are expanded."""
+    """Copies expanded elements only once."""
     for dim, stride in enumerate(memory.stride()):
         if stride == 0:
             memory, value = memory.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -1,4 +1,4 @@
-"""Runs the steps of a lowered program."""
+"""Runs steps of a lowered program."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Executor:
     """A lowered program, ready to run.
 
     Args:
-        constants: tensors from the capture that are neither parameters nor buffers.
+        constants: captured tensors other than parameters and buffers.
         timeout_seconds: the longest wait of a replica for other replicas.
-        step_graph: captures and replays the steps of a single device; None to run all calls in every step.
+        step_graph: captures and replays the steps of a single device; None for no CUDA graph.
         team: None for a process that trains alone.
 
     Attributes:
-        used: the parameters that replicas have used, where backward runs as plain PyTorch.
+        used: the parameters used by replicas, if backward runs as plain PyTorch.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Executor:
         return self._progress.clause_if_begun() if self._progress is not None else ""
 
     def _vote(self, team: Team, columns: Columns, vote: Vote) -> tuple[bool, torch.Tensor | None]:
-        """Called by one replica, when all replicas have arrived at the commit."""
+        """One replica calls this after all replicas have arrived at the commit."""
         vote = dataclasses.replace(vote, used=self.used.tell())
         outcome = team.vote(vote, columns=columns, is_early=self._progress is not None)
         self.used.hear(outcome.used)
@@ -142,7 +142,7 @@ class Executor:
         numbers: Sequence[Sequence[int | float]] = (),
         sizes: Sequence[Sequence[int | float]] = (),
     ) -> torch.Tensor | None:
-        """Runs a step that `commit` has begun; returns `Losses.total`.
+        """Runs a step that `commit` has begun. Returns `Losses.total`.
 
         Raises:
             ExecutionError: a replica failed; names device, operation and source line.
@@ -302,7 +302,7 @@ class Executor:
         step_graph.load(values)
         if step_graph.is_due:
             with self.state.optimizers.capturing(), self.commit.suspended():
-                step_graph.capture(function)  # the calls are made, but nothing runs
+                step_graph.capture(function)  # calls are captured, not run
         if step_graph.is_captured:
             self.commit.commit()
         return step_graph.run(function)
@@ -319,7 +319,7 @@ class Executor:
             self.recorder.forget()
 
     def _give_up(self, pool: DevicePool) -> None:
-        """Cleans up when the GPUs' queued work is done, because the memory of this work will be reused."""
+        """Cleans up after the GPUs' queued work, because the memory of this work will be reused."""
         self.commit.stop()
         for device in dict.fromkeys(device.torch_device for device in self.program.devices if not pool.is_stuck):
             if not wait_device(device, self._timeout_seconds):
@@ -330,7 +330,7 @@ class Executor:
         elif self._progress is not None:
             assert isinstance(self.state, StepState), "a program that commits early trains"
             self.state.tear(self._progress.clause())
-        if pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
+        if pool.is_stuck:  # when a stuck device continues, it must find its rendezvous aborted
             return
         self._forget_step()
         self._binder.forget_deferred()

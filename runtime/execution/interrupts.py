@@ -19,7 +19,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def _functions() -> tuple[Callable[[int], Any], Callable[[int, Any], Any]]:
-    """The C functions behind `signal.getsignal` and `signal.signal` take a quarter of the time."""
+    """The C functions behind `signal.getsignal` and `signal.signal`, which take a quarter of the time."""
     try:
         module = importlib.import_module("_signal")
         return module.getsignal, module.signal
@@ -31,18 +31,18 @@ _handler_of, _set_handler = _functions()
 
 
 class InterruptGuard:
-    """The handler of Ctrl-C (SIGINT) while a step runs in the main thread; without effect in other threads.
+    """The handler of Ctrl-C (SIGINT) while a step runs in the main thread; no effect in other threads.
 
-    Until the commit, the user's handler is called at once and usually raises KeyboardInterrupt. After the commit, the call is
-    deferred to the step's end. While device threads run, an exception of the user's handler is raised after it has stopped
-    the threads.
+    Until the commit, the user's handler is called at once, and usually raises KeyboardInterrupt. After the commit, the
+    call is deferred to the end of the step. If device threads run, an exception of the handler first stops the threads.
 
-    The guard also restores torch's settings: an exception at the exit of ``torch.no_grad()`` leaves gradients off.
+    The guard also restores torch's settings, because an exception at the exit of ``torch.no_grad()`` leaves gradients
+    off.
 
     Attributes:
         commit: the step's commit point; None until the step has one.
-        is_ending: True defers signals until `end`, which must follow.
-        raised: exception of the user's handler while device threads ran.
+        is_ending: signals are deferred until `end`, which must follow.
+        raised: the exception of the user's handler while device threads ran.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class InterruptGuard:
             _set_handler(signal.SIGINT, self._installed)
 
     def end(self) -> None:
-        """Restores the user's handler, and calls it if a signal was deferred. May be repeated."""
+        """Restores the user's handler, and calls it if a signal was deferred; idempotent."""
         self._put_settings_back()
         installed = self._installed
         if installed is None:
@@ -92,11 +92,11 @@ class InterruptGuard:
             torch.set_num_threads(num_threads)
 
     def hold(self) -> None:
-        """Defers the signal until `let_go`: for calls that swallow exceptions of the handler."""
+        """Defers signals until `let_go`, for calls that swallow exceptions of the handler."""
         self._is_holding = True
 
     def let_go(self) -> None:
-        """Ends `hold`; the user's handler may raise here for a deferred signal."""
+        """Ends `hold`. The user's handler may raise an exception here for a deferred signal."""
         self._is_holding = False
         if self._held_since is not None and self._users is not None and not self.is_ending:
             self._held_since = None

@@ -22,7 +22,9 @@ class Losses:
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def weight_tensors(self, replica_weights: Sequence[float], examples: Examples) -> Sequence[torch.Tensor | None]:
-        """Each replica's tangent of backward, a scalar on its device: loss weight times loss scale; None without backward."""
+        """Each replica's gradient of its loss, a scalar on its device: loss weight times loss scale. None without
+        backward.
+        """
         if not self._program.trains:
             return [None] * len(replica_weights)
         scale = self._state.weight_of_loss(self._program, examples)
@@ -53,7 +55,7 @@ class Losses:
     def total(
         self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]
     ) -> torch.Tensor | None:
-        """The weighted sum of the losses, on the first device; None without a loss, and on a worker without examples."""
+        """The weighted sum of the losses, on the first device. None without a loss, and on a worker without examples."""
         if not self._program.has_loss or not self._program.present:
             return None
         home = self._program.devices[0].torch_device

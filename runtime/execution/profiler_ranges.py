@@ -49,7 +49,6 @@ def _is_named(node: fx.Node) -> bool:
 
 
 def range_name(node: fx.Node, device: str) -> str:
-    """A call's name in the profiler, such as ``mirrorc::bwd_0 cpu:0`` and ``mirrorc::wait b0 cpu:0``."""
     if is_region_call(node):
         return f"mirrorc::{region_of(node)} {device}"
     bucket = f" b{node.kwargs['bucket']}" if isinstance(node.kwargs.get("bucket"), int) else ""

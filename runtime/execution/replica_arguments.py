@@ -26,7 +26,7 @@ def replica_arguments(
     sizes: Sequence[int | float] = (),
     examples: Examples | None = None,
 ) -> list[Any]:
-    """The arguments in order, with the batch on the replica's device; empty for a replica without examples."""
+    """The arguments of a replica, with the batch on its device; empty for a replica without examples."""
     for event in start:
         wait_event(event)
     values: list[Any] = []

@@ -27,11 +27,11 @@ _OF_OPTIMIZER = (
 def explain_failure(
     program: Program, failures: Mapping[int, BaseException], has_committed: bool, torn: str = ""
 ) -> MirrorcError:
-    """The error to raise for a call that failed.
+    """The error to raise for a failed call.
 
     Args:
-        failures: the exception of each failed replica; `Aborted` if another replica's failure has stopped it.
-        torn: a clause on the updated buckets if the call failed after an early commit; else empty.
+        failures: exceptions by replica; `Aborted` for a replica that another one's failure has stopped.
+        torn: names the updated buckets, if the call failed after an early commit.
     """
     devices = program.devices
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))

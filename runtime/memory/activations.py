@@ -44,7 +44,7 @@ from mirrorc.runtime.state.shares.pieces import Factors, Piece
 from mirrorc.torch_internals import num_bytes_now, size_now, storage_bytes_now
 
 Count = Callable[[Sequence[Piece], Sequence[Sequence[Sequence[Factors]]]], int]
-"""Counts bytes from a share's pieces and all replicas' factors; see `temporary_bytes`."""
+"""Counts bytes, from a share's pieces and all replicas' factors; see `temporary_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Moment:
     """A peak of a device's memory.
 
     Attributes:
-        where: None if nothing is ever live.
+        where: None if no value is ever live.
         blocks: the live values, the largest first; they add up to ``num_bytes``.
     """
 
@@ -63,12 +63,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class Activations:
-    """The values of a device's step that it does not keep.
+    """Temporary values of a device's step.
 
     Attributes:
-        peak: of all of them; ``of_activations``: of those that are not gradients.
-        kept: bytes of gradients outside of buckets that live until the next step replaces them.
-        most_during: the most bytes during each call.
+        peak: of all values; ``of_activations``: of values other than gradients.
+        kept: bytes of gradients outside of buckets that live until the next step.
+        most_during: the peak bytes during each call.
     """
 
     peak: Moment
@@ -80,19 +80,19 @@ class Activations:
 def activations_of(
     program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
 ) -> Activations:
-    """The activations of a device; ``temporary_bytes``: bucket -> temporary bytes per element of its update."""
+    """``temporary_bytes``: bucket -> temporary bytes per element of its update."""
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
 accounts: Handlers[Callable[[_Walk, fx.Node], tuple[tuple[Block, ...], int]]] = Handlers("account for the memory of")
-"""For each operation, a handler that returns the blocks of a node's value, and its temporary bytes.
+"""By operation, handlers that return the blocks of a node's value, and its temporary bytes.
 
-The value of an operation without a handler is a new block.
+Without a handler, the value is a new block.
 """
 
 
 class _Walk:
-    """Finds the peak of a device's generated function, with a `Block` in place of each value's memory."""
+    """Simulates a device's generated function, with a `Block` in place of each value's memory."""
 
     def __init__(
         self, program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
@@ -168,7 +168,7 @@ class _Walk:
         self.values[node] = ()
 
     def _is_gradient(self, result: fx.Node) -> bool:
-        """A result of backward for sums and updates alone: a gradient, or a factor of one."""
+        """A result of backward that only sums and updates use: a gradient, or a factor of one."""
         is_backward = self.program.regions[region_of(result.args[0])].phase == "backward"  # type: ignore[arg-type]
         return is_backward and bool(result.users) and all(user in self.of_gradients for user in result.users)
 
@@ -250,7 +250,7 @@ class _Walk:
 
     @accounts(ops.MEETINGS)
     def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """A copy for other replicas and the sum over workers live until the step's end."""
+        """Holds a copy for other replicas, and the sum over workers, until the end of the step."""
         (source,) = node.all_input_nodes
         value = source.meta["val"]
         self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(source)}", type_of(value))])
@@ -287,7 +287,7 @@ class _Walk:
 
     @accounts(ops.gather_largest)
     def _gather_largest(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device has the workspace of the top-k search, and holds the workers' messages until the step's end."""
+        """Accounts for the top-k workspace, and for workers' messages until the end of the step, on the first device."""
         if self.replica:
             return (), 0
         _, pack = self.program.packs[pack_of(node)]
@@ -309,7 +309,7 @@ class _Walk:
 
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """One device holds the workers' messages, assumed to be of equal length, until the step's end."""
+        """Accounts for workers' messages until the end of the step, on the first device. Assumes equal lengths."""
         operands = self._of(node.args)
         if self.program.num_replicas > 1:
             self.ledger.hold(operands)  # until the last device's launch, at an unknown time
@@ -345,7 +345,6 @@ class _Walk:
         return (), 0
 
     def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
-        """Upper bound of the memory of the replicas' summed rows, or of the row indices alone."""
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]
@@ -400,7 +399,6 @@ class _Walk:
         return (self._of([operand]) if has_sum else ()), 0
 
     def _bytes_to_gather(self, wait: fx.Node) -> int:
-        """Temporary bytes of a device that sums all devices' factors itself, with its copies of the factors."""
         packs = [pack for pack in packs_of(self.program, bucket_of(wait)) if pack.args]
         factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
         pieces = pieces_of_share(self.program.buckets[bucket_of(wait)], factored_slots(packs[0]), 0, 1)
@@ -463,7 +461,6 @@ class _Walk:
 
 
 def _nodes_of_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """What regions leave to do with gradients: products of factors, buckets, sums, messages, norms and updates."""
     nodes: set[fx.Node] = set()
     for node in graph.nodes:
         begins = "bucket" in node.kwargs or node.target in ops.FACTORED

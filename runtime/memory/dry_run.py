@@ -36,9 +36,8 @@ class DryStep:
     """A statement of a region's code.
 
     Attributes:
-        call: name of the function that the statement calls or prepares memory for.
-        taken: the allocated memory.
-        dropped: memory that the region releases after the statement; the caller may still hold an argument.
+        call: the function that the statement calls or prepares memory for.
+        dropped: memory released after the statement; the caller may still hold an argument.
         workspace: bytes of the called operator's workspace.
     """
 
@@ -65,7 +64,7 @@ class DryRun:
 
 
 def dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
-    """Follows a region's code on fake tensors. Inductor code that fails on them is counted as if it were not fused."""
+    """Runs a region's code on fake tensors. If Inductor's code fails on them, memory is counted without fusion."""
     with made_current(device):  # Inductor's code makes its GPU current, and it is the user's thread that runs it here
         return _dry_run(region, function, device)
 
@@ -107,7 +106,7 @@ def _run(
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Flattens ``with`` statements: a device guard has no effect on fake tensors."""
+    """Flattens ``with`` statements, because a device guard has no effect on fake tensors."""
     for statement in statements:
         if isinstance(statement, ast.With):
             yield from _flat(statement.body)

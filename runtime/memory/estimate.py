@@ -1,4 +1,4 @@
-"""Memory estimate of a step, from graphs, bucket plan and optimizer state."""
+"""Estimates a step's memory from graphs, bucket plan and optimizer state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
 
 
 def _remarks_on_call(program: Program, state: StepState) -> list[str]:
-    """What the memory of a call without an update leaves out."""
     if program.takes_tangents or program.accumulation is Accumulation.FORWARD:
         way = "backward" if program.takes_tangents else "forward"
         return [
@@ -124,7 +123,6 @@ class _Tally:
             self._add(tuple(names), kind, num_bytes)
 
     def _copies(self, bucket: Bucket) -> list[Owners]:
-        """For each copy of parameters or state, the names of the devices that share it."""
         owners: dict[int, list[str]] = {}
         for replica, name in enumerate(self.names):
             owners.setdefault(bucket.owner_of_parameters(replica), []).append(name)
@@ -153,7 +151,7 @@ class _Tally:
                 self._add((name,), "accumulated", bucket.num_bytes)
 
     def add_users_gradients(self, state: StepState) -> None:
-        """Adds what earlier calls of `Step.gradients`, or the user's own backward, hold."""
+        """Adds gradients from earlier calls of `Step.gradients`, or from the user's own backward."""
         for flat in state.users_buckets:
             for name, gradients in zip(self.names, flat.gradients, strict=True):
                 self._add((name,), "users_buckets", gradients.nbytes)
@@ -164,7 +162,7 @@ class _Tally:
                 self._add(self.names[:1], "users", sum(part.nbytes for part in parts))
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
-        """Elements of gradients that are made in parts; also records each device's memory for a part."""
+        """Elements of gradients that are made in parts. Also records each device's memory for a part."""
         num_elements = 0
         for replica, module in enumerate(self.program.device_graphs.values()):
             update = next(

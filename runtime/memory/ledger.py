@@ -21,12 +21,12 @@ class Block:
 
 
 Where = tuple[fx.Node, DryStep | None]
-"""A node of the device's graph and, within a region, a statement of its code; else None."""
+"""A node of the device's graph and, within a region, a statement of its code."""
 
 
 @dataclass
 class Peak:
-    """``length``: of the history up to the peak."""
+    """A peak of live memory. ``length`` is that of the history up to the peak."""
 
     num_bytes: int = 0
     at: Where | None = None
@@ -38,9 +38,9 @@ class Ledger:
     """Live memory of a device's step.
 
     Attributes:
-        gradients: blocks that are no activations: sums, messages, and what updates take.
-        holds_gradients: whether further blocks are of gradients.
-        total: bytes of all live blocks; ``activations``: without ``gradients``.
+        gradients: blocks other than activations: sums, messages, and operands of updates.
+        holds_gradients: new blocks are gradients.
+        total: live bytes; ``activations``: without ``gradients``.
         peak: of the total; ``activation_peak``: of activations.
     """
 
@@ -70,7 +70,7 @@ class Ledger:
                 self._count(block, False)
 
     def leave(self, blocks: Iterable[Block]) -> int:
-        """Stops counting blocks that live until the next step replaces them; returns the removed bytes."""
+        """Stops counting blocks that live until the next step replaces them. Returns their bytes."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._left]
         for block in new:
             self._count(block, False)
@@ -91,7 +91,6 @@ class Ledger:
                 peak.num_bytes, peak.at, peak.length = num_bytes, where, len(self.history)
 
     def blocks_at(self, peak: Peak) -> list[Block]:
-        """The blocks that add up to a peak, the largest first."""
         alive: dict[Block, None] = {}
         for block, is_taken in self.history[: peak.length]:
             if is_taken:

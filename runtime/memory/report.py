@@ -26,7 +26,7 @@ class LiveValue:
 
     Attributes:
         name: as in the printed program; inside a region, the operator's name or Inductor's name.
-        type: as printed, such as ``f32[64, 2048]``; empty for a value outside of the program.
+        type: as printed, such as ``f32[64, 2048]``; empty if the value is not in the program.
         num_bytes: of its memory, possibly shared with other values.
     """
 
@@ -37,15 +37,15 @@ class LiveValue:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The peak of what a device's step makes and frees.
+    """The peak of a device's temporary memory in a step.
 
     Attributes:
         num_bytes: bytes of all values.
         call: the device's running call, such as ``bwd_1`` or ``wait b0``; empty without values.
         operation: the region's running operator or kernel; empty outside of a region.
         source: the operation's source line or module in the user's code; empty if unknown.
-        largest: the largest values in memory, the largest first.
-        num_smaller: the number of the others.
+        largest: the largest values, in descending order.
+        num_smaller: the number of other values.
     """
 
     num_bytes: int
@@ -57,7 +57,6 @@ class MemoryPeak:
 
     @property
     def smaller_bytes(self) -> int:
-        """Bytes of the values that are not among the largest."""
         return self.num_bytes - sum(value.num_bytes for value in self.largest)
 
 
@@ -71,7 +70,6 @@ GRADIENT_PARTS: Mapping[str, str] = MappingProxyType(
         "kept": "in sums outside of buckets, kept until the next step",
     }
 )
-"""The parts of a device's gradients, in the printed order."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +79,15 @@ class HeldMemory:
     Attributes:
         devices: names of the devices with this memory.
         parameters: all parameters, trained or not, with the gaps between them.
-        gradients: what is kept between steps, the sum of ``gradient_parts``.
+        gradients: between steps; the sum of ``gradient_parts``.
         optimizer_state: the present state, or the state after the first step; None if unknown before that step.
         buffers: the buffers of the model, and the constants of its graph.
-        activations: the peak of what forward and backward make and free.
+        activations: the peak of temporary memory of forward and backward.
         reserved: memory for large values, held until the step is closed, see `mirrorc.passes.ReserveMemory`.
-        passing_sums: by how much the peak of all that a step makes and frees, sums, messages and temporaries of updates
-            included, exceeds that of activations.
-        gradient_parts: bytes by part, see ``GRADIENT_PARTS``: the written ranges of buckets; gradients accumulated over calls, or
-            in ``p.grad``; what calls of `mirrorc.Step.gradients` hold beside a step; residuals of compression; sums that links or
+        passing_sums: the peak of all temporary memory, with sums, messages and temporaries of updates, minus
+            ``activations``.
+        gradient_parts: bytes by part, see ``GRADIENT_PARTS``: the written ranges of buckets; gradients accumulated over
+            calls, or in ``p.grad``; memory of `mirrorc.Step.gradients`; residuals of compression; sums that links or
             updates keep until the next step.
     """
 
@@ -105,7 +103,7 @@ class HeldMemory:
 
     @property
     def within_step(self) -> int:
-        """The peak of all that a step makes and frees."""
+        """The peak of all temporary memory."""
         return self.activations + self.passing_sums
 
     @property
@@ -119,11 +117,10 @@ class DeviceMemory:
     """The memory of one device alone.
 
     Attributes:
-        own: without shared memory.
-        peak: the moment of ``own.within_step``.
-        activation_peak: the moment of ``own.activations``.
-        within_calls: the most bytes that are made and not yet freed during each call, by the name of its node in
-            `mirrorc.Step.graphs`.
+        own: memory that is not shared.
+        peak: the peak of ``own.within_step``.
+        activation_peak: the peak of ``own.activations``.
+        within_calls: peak bytes of temporary memory during each call, by the name of its node in `mirrorc.Step.graphs`.
     """
 
     device: str
@@ -135,10 +132,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of a step on all devices; `str` of it is a table.
+    """The memory of a step on all devices; its `str` is a table.
 
-    Totals count shared memory once, and add the peaks of all devices as if they occurred at the same time. The report
-    excludes the caller's memory (the batch on CPUs, outputs), unused variables, code, and workspaces of operators.
+    Totals count shared memory once, and add the peaks of all devices. The report excludes the caller's memory (the
+    batch on CPUs, outputs), unused variables, code, and workspaces of operators.
 
     Attributes:
         devices: in order of replicas.
@@ -152,7 +149,7 @@ class MemoryReport:
 
     @property
     def rows(self) -> tuple[HeldMemory, ...]:
-        """Shared memory and each device's own memory, each counted once."""
+        """Shared memory and each device's own memory, each once."""
         return (*self.shared, *(device.own for device in self.devices))
 
     @property
@@ -165,7 +162,7 @@ class MemoryReport:
 
     @property
     def optimizer_state(self) -> int | None:
-        """None if unknown before the first step."""
+        """Bytes of optimizer state; None if unknown before the first step."""
         parts = [row.optimizer_state for row in self.rows]
         return None if None in parts else sum(part for part in parts if part is not None)
 
@@ -184,7 +181,7 @@ class MemoryReport:
 
     @property
     def within_step(self) -> int:
-        """The sum of the devices' peaks of all that a step makes and frees."""
+        """The sum of the devices' peaks of all temporary memory."""
         return sum(row.within_step for row in self.rows)
 
     @property
@@ -197,7 +194,7 @@ class MemoryReport:
         return sum(row.total for row in self.rows)
 
     def gradient_texts(self) -> Iterator[str]:
-        """What gradients consist of on each device, unless all are in buckets."""
+        """The parts of gradients on each device, unless all are in buckets."""
         devices: dict[tuple[tuple[str, int], ...], list[str]] = {}
         for row in self.rows:
             parts = ((part, row.gradient_parts.get(part, 0)) for part in GRADIENT_PARTS)

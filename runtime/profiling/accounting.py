@@ -1,4 +1,4 @@
-"""Assigns each nanosecond of a step on a device to one part."""
+"""Attributes each nanosecond of a device's step to one part."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "end": "done, while another device is not",
     }
 )
-"""The parts of a device's step, in the printed order."""
 
 
 def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, int]:
-    """A device's nanoseconds in each of PARTS; their sum is the duration of the step."""
+    """A device's nanoseconds in each of PARTS. They add up to the duration of the step."""
     skews = {
         launch.wait: skew_ns(step, launch)
         for collective in collectives_of(step)
@@ -73,14 +72,14 @@ def mean_parts_ms(program: Program, steps: Sequence[RecordedStep], replica: int)
 
 
 def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """The third of the steps with middle durations: means of parts add up, medians do not."""
+    """The middle third of the steps by duration. Its means add up; medians would not."""
     order = sorted(range(len(steps)), key=lambda i: steps[i].ended_ns - steps[i].begun_ns)
     num_left_out = len(steps) // 3 if len(steps) > 2 else 0
     return [steps[i] for i in sorted(order[num_left_out : len(steps) - num_left_out])]
 
 
 def apportioned(values: Sequence[float], num_units: int) -> list[int]:
-    """Distributes whole units in proportion to values, by the largest remainder; negative values count as 0."""
+    """Distributes whole units in proportion to values, by largest remainders. Negative values count as 0."""
     positive = [max(0.0, value) for value in values]
     total = sum(positive)
     if total == 0.0:

@@ -1,4 +1,4 @@
-"""Estimates the gain of several changes, and advises the best."""
+"""Estimates the gain of several changes, and recommends the best."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _meetings(devices: Sequence[DeviceTimes], of_buckets_ms: float, step_ms: flo
 def _evener_devices(
     program: Program, steps: Sequence[RecordedStep], devices: Sequence[DeviceTimes]
 ) -> tuple[float, str]:
-    """The gain is by how much the last device comes earlier to the commit if all compute for the mean time."""
+    """Estimates how much earlier the last device would reach the commit if all devices computed for the mean time."""
     mean_ms = statistics.fmean(device.compute_ms for device in devices)
     busy_ms = [_busy_ms(steps, replica) for replica in range(len(devices))]
     evened_ms = [busy - device.compute_ms + mean_ms for busy, device in zip(busy_ms, devices, strict=True)]
@@ -105,7 +105,7 @@ def _evener_devices(
 
 
 def _busy_ms(steps: Sequence[RecordedStep], replica: int) -> float:
-    """Until the commit, without waits. Who waits before it, or in it, is not the last."""
+    """Time until the commit, without waits, because a waiting device is not the last."""
     return statistics.fmean(
         (
             step.started_ns[replica]
@@ -134,7 +134,7 @@ def _even_shards(program: Program) -> str:
 
 
 def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """Each bucket fewer saves the fixed cost, but a larger last bucket leaves more to move after backward."""
+    """Estimates the gain of larger buckets: fewer fixed costs, but more bytes to transfer after backward."""
     totals: Counter[Any] = Counter()
     for times in buckets:
         bucket = program.buckets[times.index]
@@ -156,7 +156,7 @@ def _in_options(buckets: str) -> str:
 
 
 def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """A lower cap shrinks the last bucket, which no work hides."""
+    """A lower cap shrinks the last bucket, whose transfer no work hides."""
     last = buckets[-1]
     planned = [program.buckets[times.index] for times in buckets]
     least_bytes = max(slot.num_elements for slot in planned[-1].slots) * planned[-1].dtype.itemsize
@@ -182,7 +182,7 @@ class _Costs:
 
 
 def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_devices: int) -> _Costs:
-    """A transfer takes the time from its launch, or from the previous bucket's arrival, to its own arrival."""
+    """A transfer lasts from its launch, or from the previous bucket's arrival, to its own arrival."""
     moves_by_itself = any(link_named(bucket.link).moves_by_itself for bucket in buckets)
     moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]
     if moves_by_itself:

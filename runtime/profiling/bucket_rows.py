@@ -25,10 +25,10 @@ def bucket_rows(
     rounding: Rounding,
     width: int,
 ) -> list[str]:
-    """A row for each bucket, its messages or packs below it, and the sum, which is the step's skew and transfer.
+    """Rows for each bucket and its messages or packs, and for the sum: the step's skew and transfer.
 
     Args:
-        meetings_ms: waits of the model's own collectives.
+        meetings_ms: waits of the model's collectives.
         skew_units, transfer_units: of the step, as printed.
         width: of lines of text.
     """

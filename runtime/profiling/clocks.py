@@ -21,10 +21,10 @@ _SECONDS_OF_AN_ANCHOR = 8.0  # within this time, 32 bits tell milliseconds betwe
 
 
 class Clock:
-    """Marks the ends of a device's calls in its thread, by the host's clock. Marks are floats: faster than integers.
+    """Marks the ends of a device's calls, by the CPU's clock. Marks are floats, which are faster than integers.
 
     Attributes:
-        begin, mark: return a mark of the step's beginning, and of a call's end.
+        begin, mark: return marks of the step's beginning and of a call's end.
         note: takes the marks of a finished step.
     """
 
@@ -55,7 +55,7 @@ def nanoseconds(seconds: float) -> int:
 class EventClock(Clock):
     """Marks the ends of a GPU's calls with events on the current stream, read lazily and reused.
 
-    The host waits for one more event, the anchor, to relate the GPU's clock to the host's. Anchors are renewed after a few
+    The CPU waits for an additional event, the anchor, to relate the two clocks. Anchors are renewed after a few
     seconds, because the time between two events is a 32-bit number.
     """
 
@@ -94,7 +94,6 @@ class EventClock(Clock):
         return [first_ns, *(first_ns + round(first.elapsed_time(event) * 1e6) for event in rest)]
 
     def _happened_ns(self, recorded_seconds: float, event: Any) -> int:
-        """Never earlier than the recording of the event."""
         if self._anchor is None or abs(recorded_seconds - self._anchor[0]) > _SECONDS_OF_AN_ANCHOR:
             with made_current(self._device):
                 anchor = self._make_event()
@@ -117,7 +116,7 @@ class EventClock(Clock):
 
 
 class _EventMarks(list[Any]):
-    """Marks whose events are reused after the list is freed."""
+    """Marks whose events are reused when the list is freed."""
 
     def __init__(self, marks: Sequence[Any], free: deque[Any]) -> None:
         super().__init__(marks)

@@ -20,7 +20,7 @@ class Launch:
 
     Attributes:
         wait: None on a device that only sends.
-        awaited: (replica, node) of each launch that the wait needs.
+        awaited: the launches, as (replica, node), without which the wait cannot end.
     """
 
     replica: int
@@ -32,7 +32,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective with its launches by replica. A ``send`` and its ``recv`` are one message, of ``kind`` ``send``.
+    """A collective and its launches by replica. A ``send`` and its ``recv`` are one message of ``kind`` ``send``.
 
     Attributes:
         source, destination: a message's replicas.
@@ -54,14 +54,16 @@ class Collective:
 
     @property
     def label(self) -> str:
-        """With pack, round, chunk and hop, if any: ``b1 p3 r2 c0 1→2``."""
+        """Such as ``b1 p3 r2 c0 1→2``, with pack, round, chunk and hop."""
         parts = (("b", self.bucket), ("p", self.pack), ("r", self.round), ("c", self.chunk))
         hop = [f"{self.source}→{self.destination}"] if self.is_message else []
         return " ".join([*(f"{letter}{number}" for letter, number in parts if number is not None), *hop])
 
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
-    """Collectives by kind and bucket in the order of their launches, messages by bucket, pack, round, chunk and hop."""
+    """Collectives of a step, in the order of launches for each kind and bucket. Messages are by bucket, pack, round,
+    chunk and hop.
+    """
     groups: dict[tuple[Any, ...], list[tuple[int, fx.Node]]] = {}
     for replica, device_calls in enumerate(step.calls):
         for node in (call.node for call in device_calls):
@@ -107,7 +109,7 @@ def _place_of_message(message: Collective) -> tuple[int | None, ...]:
 
 def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[tuple[int, fx.Node]]) -> Launch:
     if node.target is ops.reduce and node.kwargs["root"] != replica:
-        members = [(replica, node)]  # the device gets nothing of the sum, and waits for nobody
+        members = [(replica, node)]  # the device gets no part of the sum, and does not wait
     giver = None if node.target is ops.reduce else node.kwargs.get("root", node.kwargs.get("source"))
     awaited = [
         (r, n) for r, n in members if giver is None or (r == giver and n.kwargs.get("destination", replica) == replica)
@@ -117,7 +119,7 @@ def _launch(step: RecordedStep, replica: int, node: fx.Node, members: Sequence[t
 
 
 def skew_ns(step: RecordedStep, launch: Launch) -> int:
-    """The part of a device's wait before the last launch that the wait needs."""
+    """How long a device waits for the launches of other devices."""
     if launch.wait is None:
         return 0
     wait = step.call_of[launch.wait]
@@ -126,7 +128,7 @@ def skew_ns(step: RecordedStep, launch: Launch) -> int:
 
 
 def sources_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The regions, and operations with effects, that make the arguments of a node."""
+    """Regions, and operations with effects, that compute a node's arguments."""
     for source in node.all_input_nodes:
         operation = operation_of(source.target)
         if is_region_call(source) or (operation is not None and operation.effects):

@@ -153,7 +153,7 @@ def _together(collective: Collective, parts: Sequence[Sequence[float]]) -> _Join
 
 
 def _message(collective: Collective, parts: Sequence[Sequence[float]]) -> _Joined:
-    """The sender never waits: what is waited for is launched there, and waited for at the receiver."""
+    """The sender never waits. The launch is at the sender, the wait at the receiver."""
     by_replica = {launch.replica: part for launch, part in zip(collective.launches, parts, strict=True)}
     ready, launched, *_ = by_replica[collective.source]  # type: ignore[index]
     _, received, waited, finished, hidden, skew, transfer = by_replica[collective.destination]  # type: ignore[index]
@@ -162,7 +162,7 @@ def _message(collective: Collective, parts: Sequence[Sequence[float]]) -> _Joine
 
 
 def _num_bytes(program: Program, collective: Collective) -> int:
-    """Counts all devices' factors, and as many sparse rows as there may be."""
+    """Counts factors of all devices, and the largest possible number of sparse rows."""
     if collective.kind == ops.all_gather.__name__:
         return sum(map(factor_bytes, packs_of(program, collective.bucket)))
     first = collective.launches[0].node
@@ -246,7 +246,6 @@ _LARGE = 0.1  # of the step, from where it is explained
 
 
 def _start_of(program: Program, devices: Sequence[DeviceTimes], step_ms: float, is_interleaved: bool = False) -> str:
-    """What happens until the devices' functions begin, and which device is last; empty if it takes little."""
     last = max(devices, key=lambda device: device.started_ms)
     if last.started_ms < _LARGE * step_ms:
         return ""

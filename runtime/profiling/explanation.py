@@ -37,22 +37,23 @@ _MODEL = f"; {MODEL}: waits for collectives of the model itself, such as those o
 
 @dataclass(frozen=True)
 class Explanation:
-    """Breakdown of the last recorded steps' time; its `str` is a table, followed by definitions of the columns.
+    """The breakdown of the last recorded steps' time. Its `str` is a table with definitions of the columns.
 
-    All times are means over the third of the steps with the middle durations. Parts therefore add up.
+    All times are means over the middle third of the steps by duration, so parts add up.
 
     Attributes:
-        num_steps: the recorded steps, without the program's first one if there are others.
-        step_ms: from when the caller began to start the devices until the last device was done.
+        num_steps: the recorded steps; the program's first one does not count if there are others.
+        step_ms: from the start of the first device to the end of the last.
         parts_ms: the parts of step_ms, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices.
-        hidden_ms: the sum of the buckets' ``hidden_ms``; may exceed the step, because several buckets may be in flight.
+        hidden_ms: the sum of ``hidden_ms`` over buckets. It may exceed the step, because several buckets may be in
+            flight.
         buckets: the collectives, in the order of their launches, and messages, by bucket, round and chunk.
         devices: the devices' times, in order of replicas.
-        advice: the change with the largest estimated gain, or why there is none.
-        fastest_ms, slowest_ms: the parts of the fastest and the slowest of the steps, as means over devices.
-        start: what the part ``start`` consists of and which device begins last; empty if it takes little.
+        advice: the change with the largest estimated gain, or the reason why there is none.
+        fastest_ms, slowest_ms: the parts of the fastest and slowest step, as means over devices.
+        start: describes the part ``start``, and the device that begins last; empty if it takes little.
         prediction: a simulation of the step over several workers; None for a single worker or unknown costs.
-        capture: why capture fell back to another front end, and why changing sizes are fixed numbers in the program.
+        capture: why capture fell back to another front end, and why changing sizes are constants of the program.
     """
 
     num_steps: int
@@ -70,12 +71,11 @@ class Explanation:
 
     @property
     def totals(self) -> tuple[BucketTimes, ...]:
-        """The buckets, with the messages or packs of each added up."""
         return tuple(map(added_up, by_kind_and_bucket(self.buckets)))
 
     @property
     def meetings_ms(self) -> float:
-        """Time in waits for the model's own collectives, as a mean over devices; part of transfer."""
+        """Time in waits for the model's collectives, as a mean over devices; part of transfer."""
         return max(0.0, self.exposed_ms - sum(bucket.exposed_ms for bucket in self.buckets))
 
     @property
@@ -95,7 +95,7 @@ class Explanation:
 
     @property
     def other_ms(self) -> float:
-        """The rest: starting devices, packing, launching, and waiting for the last device at the commit and the end."""
+        """Time in starting, packing, launching, and waiting for the last device at the commit and the end; a mean."""
         return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "commit", "other", "end"))
 
     def __str__(self) -> str:
@@ -162,7 +162,7 @@ def _heading(explanation: Explanation, rounding: Rounding) -> str:
 
 
 def _hidden_lines(explanation: Explanation, rounding: Rounding) -> list[str]:
-    """Not parts of the step: several buckets may be in flight at once."""
+    """Hidden time is not part of the step: several buckets may be in flight at once."""
     links = list(dict.fromkeys(bucket.link for bucket in explanation.buckets if bucket.link))
     idle = [link for link in links if not link_named(link).moves_by_itself]
     reasons = []

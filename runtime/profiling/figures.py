@@ -13,16 +13,17 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 @dataclass(frozen=True, kw_only=True)
 class FlightTimes:
-    """The times of a bucket's communication, as means over typical steps. Moments count from the beginning of the step.
+    """The times of a bucket's communication, as means over typical steps. Points in time count from the beginning of
+    the step.
 
     Attributes:
-        ready_ms: the end of the last call that makes the launched value.
+        ready_ms: the end of the last call that computes the launched value.
         launched_ms: the end of the launch.
         waited_ms: the beginning of the wait.
         finished_ms: the end of the wait. The bytes may have arrived before a late wait.
-        hidden_ms: from the launch to the wait; 0 on links that move nothing before the wait, such as shared-memory.
-        exposed_ms: the wait: skew and transfer.
-        skew_ms: the wait before the launch of the last device that is needed.
+        hidden_ms: from the launch to the wait; 0 on links without transfers before the wait, such as shared-memory.
+        exposed_ms: the wait; the sum of skew and transfer.
+        skew_ms: the wait until the last needed device launches.
         transfer_ms: the rest of the wait: moving, adding and multiplying factors.
     """
 
@@ -41,7 +42,7 @@ class FlightTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFlight(FlightTimes):
-    """A bucket's times on one device. A device that only sends has finished when it has launched."""
+    """A bucket's times on one device. If the device only sends, the end of the launch is its finish."""
 
     device: str
 
@@ -50,23 +51,23 @@ class DeviceFlight(FlightTimes):
 class BucketTimes(FlightTimes):
     """A bucket's times over all devices, averaged over the steps.
 
-    Durations are means over all devices of the program. Moments are means over the devices that take part; of a message,
-    ``ready_ms`` and ``launched_ms`` are its sender's, ``waited_ms`` and ``finished_ms`` its receiver's, who may wait before it is
-    launched. Without communication, all moments are ``ready_ms``, and all durations 0.
+    Durations are means over all devices of the program. Points in time are means over participating devices. For a
+    message, ``ready_ms`` and ``launched_ms`` are the sender's, ``waited_ms`` and ``finished_ms`` the receiver's, whose
+    wait may begin before the launch. Without communication, all points in time are ``ready_ms``, and all durations 0.
 
     Attributes:
-        label: its bucket, pack, round, chunk and hop, if any: ``b1 p3 r2 c0 1→2``.
+        label: bucket, pack, round, chunk and hop, if any: ``b1 p3 r2 c0 1→2``.
         index: the bucket's number. A bucket that is reduced and then sent is listed twice.
-        num_bytes: bytes moved: of the bucket or its part, in the dtype sent, or of all devices' factors.
-        kind: its collective, ``send`` for a message, or ``none``.
+        num_bytes: moved bytes of the bucket or its part, in the sent dtype, or of all devices' factors.
+        kind: the collective, ``send`` for a message, or ``none``.
         link: empty without communication.
-        behind: the cause of the longest wait: a late device's call (``cpu:1's bwd_0``) or an earlier wait (``wait b2``);
-            empty if it took less than 1% of the step.
-        devices: the devices that take part.
+        behind: the cause of the longest wait: a late device's call (``cpu:1's bwd_0``) or an earlier wait (``wait
+            b2``); empty if it took less than 1% of the step.
+        devices: the participating devices.
         pack: None if the bucket is not cut.
-        round, chunk: of a message of an all-reduce; None without.
-        source, destination: a message's replicas; None for others, and for the sum of several.
-        uncompressed_bytes: None if nothing is compressed.
+        round, chunk: for a message of an all-reduce; else None.
+        source, destination: a message's replicas; None for collectives and sums of messages.
+        uncompressed_bytes: None without compression.
     """
 
     label: str
@@ -92,7 +93,9 @@ def by_kind_and_bucket(buckets: Iterable[BucketTimes]) -> list[list[BucketTimes]
 
 
 def added_up(parts: Sequence[BucketTimes]) -> BucketTimes:
-    """All of one bucket in flight by one kind: from the first part to the last, with the sums of their bytes and durations."""
+    """All parts of a bucket's communication of one kind, from the first to the last, with sums of their bytes and
+    durations.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -118,15 +121,15 @@ def added_up(parts: Sequence[BucketTimes]) -> BucketTimes:
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """The times of a device in a step; means over typical steps.
+    """A device's times, as means over typical steps.
 
     Attributes:
-        started_ms: when the thread was awake and had its shard.
+        started_ms: the point at which the thread runs and has its shard.
         compute_ms: in regions.
         exposed_ms: in waits.
         update_ms: in the optimizer and in writing variables.
-        finished_ms: when its last call ended.
-        region_ms: by region.
+        finished_ms: the end of its last call.
+        region_ms: by region name.
         parts_ms: see `mirrorc.runtime.profiling.accounting.PARTS`.
     """
 

@@ -43,14 +43,14 @@ class PredictedBucket:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Simulated step over several workers. Times are means over devices.
+    """A simulated step over several workers. Times are means over devices.
 
     Attributes:
         step_ms: from the start of the first device to the end of the last.
         compute_ms: in regions.
         update_ms: in the optimizer and in writing variables.
         buckets: in the order of their launches.
-        stands_on: its inputs, in words.
+        stands_on: the inputs of the simulation, in words.
     """
 
     step_ms: float
@@ -98,7 +98,9 @@ _NOMINAL_LINK = LinkSpeed(latency_seconds=1e-4, seconds_per_byte=1e-9)
 
 
 def predicted_step(program: Program, machine: Machine) -> tuple[RecordedStep, str]:
-    """The simulated step of a program that has not run, and the simulation's inputs in words; raises `UnknownCostError`."""
+    """Simulates a program that has not run. Returns the step, and the simulation's inputs in words. Raises
+    `UnknownCostError`.
+    """
     works = works_of_regions(program, machine)
     graphs = [module.graph for module in program.device_graphs.values()]
     paces: list[Mapping[str, Pace]] = []
@@ -156,7 +158,7 @@ def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Mac
 
 
 def _seconds_of_calls(steps: Sequence[RecordedStep], replica: int) -> dict[fx.Node, float]:
-    """Without waits for other devices."""
+    """Means of the calls' seconds, without waits for other devices."""
     seconds: defaultdict[fx.Node, list[float]] = defaultdict(list)
     for step in steps:
         skews = {

@@ -33,11 +33,11 @@ class Call:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step finished by all devices, in nanoseconds of the host's clock.
+    """A step finished by all devices, in nanoseconds of the CPU's clock.
 
     Attributes:
-        warms_up: True for the first recorded step of its program.
-        begun_ns: when the caller starts the first device.
+        warms_up: it is the first recorded step of its program.
+        begun_ns: the start of the first device by the caller.
         started_ns: by device, the start of its function.
         calls: by device; the first call starts at `started_ns`.
     """
@@ -57,9 +57,9 @@ class RecordedStep:
 
 
 class Recorder:
-    """Stores the marks of an executor's last steps, which may be read at any time.
+    """Stores the marks of an executor's last steps; they may be read at any time.
 
-    `steps` assigns marks to steps by the times at which steps begin. ``nodes`` has the marked nodes of each device.
+    `steps` assigns marks to steps by the beginnings of steps. ``nodes`` has the marked nodes of each device.
     """
 
     def __init__(self, clocks: Sequence[Clock], now: Callable[[], float] = time.perf_counter) -> None:
@@ -83,7 +83,7 @@ class Recorder:
             clock.clear()
 
     def forget(self) -> None:
-        """Marks the last step as failed; some devices may still finish it."""
+        """Marks the last step as failed, although some devices may still finish it."""
         self._failed.append(self._begun[-1])
 
     def steps(self, most: int = NUM_RECORDED_STEPS) -> tuple[RecordedStep, ...]:

@@ -1,4 +1,4 @@
-"""Printed milliseconds that add up as they are printed."""
+"""Rounds printed milliseconds so that they add up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rounding:
         return f"{ms:.{self.digits}f}"
 
     def units(self, ms: float) -> int:
-        """Those of the text: ``round(ms * scale)`` may round a tie otherwise."""
+        """Derived from the text, because ``round(ms * scale)`` may round a tie differently."""
         return round(float(self.text(ms)) * 10**self.digits)
 
     def text_of(self, units: int) -> str:

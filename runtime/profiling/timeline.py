@@ -26,16 +26,15 @@ Event = dict[str, Any]
 
 
 def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequence[RecordedStep]) -> Path:
-    """Writes a trace in Chrome's JSON format, whole or not at all; compressed if the path ends in ``.gz``."""
     text = json.dumps({"traceEvents": trace_events(program, steps), "displayTimeUnit": "ms"})
     return write_whole(path, text.encode())
 
 
 def trace_events(program: Program, steps: Sequence[RecordedStep]) -> list[Event]:
-    """The events of a trace, in microseconds from the beginning of the first step.
+    """Events of a trace, in microseconds from the beginning of the first step.
 
     The steps, each device and each link have a track. Only slices of links may overlap: if GPU clocks disagree, a slice
-    begins at the end of the one before.
+    begins at the end of its predecessor.
     """
     collectives = collectives_of(steps[0])
     links = list(dict.fromkeys(collective.link for collective in collectives))

@@ -12,7 +12,7 @@ from mirrorc.runtime.state.step_state import StepState
 
 
 class AccumulationState(StateView):
-    """Counterpart of `StepState` for accumulating calls: `prepare_for`, then `finish` or `abandon`."""
+    """The counterpart of `StepState` for accumulating calls: `prepare_for`, then `finish` or `abandon`."""
 
     @property
     def accumulated(self) -> AccumulatedGradients:

@@ -10,7 +10,7 @@ from mirrorc.runtime.state.state_view import StateView
 
 
 class EvaluationState(StateView):
-    """Counterpart of `StepState` for evaluations, which write only buffers."""
+    """The counterpart of `StepState` for evaluations, which write only buffers."""
 
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
         return 1.0

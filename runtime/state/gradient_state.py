@@ -16,9 +16,9 @@ from mirrorc.user.optimizer_kinds import sparse_gradient
 
 
 class GradientState(EvaluationState):
-    """Counterpart of `StepState` for calls that leave gradients in ``grad`` of the user's parameters.
+    """The counterpart of `StepState` for calls that leave gradients in ``grad`` of the user's parameters.
 
-    Parameters are read where they are; buckets have memory for gradients alone, apart from that of the step's updates.
+    Parameters are read in place. Buckets have memory for gradients only, separate from the memory for updates.
     """
 
     def __init__(self, state: StepState) -> None:
@@ -51,7 +51,7 @@ class GradientState(EvaluationState):
         self._sums = {}
 
     def add(self, bucket: int, reduced: torch.Tensor, unused: Set[int]) -> None:
-        """Computes new gradients of a bucket's parameters, in memory of their own, for `finish`."""
+        """Computes new gradients of a bucket's parameters for `finish`, in separate memory."""
         flat = self.buckets[bucket]
         for place, slot in enumerate(flat.bucket.slots):
             if place not in unused:

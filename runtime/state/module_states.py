@@ -15,7 +15,7 @@ from mirrorc.user.optimizer_kinds import sparse_gradient
 
 
 class ForwardState(EvaluationState):
-    """Parameters count as written before each call: updates by hand need not count a version."""
+    """Parameters count as written before each call, because updates by hand may leave the version unchanged."""
 
     def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
         self._state.prepare_variables_for(program, self._state.store.ids_of_parameters())
@@ -23,7 +23,7 @@ class ForwardState(EvaluationState):
 
 
 class BackwardState(GradientState):
-    """Gives gradients to the caller, in memory of their own: each is a view of a copy of its bucket's sum."""
+    """Returns gradients to the caller, in separate memory: each is a view of a copy of its bucket's sum."""
 
     def add(self, bucket: int, reduced: torch.Tensor, unused: Set[int]) -> None:
         flat = self.buckets[bucket]

@@ -1,4 +1,4 @@
-"""Comparison of the replicas' variables and optimizer state, to detect memory corruption."""
+"""Compares the replicas' variables and optimizer state, to detect memory corruption."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ComparedState(StepState):
             yield Copies(key, tensors, self._plan[bucket.index])
 
     def _refuse(self, copies: Sequence[Copies]) -> None:
-        """No error if only gaps between variables differ."""
+        """Differences only in gaps between variables are no error."""
         place = {name: i for i, name in enumerate(self.store.tensors)}
         entries = [item for copy in copies for item in copy.of_variables()]
         for name, entry, tensors in sorted(entries, key=lambda item: place[item[0]]):
@@ -120,7 +120,7 @@ def make_state(hold: Hold, every: int) -> StepState:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One row per tensor, on the host, with one transfer per device."""
+    """One row per tensor, in CPU memory, with one transfer per device."""
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(i)
@@ -138,7 +138,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Checksum of a tensor's bits, four integers. It differs if one or two bits do, and almost surely if more do.
+    """A checksum of a tensor's bits: four integers. It detects one or two changed bits, and almost surely more.
 
     The int64 words form a matrix; its row sums and column sums are added with weights.
     """
@@ -153,6 +153,6 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(sums: torch.Tensor) -> torch.Tensor:
-    """Sums the upper and the lower halves apart, so that a weight does not push the highest bit out."""
+    """Sums upper and lower halves separately, so that weights do not shift the highest bit out."""
     halves = torch.stack([sums >> 32, sums & 0xFFFFFFFF])
     return (halves * torch.arange(1, sums.numel() + 1, device=sums.device)).sum(1)

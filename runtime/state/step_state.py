@@ -29,11 +29,11 @@ from mirrorc.torch_internals import mark_optimizer_stepped
 class StepState:
     """The state of all programs of one step: `prepare_for`, then `finish` or `abandon`.
 
-    An abandoned step leaves the state inconsistent if it had committed; the next `prepare_for` repairs it.
+    A step abandoned after its commit leaves the state inconsistent until the next `prepare_for`.
 
     Attributes:
         results: the last step's values for the caller, by name, such as the gradient norm.
-        torn: the state torn by the last partial update, restored or not; None without one.
+        torn: the last partial update, restored or not; None without one.
     """
 
     def __init__(self, hold: Hold) -> None:
@@ -110,7 +110,7 @@ class StepState:
 
     @property
     def is_behind(self) -> bool:
-        """Test for writes since the last call, by the user or a step with separate state."""
+        """True if the user, or a step with separate state, has written variables since the last call."""
         return not self._is_closed and self._held.store.has_changes()
 
     @property
@@ -123,12 +123,12 @@ class StepState:
             self._held.layout += 1
 
     def accept(self) -> None:
-        """Mirrors values that were taken over from another worker. They do not count as writes of the user."""
+        """Mirrors values received from another worker. They do not count as writes of the user."""
         self.catch_up()
         self._held.was_behind = False
 
     def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:
-        """Lays memory out for a program, and mirrors the user's changes since the last step."""
+        """Allocates memory for a program, and mirrors the user's changes since the last step."""
         self.accumulated.check(program)
         if program.accumulation in (Accumulation.ADDS, Accumulation.ENDS):
             self.accumulated.fit(program.buckets)
@@ -160,10 +160,11 @@ class StepState:
         self.is_whole = True
 
     def prepare_variables_for(self, program: Program, written: Collection[int] = ()) -> None:
-        """Mirrors the user's writes for an evaluation, which needs no buckets. Parameters with ids in ``written`` count as such.
+        """Mirrors the user's writes for an evaluation, which needs no buckets. Parameters with ids in ``written`` count
+        as written.
 
-        If the user has given a parameter new memory, all buckets of its optimizers are dropped. Until the next training
-        step, the user's tensors hold their parameters. Other optimizers' buckets are kept.
+        If the user has given a parameter new memory, the buckets of its optimizers are dropped; until the next training
+        step, parameters stay in the user's tensors.
         """
         self._held.was_behind = self.are_variables_written
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
@@ -184,14 +185,14 @@ class StepState:
         self._held.is_whole = was_whole
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
-        """Allocates nothing; idempotent from any point."""
+        """Allocates nothing. It may be interrupted anywhere and repeated."""
         self._held.store.adopt(layout)
         if laid is not None:
             self.optimizers.adopt(laid)
         self._held.layout += 1
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
-        """Test for buckets that cannot hold the optimizer's state, or for changed rules of row updates."""
+        """True if the buckets cannot hold the optimizer's state, or if rules for row updates have changed."""
         if self.optimizers.write_other_rows(program.buckets):
             return True
         is_to_move = is_stale or not self.store.has_buckets_of(program)
@@ -215,7 +216,7 @@ class StepState:
         return self.loss_scale.begin() if self.loss_scale is not None else 1.0
 
     def begin(self) -> None:
-        """Backs variables up before the optimizer's first step, which may run out of memory.
+        """Backs up variables before the optimizer's first step, which may run out of memory.
 
         Not with a sharded optimizer: parameters of other workers may arrive after a failure.
         """
@@ -238,9 +239,9 @@ class StepState:
         self.is_whole = True
 
     def skip(self, number: int) -> None:
-        """Ends a step with a skipped update, the ``number``-th, in place of `finish`; idempotent.
+        """Ends a step with a skipped update, in place of `finish`; idempotent.
 
-        Accumulated gradients are dropped, since they would stay non-finite.
+        Accumulated gradients are dropped, because they would stay non-finite.
         """
         self._backup = None
         self.accumulated.clear()
@@ -278,5 +279,7 @@ class StepState:
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """Sets the writer of the gradients in buckets. The writer must have dropped its record of earlier writes."""
+        """Sets the writer of the gradients in buckets. The former writer must have dropped its record of earlier
+        writes.
+        """
         self._held.gradients_writer = writer

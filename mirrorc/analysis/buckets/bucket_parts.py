@@ -1,4 +1,4 @@
-"""Which elements of buckets are in the values outside of regions."""
+"""Tracks elements of buckets through values outside of regions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mirrorc.ir.routes import replica_at, route_of, sends_in
 
 GRADIENTS, PARAMETERS, ROWS = "gradients", "parameters", "rows of parameters"
 _SAME_ELEMENTS = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
-"""Operators that give the same elements, in the same memory or in their own."""
+"""Operators that copy or return all elements unchanged."""
 _CAST = torch.ops.aten._to_copy.default
 
 
@@ -27,7 +27,7 @@ _CAST = torch.ops.aten._to_copy.default
 class Span:
     """A range of a bucket's elements.
 
-    ``replicas``, numbered over all workers, gave the summed gradients, or updated the parameters.
+    ``replicas``, numbered over all workers, have computed the summed gradients, or updated the parameters.
     """
 
     start: int
@@ -40,9 +40,9 @@ class Part:
     """The elements of a bucket in a 1-D value.
 
     Attributes:
-        kind: GRADIENTS or PARAMETERS; or ROWS, parameters of only the gradient's rows.
+        kind: GRADIENTS, PARAMETERS, or ROWS: parameters in the gradient's rows only.
         spans: in the order of the value.
-        steps: operators that have changed the elements since they were packed, summed or updated.
+        steps: operators that have changed the elements since the pack, sum or update.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Part:
         return sum(span.stop - span.start for span in self.spans)
 
     def holds(self, kind: str, bucket: int, start: int, stop: int, replicas: Iterable[int] | None = None) -> bool:
-        """Tests for exactly these elements and replicas (None: any)."""
+        """True for exactly these elements and replicas (None: any)."""
         if (self.kind, self.bucket) != (kind, bucket) or not self.spans:
             return False
         are_those = replicas is None or all(span.replicas == frozenset(replicas) for span in self.spans)
@@ -73,9 +73,9 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class BucketParts:
-    """Finds which elements of buckets each value of a program holds, across replicas.
+    """The elements of buckets in each value of a program, across replicas.
 
-    An operator of torch without a rule here counts as one step that changes the elements of its first argument.
+    A torch operator without a rule here counts as a step that changes the elements of its first argument.
     """
 
     def __init__(self, program: Program) -> None:
@@ -84,11 +84,11 @@ class BucketParts:
         self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
 
     def of(self, value: Any) -> Part | None:
-        """None if the value holds no elements of a bucket, or unknown ones."""
+        """The bucket elements in a value; None if there are none, or if they are unknown."""
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()
-        while waiting:  # depth first, without recursion: the values of a ring are nested as deep as it has rounds
+        while waiting:  # without recursion, because a ring nests values as deep as it has rounds
             node = waiting[-1]
             missing = [n for n in self._sources(node) if n not in self._part_of and n not in entered]
             entered.add(node)
@@ -152,7 +152,6 @@ class BucketParts:
         return whole
 
     def _exchanged(self, sources: list[fx.Node], bucket: int) -> Part | None:
-        """None if this worker sends anything but its own sum."""
         part = self._exact(sources[0]) if sources else None
         local, everyone = frozenset(self._program.local_replicas), range(self._program.workers.num_all_replicas)
         if part is None or (part.kind, part.bucket) != (GRADIENTS, bucket):
@@ -162,7 +161,6 @@ class BucketParts:
         return replace(part, spans=tuple(replace(span, replicas=frozenset(everyone)) for span in part.spans))
 
     def _gathered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """None if this worker sends anything but its own factors."""
         first, everyone = self._program.workers.first_replica, range(self._program.workers.num_all_replicas)
         if not 0 <= index < len(self._program.buckets):
             return None
@@ -178,7 +176,6 @@ class BucketParts:
         return _cut(whole, *bucket.updated(replica_at(self._program, wait), self._program.num_replicas))
 
     def _scattered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """None if this worker sends anything but its own sum."""
         if not 0 <= index < len(self._program.buckets):
             return None
         bucket, num_replicas = self._program.buckets[index], self._program.num_replicas
@@ -226,7 +223,7 @@ class BucketParts:
         if part is None or node.target in _SAME_ELEMENTS or node.target is ops.add_accumulated:
             return part
         if part.kind == ROWS:
-            return None  # their elements are known in a step alone
+            return None  # their elements are known only at run time
         if node.target is torch.ops.aten.slice.Tensor and exact is not None:
             return _sliced(exact, *others, **node.kwargs)
         other = self._exact(others[0]) if others and isinstance(others[0], fx.Node) else None
@@ -250,7 +247,7 @@ class BucketParts:
         return replace(parameters, kind=ROWS)
 
     def _narrows_again(self, part: Part, value: Any, node: fx.Node, keywords: Mapping[str, Any]) -> bool:
-        """Tests for a cast back from a wider dtype: the pair of casts only rounds sums."""
+        """True for a cast back from a wider dtype: the pair of casts only rounds sums."""
         if node.target is not _CAST or set(keywords) != {"dtype"} or not part.steps:
             return False
         narrow, wide = keywords["dtype"], value.meta["val"].dtype
@@ -262,7 +259,6 @@ class BucketParts:
         return last == _named_cast(wide) and is_from_narrow and torch.promote_types(narrow, wide) == wide
 
     def _exact(self, node: fx.Node) -> Part | None:
-        """None if the value has elements outside of the part."""
         part, value = self._part_of.get(node), node.meta.get("val")
         if part is None or not isinstance(value, torch.Tensor):
             return None
@@ -270,7 +266,7 @@ class BucketParts:
 
 
 def named_step(target: Any, others: tuple[Any, ...], keywords: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """An item of `Part.steps`; nodes among the operator's arguments count as equal."""
+    """An item of `Part.steps`. All nodes among the arguments count as equal."""
     return target_name(target), repr(fx.node.map_arg((others, dict(keywords or {})), lambda n: "value"))
 
 
@@ -279,7 +275,7 @@ def _named_cast(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:
-    """Yields for each slot: its variable, the bucket offset of its first element here, its start and stop in the value."""
+    """For each slot: its variable, the bucket offset of its first element here, and its start and stop in the value."""
     place = 0
     for span in part.spans:
         for slot in program.buckets[part.bucket].slots:
@@ -315,7 +311,7 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
 
 
 def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
-    """If only some packs have the step `add_unsent`, gives it to all, so that they can be joined."""
+    """If only some packs have the step `add_unsent`, adds it to all, so that they can be joined."""
     name = target_name(ops.add_unsent)
     steps = {part.steps for part in parts if part is not None}
     in_part = [ways for ways in steps if any(step[0] == name for step in ways)]
@@ -329,7 +325,6 @@ def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
 
 
 def _added(part: Part, other: Part) -> Part | None:
-    """None unless both parts have the same elements, from different replicas."""
     if part.kind != GRADIENTS or replace(part, spans=()) != replace(other, spans=()):
         return None
     spans = list(_pairwise_sums(part, other))

@@ -1,4 +1,4 @@
-"""Scaling and clipping of gradients, and the norms behind them."""
+"""Scaling and clipping of gradients, and their norms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def before_rescaling(value: fx.Node) -> fx.Node:
 
 
 def rescalings_of(value: fx.Node) -> list[fx.Node]:
-    """The operations that turn a reduced gradient into ``value``, in order."""
     rescalings = []
     while value.target in ops.RESCALING and value.args and isinstance(value.args[0], fx.Node):
         rescalings.append(value)
@@ -37,12 +36,11 @@ def scaling_factor(node: fx.Node) -> Any:
 
 
 def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
-    """The `rescalings_of` a value; last the taker, if it has a factor."""
     return [*rescalings_of(value), *([taker] if scaling_factor(taker) is not None else [])]
 
 
 def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that take gradients: updates, or what a program without updates has in their place."""
+    """Nodes that use gradients: updates, or their equivalents in a program without updates."""
     return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate, ops.add_to_grad)
 
 
@@ -53,14 +51,14 @@ def taken_by(taker: fx.Node) -> list[tuple[int, fx.Node]]:
 
 @dataclass(frozen=True)
 class Factor:
-    """``clips`` is the `clip_factor` in a factor, if any. ``unscales``: the factor divides by the loss scale."""
+    """``clips`` is the `clip_factor` in a factor, if any. ``unscales``: the factor also undoes the loss scale."""
 
     clips: fx.Node | None
     unscales: bool
 
 
 def factor_of(value: Any) -> Factor | None:
-    """None if no gradient may be scaled by the value."""
+    """None if the value is not a factor of gradients."""
     if getattr(value, "target", None) is ops.clip_factor:
         return Factor(value, unscales=False)
     if _is_scale(value, torch.ops.aten.reciprocal.default):
@@ -80,7 +78,7 @@ def _is_scale(value: Any, target: Any) -> bool:
 
 
 def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
-    """The elements whose norm a worker computes: its part if workers shard the optimizer and exchange norms, else all."""
+    """The elements whose norm a worker computes: its part of a sharded optimizer if workers exchange norms, else all."""
     if not (program.has_sharded_optimizer and are_exchanged):
         return Elements(0, bucket.num_elements)
     if bucket.part is not None:
@@ -94,7 +92,6 @@ def is_checked(commit: fx.Node) -> bool:
 
 
 def truths_of(commit: fx.Node) -> list[fx.Node]:
-    """A commit's checks, which precede its norms."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is not ops.norm]
 
 
@@ -105,7 +102,7 @@ def numbers_of(commit: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class NormOperands:
-    """``parts`` are the bucket elements in each operand, on all replicas if commits exchange norms (``is_exchanged``)."""
+    """``parts`` are the bucket elements of each operand, on all replicas if commits exchange norms (``is_exchanged``)."""
 
     norm_type: float
     parts: tuple[Part | None, ...]
@@ -121,7 +118,7 @@ class Norms:
         self._all_commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
 
     def of(self, node: fx.Node) -> NormOperands | None:
-        """None if the node is not a norm, or if not all commits exchange a norm of its type."""
+        """None if the node is not a norm, or if a norm of this type is missing in a commit."""
         if node.target is not ops.norm:
             return None
         norm_type = float(node.kwargs["norm_type"])  # type: ignore[arg-type]
@@ -149,7 +146,7 @@ def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
 
 
 def has_exclusive_memory(value: Any) -> bool:
-    """Tests for a lowered program's reduced gradient whose memory nothing else reads."""
+    """True for a lowered program's reduced gradient in memory that nothing else reads."""
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
         return True  # it was made so, or there is one replica
     if value.target is ops.unpack:
@@ -164,7 +161,7 @@ def has_exclusive_memory(value: Any) -> bool:
 
 
 def is_known_by_rows(wait: fx.Node) -> bool:
-    """Tests for a share whose norms and checks follow from the rows of its tables."""
+    """True for a share whose norms and checks can be computed from the rows of its tables."""
     asking = [user for user in wait.users if user.target in (ops.norm, ops.is_finite)]
     takers = [user for user in wait.users if user not in asking]
     return (

@@ -1,4 +1,4 @@
-"""Finds the slot whose memory holds a gradient, also across microbatches."""
+"""Finds the slot of a gradient, also across microbatches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def slot_of(value: Any) -> fx.Node | None:
-    """The slot whose memory holds a value, or None.
+    """The slot that a value is stored in, or None.
 
     A region writes a gradient into one of its arguments: the variable's slot, or an earlier microbatch's gradient.
     """
@@ -40,7 +40,7 @@ def gradient_of(value: Any) -> str | None:
 
 
 def is_partial(program: Program, gradient: fx.Node) -> bool:
-    """Test for a tied parameter's gradient of some uses, to which a later region adds that of others."""
+    """True for a tied parameter's gradient from some of its uses. A later region adds the gradient from the others."""
     variable = gradient_of(gradient)
     if variable is None or program.microbatches:  # else each microbatch adds to the earlier ones
         return False

@@ -22,7 +22,7 @@ def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, 
 
 
 def writes_for_all(program: Program, node: fx.Node, replica: int) -> bool:
-    """True if a replica writes into its worker's pack: all replicas do if they reduce by shares, else the first one."""
+    """True if a replica writes into its worker's pack. If reductions are whole, only the first replica does."""
     bucket, _ = program.packs[pack_of(node)]
     return replica == 0 or bucket.reduces_by_shares
 
@@ -36,7 +36,7 @@ def bytes_of_largest(count: int, num_elements: int, dtype: torch.dtype) -> int:
 
 
 def gradients_of_pack(bucket: Bucket, pack: Pack, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients in ``flat``, the elements of a pack. Cut gradients are 1-D."""
+    """The gradients in ``flat``, the elements of a pack. Gradients that are cut are 1-D."""
     gradients = {}
     for slot in bucket.slots:
         start, stop = max(slot.offset, pack.start), min(slot.offset + slot.num_elements, pack.stop)

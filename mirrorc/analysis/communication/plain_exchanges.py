@@ -1,4 +1,4 @@
-"""Exchanges between replicas within forward and backward that run as plain PyTorch."""
+"""Exchanges between replicas in forward and backward that run as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mirrorc.ir.program import Program
 
 
 def plain_exchange(graph: fx.Graph) -> fx.Node | None:
-    """A forward in whose runs replicas wait for each other."""
+    """A forward whose runs exchange values with other replicas."""
     return next((node for node in calls_to(graph, *OPAQUE) if node.kwargs.get("exchanges")), None)
 
 

@@ -1,4 +1,4 @@
-"""Meetings of the replicas of all workers."""
+"""The model's collectives over the replicas of all workers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ NO_CLAIM = -1
 
 @dataclass(frozen=True)
 class WorkerMeeting:
-    """A meeting of the replicas of all workers, in one worker's program.
+    """A collective of the model over the replicas of all workers.
 
     Attributes:
         shape: of the sum, or of the gathered rows.
-        rows: the number of rows of this worker; None if all replicas have values of one shape.
+        rows: this worker's number of rows; None if all values have one shape.
         before: the number of rows of earlier workers, or `NO_CLAIM`.
     """
 
@@ -37,7 +37,6 @@ class WorkerMeeting:
 
     @property
     def line(self) -> str:
-        """The meeting as text, equal on all workers."""
         shape = list(self.shape) if self.rows is None else ["rows", *self.shape[1:]]
         return f"{self.name} {self.number} {self.dtype} {', '.join(map(str, shape))}"
 
@@ -84,22 +83,22 @@ def _number(node: fx.Node) -> int:
 # What workers tell each other about rows
 
 RowsElsewhere = tuple[tuple[int, int], ...]
-"""For each meeting of rows, the numbers of rows of workers with lower ranks, and with higher ranks."""
+"""For each gather, the numbers of rows of workers with lower ranks, and with higher ranks."""
 
 
 def gathered_rows(program: Program) -> tuple[int, ...]:
-    """For each meeting of rows, three numbers: this worker's rows, the rows assumed on lower ranks, and the assumed total."""
+    """For each gather, three numbers: this worker's rows, the rows assumed for lower ranks, and the assumed total."""
     meetings = [meeting for meeting in worker_meetings(program) if meeting.rows is not None]
     return tuple(number for meeting in meetings for number in (meeting.rows or 0, meeting.before, meeting.shape[0]))
 
 
 def no_gathered_rows(program: Program) -> tuple[int, ...]:
-    """The `gathered_rows` of a worker that has left its loop, without claims about other workers."""
+    """The `gathered_rows` of a worker whose loop has ended, without assumptions about other workers."""
     return (0, NO_CLAIM, NO_CLAIM) * sum(meeting.rows is not None for meeting in worker_meetings(program))
 
 
 def rows_agree(claims: Sequence[Sequence[int]]) -> bool:
-    """True if all workers assume true numbers of rows. ``claims``: each worker's `gathered_rows`, by rank."""
+    """True if all workers assume the right numbers of rows. ``claims``: each worker's `gathered_rows`, by rank."""
     for place in range(0, len(claims[0]), 3):
         rows = [claim[place] for claim in claims]
         for rank, claim in enumerate(claims):

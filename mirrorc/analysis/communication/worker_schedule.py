@@ -26,7 +26,7 @@ def schedule_hash(program: Program) -> str:
 
 
 def _first_graph(program: Program) -> fx.Graph:
-    """The verifier checks that all devices exchange the same."""
+    """The verifier checks that all devices have the same exchanges."""
     return program.graphs()[0]
 
 

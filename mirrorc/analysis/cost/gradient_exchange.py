@@ -1,4 +1,4 @@
-"""The costs of a gradient, sent whole and as factors."""
+"""The costs of a gradient, sent whole or as factors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Candidate:
     work_per_row: int
 
     def messages(self, rows: Sequence[int], *, is_dealt: bool) -> tuple[Messages, Messages]:
-        """A worker's messages in a step, for the whole gradient and for its factors.
+        """A worker's messages per step, for the whole gradient and for its factors.
 
         Args:
-            rows: the number of each worker; all are padded to the largest.
-            is_dealt: each worker updates a part of the gradient, so sums are sent once, not nearly twice.
+            rows: by worker; all are padded to the largest number.
+            is_dealt: each worker updates a part, so sums are sent once, not nearly twice.
         """
         ring_sum = ring_all_to_all if is_dealt else ring_all_reduce
         return ring_sum(self.num_bytes, len(rows)), ring_all_gather(max(rows) * self.row_bytes, len(rows))

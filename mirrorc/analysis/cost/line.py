@@ -1,4 +1,4 @@
-"""Calls whose time is a linear function of their bytes."""
+"""A linear model of a call's time by its bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Line:
     def through(
         cls, points: Sequence[tuple[float, float]], *, nominal: float | None = None, telling_bytes: float = 0.0
     ) -> Line:
-        """Fits a line to sizes in bytes and times in seconds; neither coefficient is negative.
+        """Fits a line to sizes in bytes and times in seconds, with non-negative coefficients.
 
         Args:
-            nominal: the largest slope if sizes are too close to fit; None assumes no latency then.
-            telling_bytes: sizes are too close if they differ by less, or by less than a factor of two.
+            nominal: the largest slope if sizes are too close for a fit; None then assumes no latency.
+            telling_bytes: sizes are too close if they differ by fewer bytes, or by less than a factor of two.
         """
         if not points:
             return cls()

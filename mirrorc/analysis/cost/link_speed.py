@@ -1,4 +1,4 @@
-"""The speed of the link between workers, and ring collectives."""
+"""The speed of the link between workers, and the costs of ring collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Messages:
 
 
 def ring_all_reduce(num_bytes: float, num_workers: int) -> Messages:
-    """2 (W - 1) messages, each of 1 / W of the bytes."""
+    """2 (W - 1) messages, each with 1 / W of the bytes."""
     return Messages(2 * (num_workers - 1), 2 * (num_workers - 1) * num_bytes / num_workers)
 
 
@@ -24,7 +24,7 @@ def ring_all_gather(num_bytes: float, num_workers: int) -> Messages:
 
 
 def ring_all_to_all(num_bytes: float, num_workers: int) -> Messages:
-    """W - 1 messages, each of 1 / W of the bytes."""
+    """W - 1 messages, each with 1 / W of the bytes."""
     return Messages(num_workers - 1, (num_workers - 1) * num_bytes / num_workers)
 
 
@@ -44,9 +44,9 @@ class LinkSpeed:
 def fitted_speed(
     small: tuple[int, float], large: tuple[int, float], empty_seconds: float, num_workers: int
 ) -> LinkSpeed:
-    """Fits a speed to all-reduces of two sizes (bytes, seconds) and an almost empty one.
+    """Fits a speed to all-reduces of two sizes (bytes, seconds) and an almost empty all-reduce.
 
-    The time per byte is the slope between the two sizes: rate limiters pass the first bytes of each size at once.
+    The time per byte is the slope between the two sizes, because rate limiters pass the first bytes of each at once.
     """
     per_byte = ring_all_reduce(1, num_workers)
     slope = (large[1] - small[1]) / (per_byte.num_bytes * (large[0] - small[0]))

@@ -1,4 +1,4 @@
-"""The cost of gradient messages in a mirrored graph."""
+"""The costs of gradient messages in a mirrored graph."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mirrorc.ir.routes import Route, route_of, sends_in
 
 @dataclass(frozen=True)
 class MessageCosts:
-    """The costs of gradient messages.
+    """Totals of gradient messages.
 
     Attributes:
         bytes_sent, num_messages: by sending device.
-        path_messages: messages in the longest dependency chain of a bucket.
-        path_bytes: the time of the slowest bucket, in bytes; a device sends and receives one message at a time.
+        path_messages: messages on the critical path of a bucket.
+        path_bytes: the time of the slowest bucket, in bytes, if a device sends and receives one message at a time.
     """
 
     bytes_sent: tuple[int, ...]
@@ -32,7 +32,7 @@ class MessageCosts:
 
 @dataclass(frozen=True)
 class Message:
-    """A send of a gradient or partial sum. ``needs`` are the routes of messages from which the sent value is computed."""
+    """A send of a gradient or partial sum. ``needs`` are the routes of messages from which its value is computed."""
 
     node: fx.Node
     route: Route

@@ -29,7 +29,9 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedCall:
-    """A device's call, in seconds since the step began. ``waited`` is time spent waiting for other devices or the link."""
+    """A device's call, in seconds from the beginning of the step. ``waited`` is time spent waiting for other devices or
+    the link.
+    """
 
     node: fx.Node
     start: float
@@ -39,7 +41,9 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket on the link between workers; the link carries one at a time. ``launched``: when the last device launched it."""
+    """A bucket on the link between workers, which carries one at a time. ``launched``: when the last device launched
+    it.
+    """
 
     bucket: int
     kind: str
@@ -60,7 +64,7 @@ class Simulation:
         return max((device_calls[-1].end for device_calls in self.calls if device_calls), default=0.0)
 
     def exposed_seconds(self, bucket: int, kind: str) -> float:
-        """Time spent waiting for a bucket's launches of one kind, as a mean over devices."""
+        """Waits for a bucket's launches of one kind, as a mean over devices."""
         waits = [
             call.end - call.start
             for device_calls in self.calls
@@ -99,15 +103,14 @@ class _Run:
         self.now = [durations.start_seconds(replica) for replica in self.replicas]
         self.calls: list[list[SimulatedCall]] = [[] for _ in graphs]
         self.flights: list[Flight] = []
-        self._came: dict[Any, dict[int, float]] = {}  # when each device came to a joint operation
-        self._arrived: dict[Any, float] = {}  # when a launch between workers arrives
-        self._free = 0.0  # when the link between workers is idle
+        self._came: dict[Any, dict[int, float]] = {}  # the time at which each device reached a joint operation
+        self._arrived: dict[Any, float] = {}  # arrival times of launches between workers
+        self._free = 0.0  # the time from which the link between workers is idle
 
     def has_more(self, replica: int) -> bool:
         return self._next[replica] < len(self._todo[replica])
 
     def advance(self, replica: int) -> bool:
-        """False if the device must wait for other devices."""
         node = self._todo[replica][self._next[replica]]
         start = self.now[replica]
         duration = self._durations.seconds_of(replica, node)
@@ -152,7 +155,6 @@ class _Run:
 
 
 def _tag(node: fx.Node, replica: int) -> Any:
-    """A key equal for all launches of a collective, or for a `send` and its `recv`."""
     if node.target in (ops.send, ops.recv):
         is_sent = node.target is ops.send
         to = node.kwargs["destination"] if is_sent else replica

@@ -1,6 +1,6 @@
-"""The costs of a step's calls, measured on one program and valid for any bucket plan of its model.
+"""Costs of a step's calls, measured on one program and valid for all bucket plans of its model.
 
-Plans cut regions differently but keep the order of operators, so the times of regions become a `Pace`.
+Plans cut regions differently, but keep the order of operators, so times of regions are stored as a `Pace`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ProgramDurations:
         if node.target is ops.wait and launch_of(node).target is ops.scatter_sums:
             return self._seconds_of_adding(replica, node)
         if node.target is ops.wait and launch_of(node).target is ops.gather_parameters:
-            return 0.0  # they come to where they belong
+            return 0.0  # received elements are already in place
         kind, size = kind_of_call(self._program, node), num_bytes_of_call(self._program, replica, node)
         line = self._costs.lines.get(kind)
         if line is None and node.target is ops.update:
@@ -112,7 +112,6 @@ class ProgramDurations:
         return line.at(size) if line is not None else 0.0
 
     def _seconds_of_update(self, node: fx.Node, kind: str, size: int) -> float:
-        """Estimates an update in parts from whole ones, or the reverse."""
         is_in_parts = kind.startswith(_IN_PARTS)
         other = kind.replace(_IN_PARTS, _WHOLE, 1) if is_in_parts else kind.replace(_WHOLE, _IN_PARTS, 1)
         line = self._costs.lines.get(other)
@@ -173,7 +172,7 @@ def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]
 
 
 def kind_of_call(program: Program, node: fx.Node) -> str:
-    """Calls of one kind take equal time per byte."""
+    """Calls of one kind take the same time per byte."""
     kind = name_of(node)
     if node.target is ops.wait:
         kind = f"wait {name_of(launch_of(node))}"

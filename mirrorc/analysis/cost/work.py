@@ -17,7 +17,7 @@ _ATTENTION: dict[Any, tuple[int, float]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2.0),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 5.0),
 }
-"""The index of the query argument, and the number of products of the size of queries and keys; torch counts none."""
+"""The index of the query argument, and the number of products of queries and keys. torch counts none."""
 _PRODUCTS = (out_products.mm_into, out_products.linear_into, out_products.addmm_into)  # of the last two arguments
 
 

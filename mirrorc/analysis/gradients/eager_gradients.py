@@ -1,4 +1,4 @@
-"""Gradients that a graph takes from a backward of plain PyTorch."""
+"""Gradients that a graph takes from a backward in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class TakenGradients:
 
     Attributes:
         token: the token of the forward run ``call``.
-        tangent: the loss's gradient: backward begins with it; None for one.
+        tangent: the loss's gradient, with which backward begins; None for 1.
         tangents: the gradients of outputs of a module without a loss.
-        nodes: the gradients at ``places``.
     """
 
     call: int
@@ -33,7 +32,6 @@ class TakenGradients:
 
     @property
     def sources(self) -> list[fx.Node]:
-        """The token and the tangents."""
         return [self.token, *([self.tangent] if self.tangent is not None else []), *self.tangents]
 
 
@@ -50,6 +48,6 @@ def taken_gradients(graph: fx.Graph) -> list[TakenGradients]:
 
 
 def places_of_arguments(graph: fx.Graph, values: Sequence[fx.Node]) -> list[int]:
-    """Raises ValueError if a value is not an argument of the graph."""
+    """Indices of arguments. Raises ValueError if a value is not an argument of the graph."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     return [placeholders.index(value) for value in values]

@@ -18,12 +18,12 @@ from mirrorc.ir.program import Program
 
 
 class Maker(Enum):
-    """Where a gradient is computed from its factors."""
+    """The place where a gradient is computed from its factors."""
 
     SHARES = "by shares at the wait"
-    """A share of the sum over all replicas."""
+    """Shares of the sum over all replicas."""
     GATHERED = "at the wait"
-    """The whole sum over all replicas; for a table with a row-wise optimizer, only rows that some replica looked up."""
+    """The whole sum over all replicas. For a table with a row-wise optimizer, only the looked-up rows."""
     PACK = "by pack"
     """Each replica's whole gradient, in its bucket."""
     AT_ONCE = "at once"
@@ -32,7 +32,7 @@ class Maker(Enum):
 
 @dataclass(frozen=True)
 class FactoredSlot:
-    """A slot whose gradient is packed as factors; ``place`` is its index."""
+    """A slot whose gradient is packed as factors. ``place`` is its index."""
 
     place: int
     form: GradientForm
@@ -40,7 +40,7 @@ class FactoredSlot:
 
 
 def stays_factored(gradient: Any) -> bool:
-    """Tests for a gradient whose only user, its `pack`, takes factors."""
+    """True if only `pack` uses a gradient, as factors."""
     return gradient.target in ops.FACTORED and all(user.target is ops.pack for user in gradient.users)
 
 
@@ -74,7 +74,6 @@ def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
 
 
 def pack_of_gradients(program: Program, bucket: int) -> fx.Node:
-    """For a LOWERED program."""
     graph = list(program.device_graphs.values())[program.first_present].graph
     return next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket)
 
@@ -92,7 +91,7 @@ def factor_values(gradient: fx.Node) -> list[tuple[torch.Tensor, ...]]:
 
 
 def maker_of(gradient: fx.Node) -> Maker | None:
-    """None before the gradient is packed, or before links are chosen."""
+    """The place where a gradient is computed; None before it is packed, or before links are chosen."""
     users = list(gradient.users)
     if any(user.op == "output" for user in users):
         return None

@@ -1,4 +1,4 @@
-"""Gradients of regions that are larger than their factors."""
+"""Gradients in regions that are larger than their factors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mirrorc.torch_internals import assume_num_elements, num_elements_now
 
 
 class FactorsOfRegions:
-    """Chooses the gradients that regions of an OUTLINED program return as smaller factors.
+    """Chooses which gradients of an OUTLINED program's regions become factors.
 
     Args:
-        whole: receives the reason for each variable whose gradient stays whole.
-        due: variables whose gradients must be factors, whatever their sizes.
+        whole: receives the reason, by variable whose gradient stays whole.
+        due: variables whose gradients must become factors.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class FactorsOfRegions:
         }
 
     def chosen(self, region: str) -> dict[int, FactoredGradient]:
-        """A region's gradients that become factors, by result index."""
         return {
             place: gradient
             for place, gradient in self._recognized_in[region].items()
@@ -99,9 +98,9 @@ def _choose(
     *,
     is_due: bool,
 ) -> bool:
-    """True if a gradient becomes factors; else writes the reason into ``whole``.
+    """True if a gradient becomes factors in all graphs; else ``whole`` may get the reason.
 
-    Factors of a replica's microbatches count together. Due gradients were chosen before, alike on all workers.
+    The size of factors is that of all microbatches of a replica. Gradients that are due were chosen by all workers.
     """
     if len(of_graph) < len(graphs):
         return False
@@ -129,11 +128,11 @@ def _choose(
     return True
 
 
-_MUCH = 4  # with symbols: how many times larger or smaller factors may become than their gradient, and the choice stays
+_MUCH = 4  # with symbols, factors may become this many times larger or smaller before the choice changes
 
 
 def _guard_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
-    """Guards symbolic sizes: the graph then runs only for sizes with nearly the same choice."""
+    """Guards symbolic sizes, so that the graph only runs for sizes with nearly the same choice."""
     whole = num_elements_now(gradient)
     if are_chosen:
         assume_num_elements(factors, most=whole * _MUCH)

@@ -13,7 +13,7 @@ from mirrorc.ir.nodes import calls_to
 
 
 def gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Maps gradients to their variables, except gradients that are also other outputs."""
+    """Gradients and their variables, without gradients that are also other outputs."""
     output: Any = graph.output_node().args[0]
     names: dict[fx.Node, str] = {}
     shared: set[fx.Node] = {output["loss"], *output["writes"].values()}
@@ -33,7 +33,7 @@ def calls_by_region(graphs: Sequence[fx.Graph]) -> dict[str, list[fx.Node]]:
 
 
 def gradient_places(call: fx.Node, names: Mapping[fx.Node, str]) -> tuple[dict[int, str], list[str]]:
-    """Variables of a call's gradients, by result index; then variables whose gradients have other uses."""
+    """Variables of a call's gradients by result index, and variables whose gradients have other uses."""
     variables: dict[int, str] = {}
     left = []
     for part in call.users:

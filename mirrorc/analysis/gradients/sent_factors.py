@@ -1,4 +1,4 @@
-"""Factors that workers send to each other."""
+"""Factors that workers send."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from mirrorc.ir.program import Program
 from mirrorc.torch_internals import num_bytes_now, sizes_key
 
 Counts = tuple[int, ...]
-"""Numbers of rows of sent factors. For each bucket, gradient and replica: the number of parts, then the rows of each."""
+"""Numbers of rows of sent factors: for each bucket, gradient and replica, the number of parts, then the rows of each.
+"""
 
 
 # In a captured program, before it is outlined
@@ -28,7 +29,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sendable:
-    """A captured program's gradient, with the factors of each shard. ``value`` is a fake tensor."""
+    """A captured program's gradient, and the factors of each shard. ``value`` is a fake tensor."""
 
     variable: str
     value: torch.Tensor
@@ -40,7 +41,7 @@ class Sendable:
 
 
 def sendable(program: Program, least_elements: int) -> Iterator[Sendable]:
-    """Yields the gradients of a CAPTURED step that can be sent as factors, in output order."""
+    """Gradients of a CAPTURED step that can be sent as factors, in output order."""
     variables = ViewedVariables(program)
     recognized = [_recognized(graph, variables) for graph in program.shard_graphs]
     has_parts = any(len(program.graphs_run_by(replica)) > 1 for replica in program.present)
@@ -76,7 +77,7 @@ def sent_factors(program: Program, variable: str) -> SentFactors:
 
 
 def fake_rows(gradient: FactoredGradient) -> list[torch.Tensor] | None:
-    """None if the gradient's form is not sent as factors."""
+    """The rows of a gradient as fake tensors; None if its form is not sent as factors."""
     return gradient.form.to_rows([factor.meta["val"] for factor in gradient.factors])
 
 
@@ -103,13 +104,13 @@ def gradients_of(pack: fx.Node) -> list[fx.Node]:
 
 
 def packed_factors(gradient: fx.Node) -> SentFactors | None:
-    """None if the gradient's form is not sent as factors."""
+    """The description of a gradient's sent factors; None if its form is not sent as factors."""
     rows = rows_of(gradient)
     return _described(form_of(gradient), rows[0], details_of(gradient)) if rows is not None else None
 
 
 def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
-    """The (fake) rows of each microbatch's gradient; None if its form is not sent as factors."""
+    """Fake tensors with the rows of each microbatch's gradient. None if its form is not sent as factors."""
     form = form_of(gradient)
     parts = [form.to_rows(factors) for factors in factor_values(gradient)]
     return None if None in parts else parts  # type: ignore[return-value]
@@ -126,7 +127,7 @@ def packs_of(program: Program, bucket: int) -> list[fx.Node]:
 
 
 def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[torch.Tensor, ...]]]]:
-    """The (fake) factors of a bucket, by replica with examples, gradient and microbatch.
+    """Fake factors of a bucket, by replica with examples, gradient and microbatch.
 
     Other workers are assumed to have as many factors.
     """
@@ -150,12 +151,10 @@ def row_counts(program: Program) -> Counts:
 
 
 def no_rows(program: Program) -> Counts:
-    """The `row_counts` for a batch without examples."""
     return (0,) * sum(program.num_replicas * len(bucket.sent_factors) for bucket in program.buckets)
 
 
 def split_counts(counts: Counts, num_gradients: Sequence[int], num_replicas: int) -> list[list[list[Counts]]]:
-    """Splits `row_counts` by bucket, gradient and replica."""
     remaining = iter(counts)
     split = [
         [[tuple(next(remaining) for _ in range(next(remaining))) for _ in range(num_replicas)] for _ in range(number)]

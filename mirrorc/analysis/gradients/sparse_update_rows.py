@@ -1,4 +1,4 @@
-"""Bounds on the rows that a row-wise optimizer writes."""
+"""Upper bounds of the rows that a row-wise optimizer writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.torch_internals import size_now
 
 
 def most_rows(program: Program, index: int) -> int:
-    """The most table rows that a bucket's update writes, if other workers look up as many rows as this one."""
+    """Upper bound of the table rows that a bucket's update writes, if other workers look up as many rows as this one."""
     bucket = program.buckets[index]
     rows_of_table = bucket.slots[0].shape[0]
     packs = [node for graph in program.graphs() for node in calls_to(graph, ops.pack) if bucket_of(node) == index]
@@ -24,7 +24,7 @@ def most_rows(program: Program, index: int) -> int:
 
 
 def bytes_of_rows_sent(program: Program, index: int) -> int:
-    """The most bytes of a bucket's table that are sent; without indices, because every device has them."""
+    """Upper bound of a table's sent bytes, without indices, because every device has them."""
     bucket = program.buckets[index]
     return most_rows(program, index) * bucket.slots[0].shape[1] * bucket.dtype.itemsize
 
@@ -42,5 +42,5 @@ def is_of_rows(receipt: fx.Node) -> bool:
 
 
 def gives_indices_alone(wait: fx.Node) -> bool:
-    """Tests for a sum of rows whose users read only the indices."""
+    """True for a sum of rows whose users read only the indices."""
     return all(user.target is ops.store_rows for user in wait.users)

@@ -1,4 +1,4 @@
-"""Gradients of a weight shared by an embedding and a linear layer."""
+"""Gradients of weights shared by an embedding and a linear layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class AddedRows:
-    """Rows that ``region`` adds to ``product``, another region's result. The sum is result ``place`` of ``region``."""
+    """Rows that ``region`` adds to ``product``, a result of another region. The sum is result ``place`` of ``region``."""
 
     variable: str
     region: str
@@ -30,9 +30,9 @@ class AddedRows:
 def added_rows(
     program: Program, graphs: Sequence[fx.Graph], names: Mapping[fx.Node, str], slots: Mapping[str, Slot]
 ) -> list[AddedRows]:
-    """Gradients of tied embeddings: the rows of a lookup are added to a matrix product.
+    """Gradients of tied embeddings that add a lookup's rows to a matrix product.
 
-    Only if both regions run once, and the slot has the product's layout.
+    Both regions must run once, and the slot must have the product's layout.
     """
     calls = calls_by_region(graphs)
     once = {name: nodes[0] for name, nodes in calls.items() if len(nodes) == 1}
@@ -51,7 +51,6 @@ def added_rows(
 
 
 def _argument_with_rows(gradient: fx.Node) -> int | None:
-    """The index of the argument to which a gradient adds rows; None if the argument or the gradient has other readers."""
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs or len(gradient.users) != 1:
         return None
     before, table = gradient.args
@@ -65,7 +64,6 @@ def _argument_with_rows(gradient: fx.Node) -> int | None:
 
 
 def _is_product_for(program: Program, value: fx.Node, reader: fx.Node, once: Mapping[str, fx.Node]) -> bool:
-    """Tests for another region's matrix product that only ``reader`` uses, as one argument."""
     maker: Any = value.args[0] if value.target is operator.getitem else None
     if not isinstance(maker, fx.Node) or not is_region_call(maker) or region_of(maker) not in once:
         return False

@@ -12,22 +12,22 @@ from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 
 Size = tuple[int, int, int]
-"""Rows and columns of a sum of products, and the number of addends of each element."""
+"""Rows and columns of a sum of products, and the number of addends per element."""
 
 MOST_INNER = 64
-"""The most addends per element of a product computed in parts: beyond, parts cost more than they gain."""
+"""For products with more addends per element, computing parts costs more than it gains."""
 _SMALLEST_PART = 8
 
 
 def part_elements_of(wait: fx.Node) -> int | None:
-    """The number of elements that the update computes at a time; None if the wait computes the share."""
+    """The number of elements per part of the update. None if the wait computes the share."""
     takers = [taker for user in wait.users for taker in (user.users if user.target is ops.clip_value else (user,))]
     numbers = [taker.kwargs.get("part_elements") for taker in takers if taker.target is ops.update]
     return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def share_behind(update: fx.Node) -> fx.Node:
-    """The update's operand before any clip by value."""
+    """The update's operand before a clip by value."""
     gradient: Any = update.args[0]
     return gradient.all_input_nodes[0] if gradient.target is ops.clip_value else gradient
 
@@ -66,7 +66,6 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
 
 
 def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
-    """The bucket's packs on all replicas: replicas without examples pack nothing."""
     packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
     return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
 
@@ -77,6 +76,6 @@ def has_link(pack: fx.Node) -> bool:
 
 
 def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:
-    """The number of elements of the largest part, in whole rows; 0 if parts gain nothing. ``num_inner``: addends per element."""
+    """The number of elements of the largest part, in whole rows; 0 without a gain. ``num_inner``: addends per element."""
     is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
     return min(num_rows, part_elements // width) * width if is_worth_it else 0

@@ -25,7 +25,7 @@ _UNDECLARED = frozenset(
         torch.ops.prims.device_put.default,
     }
 )
-"""Operators whose results may share the memory of an argument, although their schemas do not say so.
+"""Operators whose results may alias an argument, although their schemas do not say so.
 
 Composite operators such as ``dropout`` need not be listed: `_may_give_any` includes them.
 """
@@ -45,7 +45,6 @@ def _may_give_any(target: Any) -> bool:
 
 
 def shared_by(value: fx.Node) -> list[fx.Node]:
-    """The operands that a value may be a view of."""
     while value.target is operator.getitem and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     if not is_computed(value):
@@ -76,7 +75,7 @@ def viewed(value: fx.Node) -> fx.Node | None:
 
 
 def origins(value: fx.Node) -> set[fx.Node]:
-    """The nodes that may own a value's memory: the value itself, if it is not a view."""
+    """The nodes that may own a value's memory; the value itself if it is not a view."""
     owners: set[fx.Node] = set()
     waiting, seen = [value], {value}
     while waiting:
@@ -90,7 +89,7 @@ def origins(value: fx.Node) -> set[fx.Node]:
 
 
 class ViewedVariables:
-    """Finds the variables, and other owners of memory, that values outside of regions may view."""
+    """Finds variables, and other owners of memory, that values outside of regions may view."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -100,7 +99,7 @@ class ViewedVariables:
         return {str(owner.kwargs["variable"]) for owner in self.owners(value) if owner.target is ops.read}
 
     def owners(self, value: fx.Node) -> set[fx.Node]:
-        """The nodes that may own the memory of a value: as `origins`, also through regions."""
+        """The nodes that may own a value's memory. Unlike `origins`, follows views through regions."""
         owners: set[fx.Node] = set()
         waiting, seen = [value], {value}
         while waiting:

@@ -1,4 +1,4 @@
-"""The beginning of the backward in a captured graph."""
+"""The beginning of backward in a captured graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts of a captured graph, at buckets and where replicas meet."""
+"""Cuts of a captured graph, at buckets and at the model's collectives."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _MIN_GAIN = 2  # the value has at least so many times the products' bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
-    """Nodes to move before a cut, with their new pieces: else a large value crosses the cut for much smaller results.
+    """Nodes to move before a cut, and their new pieces. Otherwise a large value would cross the cut for much smaller
+    results.
 
     Args:
-        piece_of: in the order of the graph; piece 0, the forward, does not change.
+        piece_of: in the order of the graph. Piece 0, forward, does not change.
         min_bytes: smaller values may cross cuts.
     """
     pieces = dict(piece_of)
@@ -53,7 +54,6 @@ def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.N
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:
-    """The readers and the views that they need; None if they need any other value from behind ``piece``."""
     needed = set(readers)
     pending = list(readers)
     for node in pending:
@@ -75,10 +75,10 @@ def _num_bytes(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """The operators of a graph, cut into pieces of forward and of backward; pieces may be empty.
+    """A graph's operators, cut into pieces of forward and of backward. Pieces may be empty.
 
     Attributes:
-        meetings: of replicas, by the index of the piece before the meeting; forward's pieces come first.
+        meetings: the model's collectives, by the index of the piece before them; forward's pieces come first.
     """
 
     forward: Sequence[Sequence[fx.Node]]

@@ -42,13 +42,13 @@ def _decomposition(target: Any, dtypes: tuple[torch.dtype, ...]) -> fx.Graph:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """``aten.gelu(x, approximate="tanh")`` without tanh; computes 16-bit numbers in float32, as torch does."""
+    """``aten.gelu(x, approximate="tanh")`` without tanh. Computes 16-bit numbers in float32, as torch does."""
     exact = _exact(x)
     return _cast(exact * torch.sigmoid(2 * _SCALE * _argument(exact)), x.dtype)
 
 
 def gelu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``aten.gelu_backward(gradient, x, approximate="tanh")`` without tanh, as in `gelu`."""
+    """``aten.gelu_backward(gradient, x, approximate="tanh")`` without tanh; see `gelu`."""
     exact = _exact(x)
     share = torch.sigmoid(2 * _SCALE * _argument(exact))
     slope = 2 * _SCALE * (1 + 3 * _CUBIC * (exact * exact))
@@ -62,7 +62,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
         aten.gelu_backward.default: gelu_backward,
     }
 )
-"""By operator, a function of its tensors without tanh, equivalent for nodes with `is_tanh_gelu`."""
+"""By operator, equivalent functions of its tensors without tanh, for nodes with `is_tanh_gelu`."""
 
 
 def _argument(x: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,11 @@ aten = torch.ops.aten
 PRODUCTS = frozenset(
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
 )
-"""Operators whose result always has new memory, and is stored by all backends."""
+"""Operators whose result has new memory and is stored by all backends."""
 
 
 def dying_places(program: Program, call: fx.Node) -> set[int]:
-    """Indices of a region call's arguments that are contiguous products of other regions and have no other reader."""
+    """Indices of a region call's arguments that are contiguous products of other regions without another reader."""
     return {
         i for i, argument in enumerate(call.args) if isinstance(argument, fx.Node) and _dies(program, call, argument)
     }
@@ -42,7 +42,6 @@ def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
 
 
 def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
-    """True if a region's result is alone in new or reserved memory."""
     body = program.regions[region_of(maker)].graph_module.graph
     if unaliased_product(body, place) is not None:
         return True
@@ -51,7 +50,7 @@ def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
 
 
 def unaliased_product(body: fx.Graph, place: Any) -> fx.Node | None:
-    """The product that a region's result is or views; None if another result or an argument may alias it."""
+    """The product that a region's result is or views. None if another result or an argument may alias it."""
     results: Any = body.output_node().args[0]
     product = stored_product(results[place])
     if product is None or any(origin.op == "placeholder" for origin in origins(results[place])):
@@ -60,7 +59,7 @@ def unaliased_product(body: fx.Graph, place: Any) -> fx.Node | None:
 
 
 def reserved_argument(body: fx.Graph, place: Any) -> int | None:
-    """The index of the argument whose memory a result uses; None if other results may use that memory."""
+    """The index of the argument whose memory a result uses. None if other results may use that memory."""
     results: Any = body.output_node().args[0]
     owners = origins(results[place])
     argument = next(iter(owners))
@@ -79,7 +78,6 @@ def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
 
 
 def stored_product(value: Any) -> fx.Node | None:
-    """The product that a value is or views."""
     node = value if isinstance(value, fx.Node) and value.op == "call_function" else None
     while node is not None and node.target not in PRODUCTS:
         node = viewed(node)
@@ -87,9 +85,9 @@ def stored_product(value: Any) -> fx.Node | None:
 
 
 def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
-    """Gives equal numbers to values that a backend may store in the same memory.
+    """Numbers values, equally if a backend may store them in the same memory.
 
-    Backends merge equal operators, and drop operators without effect.
+    Backends merge equal operators and drop operators without effect.
     """
     numbers: dict[fx.Node, int] = {}
     known: dict[str, int] = {}

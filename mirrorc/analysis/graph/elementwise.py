@@ -43,7 +43,7 @@ _CHEAP = frozenset(
         prims.convert_element_type.default,
     }
 )
-"""Elementwise operators that take less time than a write of their result and a read of it."""
+"""Elementwise operators that take less time than writing and reading their result."""
 
 _TAKING = frozenset(
     {
@@ -58,11 +58,11 @@ _TAKING = frozenset(
         aten.var_mean.correction,
     }
 )
-"""Other operators that backends fuse with the elementwise operators before them, or whose operands live only briefly."""
+"""Other operators that backends fuse with elementwise operators before them, or with short-lived operands."""
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Tests for a value that is faster to recompute than to store and read."""
+    """True for a value that is faster to recompute than to store and read."""
     return node.target in _CHEAP or (is_compute(node) and tells_places_of_maxima(node.target))
 
 

@@ -17,7 +17,8 @@ LAYOUT_ONLY: Mapping[Any, str] = {
     aten.contiguous.default: "is its argument, or a copy of it in the format that it names",
     aten._to_copy.default: "copies its elements; with a dtype or a device it does more, and is not looked through",
 }
-"""Operators that change only the memory format, and what each does. Without ``memory_format`` they are necessary copies."""
+"""Operators that change only the memory format, and descriptions. Without ``memory_format`` they are necessary copies.
+"""
 
 BY_POSITION = (
     aten.as_strided.default,
@@ -26,8 +27,6 @@ BY_POSITION = (
     aten._reshape_alias.default,
     aten._reshape_alias_copy.default,
 )
-"""Operators with explicit strides among their arguments."""
-
 _READ_STRIDES = (*BY_POSITION, aten.view.dtype)
 _OF_TORCH = ("aten", "prims")
 

@@ -1,4 +1,4 @@
-"""The last reader of a result of a region call."""
+"""The last reader of a region's result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from mirrorc.ir.program import Region
 
 
 def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
-    """None without readers, or if a reader may return a view of ``part`` or is neither a region call nor a torch operator."""
+    """None if there is no reader; if a reader may return a view of ``part``; or if it is neither a region call nor a
+    torch operator.
+    """
     readers: list[Any] = list(part.users)
     return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None
 

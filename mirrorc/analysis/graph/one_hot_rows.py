@@ -22,7 +22,7 @@ class ValueOp(Generic[V]):
 
 
 class RowValues(Protocol[V]):
-    """Access to values of type V: nodes in a pass, expressions in the verifier."""
+    """Access to values of type V: nodes in a pass, value numbers in the verifier."""
 
     def op_of(self, value: Any) -> ValueOp[V] | None:
         """None if the value is not a tensor, or its operator is unknown."""
@@ -32,7 +32,9 @@ class RowValues(Protocol[V]):
 
 @dataclass(frozen=True)
 class _OneHot(Generic[V]):
-    """One-hot rows: ``index`` places the element in each row (size 1 along the rows), ``element`` is its value."""
+    """One-hot rows: ``index`` is the position of the element in each row (size 1 along the rows), ``element`` its
+    value.
+    """
 
     index: V
     element: Any
@@ -41,24 +43,22 @@ class _OneHot(Generic[V]):
 _MOST_FOLLOWED = 16  # operators between a value and the origin of its rows; a loss has a few
 
 ROW_READERS = frozenset({aten.sum.dim_IntList, aten.gather.default})
-"""Operators that may be computed from one element of each row."""
-
 READ_THROUGH = frozenset({aten.sub.Tensor, torch.ops.prims.convert_element_type.default})
-"""Elementwise operators: an element of the result follows from elements of the operands."""
+"""Elementwise operators through which an element can be traced to its operands."""
 
 ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Tensor}
-"""All operators by which rows are recognized."""
+"""All operators that the recognition of rows needs."""
 
 
 def by_elements(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """``op`` is one of `ROW_READERS`; None if it needs all elements."""
+    """``op`` is one of `ROW_READERS`. None if it needs all elements."""
     return sum_of_one_hot(values, op) if op.target is aten.sum.dim_IntList else element_of_row(values, op)
 
 
 def sum_of_one_hot(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """Computes a sum of one-hot rows from one element of each; None for other operators.
+    """Computes a sum of one-hot rows from one element per row; None for other operators.
 
-    Adds zero, as a sum is never negative zero.
+    Adds zero, because a sum is never negative zero.
     """
     if op.target is not aten.sum.dim_IntList or op.kwargs or len(op.args) != 3 or op.args[2] is not True:
         return None
@@ -73,7 +73,7 @@ def sum_of_one_hot(values: RowValues[V], op: ValueOp[V]) -> V | None:
 
 
 def element_of_row(values: RowValues[V], op: ValueOp[V]) -> V | None:
-    """Computes a gather from gathered operands, bit for bit; None for other operators, or if nothing is gained."""
+    """Gathers from the operands of a gather's source, bit for bit. None for other operators, or without a gain."""
     if op.target is not aten.gather.default or op.kwargs or len(op.args) != 3:
         return None
     source, dim, index = op.args
@@ -81,7 +81,6 @@ def element_of_row(values: RowValues[V], op: ValueOp[V]) -> V | None:
 
 
 def _element(values: RowValues[V], source: V, dim: int, index: V, most: int = _MOST_FOLLOWED) -> V | None:
-    """Gathers from the operands of ``source``; None if only ``source`` itself can be gathered from."""
     op, at = values.op_of(source), values.op_of(index)
     if op is None or at is None or op.kwargs or op.target not in READ_THROUGH or not op.shape or not most:
         return None
@@ -110,11 +109,10 @@ def _is_constant_in_rows(
 
 
 def _one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]) -> _OneHot[V] | None:
-    """``known`` caches results by the value's identity."""
     if id(value) not in known:
         if len(known) == _MOST_FOLLOWED:
             return None
-        known[id(value)] = None  # no value is made of itself
+        known[id(value)] = None  # a value is not computed from itself
         known[id(value)] = _made_one_hot(values, value, dim, known)
     return known[id(value)]
 
@@ -160,7 +158,6 @@ def _scaled(
 
 
 def _is_row_of(shape: tuple[int, ...], whole: tuple[int, ...], dim: int, size: int | None) -> bool:
-    """True if ``shape`` equals ``whole``, except for ``size`` (None: any) in dimension ``dim``."""
     if len(shape) != len(whole) or (size is not None and shape[dim] != size):
         return False
     return all(size_there == other for i, (size_there, other) in enumerate(zip(shape, whole, strict=True)) if i != dim)

@@ -1,4 +1,4 @@
-"""Matrix products with padded columns: padding changes no other column of the result."""
+"""Matrix products with padded columns. Padding changes no other column of the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FACTORS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.defau
 
 
 def places_of_columns(node: fx.Node) -> tuple[int, ...]:
-    """Indices of the arguments with a product's columns: the addend, if it has them, then the second matrix."""
+    """Indices of the arguments that have a product's columns: the addend, if it has them, then the second matrix."""
     first, second = FACTORS[node.target]
     columns = node.args[second].meta["val"].shape[1]  # type: ignore[union-attr]
     others = [i for i in range(len(node.args)) if i not in (first, second)]
@@ -29,7 +29,7 @@ def first_columns(node: fx.Node) -> Any:
 
 
 def columns_before_padding(node: fx.Node) -> Any:
-    """The number of columns before padding; None unless the node pads the ends of rows."""
+    """None for a node that does not pad the ends of rows."""
     if node.target is not aten.constant_pad_nd.default or node.kwargs or len(node.args) != 2:
         return None
     value, padding = node.args

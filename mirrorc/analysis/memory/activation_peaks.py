@@ -20,12 +20,12 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program
 
 MACHINE = Machine(seconds_per_multiplication=2e-11, seconds_per_byte=1e-10)
-"""A reference processor for the work of operators. It is not measured, so that all workers choose alike."""
+"""A reference processor for the cost of operators. It is not measured, so that all workers choose equally."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of activations at one moment, and the recomputation time."""
+    """Peak bytes of activations, and the time of recomputation."""
 
     num_bytes: int
     seconds: float
@@ -34,8 +34,8 @@ class Peak:
 class JointTimeline:
     """A captured graph in execution order, with the lifetimes of its values.
 
-    Values and workspaces count as in `step.memory()`. Gradients are assumed to be in buckets. Fusion, regions and updates
-    are unknown.
+    Values and workspaces count as in `step.memory()`. Gradients are assumed to be in buckets. Fusion, regions and
+    updates are ignored.
     """
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
@@ -60,7 +60,6 @@ class JointTimeline:
         }
 
     def _sizes(self) -> list[int]:
-        """0 for views, variables, arguments, and gradients in buckets."""
         output: Any = self.nodes[-1].args[0]
         gradients: set[fx.Node] = set(output["gradients"].values())
         in_buckets = {self.owner(self._place[node]) for node in gradients}
@@ -77,7 +76,6 @@ class JointTimeline:
         return place
 
     def again(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> list[int]:
-        """Places of values that these checkpoints recompute, in order."""
         recomputed = recomputed_values(self.forward, self.backward, self.first, checkpoints.get)
         return sorted(self._place[node] for node in recomputed)
 
@@ -116,9 +114,9 @@ class JointTimeline:
         return Peak(most, seconds)
 
     def _runs(self, again: Set[int]) -> tuple[list[tuple[int, list[int]]], float]:
-        """Each run's place and the places of its inputs, in order; and the seconds of recomputation.
+        """Each run's index and its inputs' indices, in order; and the seconds of recomputation.
 
-        The place of a recomputed value is larger by the number of nodes.
+        The index of a recomputed value is larger by the number of nodes.
         """
         offset, seconds = len(self.nodes), 0.0
         runs = [(place, self._inputs[place]) for place in range(len(self.forward))]
@@ -148,7 +146,7 @@ class JointTimeline:
 
 
 def predicted_peak(program: Program) -> int:
-    """Peak bytes of activations of the captured program's largest shard, with its checkpoints."""
+    """Peak bytes of activations in the captured program's largest shard, with its checkpoints."""
     peaks = []
     for graph in program.shard_graphs:
         checkpoints = {node: checkpoint for node in graph.nodes if (checkpoint := checkpoint_of(node)) is not None}

@@ -23,7 +23,7 @@ class Network:
         self._left += (capacity, 0)
 
     def side_of_source(self) -> set[int]:
-        """The source's side of the minimum cut; of several cuts, the one nearest to the source."""
+        """The source's side of the minimum cut nearest to the source."""
         while True:
             levels = self._levels()
             if levels[1] < 0:
@@ -31,7 +31,6 @@ class Network:
             self._saturate(levels)
 
     def _levels(self) -> list[int]:
-        """Distances from the source over edges with capacity left; -1 if there is no path."""
         levels = [-1] * len(self._edges_of)
         levels[0] = 0
         waiting = deque([0])

@@ -16,7 +16,7 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.torch_internals import num_bytes_now, storage_bytes_now
 
 CheckpointOf = Callable[[fx.Node], Checkpoint | None]
-"""None for an operator outside of checkpoints."""
+"""The checkpoint of an operator; None outside of checkpoints."""
 
 
 def recomputed_values(
@@ -63,7 +63,7 @@ def needed_again(user: fx.Node, again: Set[fx.Node], copies: Container[fx.Node])
 
 
 def saved_values(nodes: Sequence[fx.Node], backward: Container[fx.Node]) -> list[fx.Node]:
-    """The values of forward that backward reads; for a view, the owner of its memory."""
+    """Values of forward that backward reads; for a view, the owner of its memory."""
     owners: dict[fx.Node, None] = {}
     for node in nodes:
         if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
@@ -78,9 +78,9 @@ def owner_of(node: fx.Node) -> fx.Node:
 
 
 def num_bytes_of(node: fx.Node) -> int:
-    """0 if the value is not a tensor.
+    """0 for other values than tensors.
 
-    A scalar may be a token for memory that its operator holds, such as `recurrent`. Then the bytes of that memory count.
+    A scalar may be a token for memory held by its operator, as by `recurrent`. The bytes of that memory then count.
     """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.dim() == 0:

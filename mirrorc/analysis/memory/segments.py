@@ -20,7 +20,7 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.torch_internals import writes_argument
 
 _PRICES = (2.0, 8.0, 32.0, 128.0, 1e7)
-"""Prices of a stored byte, in multiples of the time to read one; cheaper recomputation is chosen.
+"""Prices of a stored byte, in multiples of the time to read a byte. Values with cheaper recomputation are recomputed.
 
 An elementwise operator costs about 3 for each byte of its result, a product of width 1024 about 50.
 """
@@ -30,10 +30,10 @@ _SCALE = 1e15  # of seconds, in capacities
 
 @dataclass(frozen=True)
 class Choice:
-    """What a segment recomputes.
+    """A choice of the values that a segment recomputes.
 
     Attributes:
-        saved: operators whose results are stored if backward needs them; the segment's other operators are recomputed.
+        saved: operators whose results are stored if backward needs them; other operators are recomputed.
         num_bytes: the bytes that need not be stored.
         seconds: of recomputation.
     """
@@ -45,14 +45,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive operators of forward. Each choice stores less than the one before, at a higher price per byte."""
+    """Consecutive operators of forward. Each choice stores less than the previous one, at a higher price per byte."""
 
     nodes: tuple[fx.Node, ...]
     choices: tuple[Choice, ...]
 
 
 class Segments:
-    """Cuts a graph's forward into segments, which exclude nodes in ``fixed`` checkpoints."""
+    """Cuts forward into segments, without nodes in ``fixed`` checkpoints."""
 
     def __init__(self, timeline: JointTimeline, fixed: Mapping[fx.Node, Any]) -> None:
         self._timeline, self._fixed = timeline, fixed
@@ -86,7 +86,7 @@ class Segments:
         return crossing
 
     def cut_into(self, number: int) -> list[Segment]:
-        """At most ``number`` segments that store about equal bytes for backward, cut where few bytes cross."""
+        """At most ``number`` segments, cut where few bytes cross. Each stores about equally many bytes for backward."""
         before, total = [], 0
         for node in self._nodes:
             total += self._saved_bytes.get(node, 0)
@@ -117,8 +117,8 @@ class Segments:
     def _choice(self, nodes: Sequence[fx.Node], price: float) -> Choice:
         """The cheapest choice at a price per stored byte, by a minimum cut.
 
-        Each operator is two nodes of a network: "backward has its result", and "it is recomputed". The second costs the
-        operator's time, and needs its operands.
+        Each operator is two nodes of a network: "backward has its result", and "it is recomputed". The second has the
+        cost of the operator, and needs its operands.
         """
         units = dict.fromkeys(_operator_of(node) for node in nodes)
         number = {unit: 2 + 2 * i for i, unit in enumerate(units)}
@@ -154,7 +154,6 @@ class Segments:
         return Choice(frozenset(units.keys() - again), saved, seconds)
 
     def _bytes_to_keep(self, unit: fx.Node, parts: Sequence[fx.Node]) -> int:
-        """0 if the first operator of backward reads the results at once."""
         if any(self._timeline.first in part.users for part in parts):
             return 0
         return sum(num_bytes_of(owner) for owner in {owner_of(part) for part in parts} if not _is_free(owner))
@@ -172,10 +171,10 @@ class Segments:
 
 
 def is_copied(node: fx.Node) -> bool:
-    """Tests for an operator that may run twice: one of torch or mirrorc that writes no argument.
+    """True for an operator that may run twice: an operator of torch or mirrorc that writes no argument.
 
-    Random operators are functions of a seed since capture. Operators of other libraries may have hidden effects, as may
-    mirrorc's own with plain PyTorch inside (`OPAQUE`).
+    Random operators are functions of a seed since capture. Operators of other libraries may have hidden effects. So may
+    mirrorc's operators that run plain PyTorch (`OPAQUE`).
     """
     target: Any = node.target
     if not is_compute(node) or target in OPAQUE:

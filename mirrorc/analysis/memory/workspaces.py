@@ -1,4 +1,4 @@
-"""Estimates of large workspaces that follow from an operator's arguments."""
+"""Estimates large workspaces from an operator's arguments."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...], result: Any) -> int:
 
 
 def _is_blocked(image: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True if oneDNN copies a convolution's operands into blocks of channels.
+    """True if oneDNN copies a convolution's operands into a blocked format.
 
-    oneDNN does so for float32 on the CPU, except in channels-last format (oneDNN's manual, "Understanding memory formats").
+    It does so for float32 on the CPU, except in channels-last format (oneDNN's manual, "Understanding memory formats").
     """
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     is_last = any(
@@ -51,13 +51,16 @@ def _blocked_weight(weight: torch.Tensor) -> int:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """The larger of two: all operands in blocks; or the result in blocks and in its own format."""
+    """Bytes of all operands in blocked format, or of the result in both formats if these are more."""
     copied = _blocked(image) if image.shape[1] > _UNBLOCKED_CHANNELS else 0
     return max(copied + _blocked_weight(weight) + _blocked(result) - result.nbytes, _blocked(result))
 
 
 def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any, is_strided: bool) -> int:
-    """The larger of two: for the image's gradient, if needed; or for the weight's gradient beside it."""
+    """Bytes for the image's gradient, which may be None, or for the weight's gradient if these are more.
+
+    The image's gradient is computed first, so it is held during the second computation.
+    """
     result_bytes = sum(part.nbytes for part in result if part is not None)
     copied = _blocked(image) if image.shape[1] >= _UNBLOCKED_CHANNELS else 0
     of_weight = _blocked(gradient) + copied + _blocked_weight(weight)

@@ -11,14 +11,15 @@ from mirrorc.messages.problem import problem
 
 
 class PerReplica:
-    """A value for each replica, in order of the devices: a batch that is already split, or an output of replicas' own.
+    """One value per replica, in the order of the devices: a batch that is already split, or an output that is not
+    gathered.
 
-    ``len``, iteration and `values` give them one by one.
+    ``len`` and iteration work as for a tuple.
 
     Args:
         values: their sizes along dim 0 may differ; each replica's loss is weighted by its size. A replica without
-            examples runs neither forward nor backward. A list with an item for each example is `examples(list)`; a
-            tensor whose dim 0 does not count examples, such as the indices of bags, is `replicated(tensor)`.
+            examples runs neither forward nor backward. Mark a list with an item for each example by `examples`. Mark a
+            tensor whose dim 0 does not count examples, such as the indices of bags, by `replicated`.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -35,11 +36,12 @@ class PerReplica:
         """The sum or mean over replicas, on the first value's device.
 
         Args:
-            op: ``"sum"`` or ``"mean"``. As torch's, sums of integers and booleans are int64, and means of integers are floating.
-            dim: also sum up this dim of each value, whose sizes may differ; the mean is then over all its elements.
+            op: ``"sum"`` or ``"mean"``. As torch's, sums of integers and booleans are int64, and means of integers are
+                floating.
+            dim: also reduce this dim of each value; its sizes may differ. The mean is then over all its elements.
 
         Raises:
-            TypeError: a value is no tensor, nor a dict, list or tuple of tensors; or the mean of booleans is asked for.
+            TypeError: a value is not a tensor, nor a dict, list or tuple of tensors; or the mean of booleans.
             ValueError: shapes or structures differ, or ``op`` is another word.
         """
         if op not in ("sum", "mean"):
@@ -49,10 +51,10 @@ class PerReplica:
         return _combined(self.values, lambda tensors: _reduced(tensors, op, dim))
 
     def gather(self, dim: int = 0) -> Any:
-        """All values in one tensor, joined along a dim, in which their sizes may differ; scalars become a vector.
+        """All values concatenated along a dim, whose sizes may differ. Scalars become a vector.
 
         Raises:
-            TypeError: a value is no tensor, nor a dict, list or tuple of tensors.
+            TypeError: a value is not a tensor, nor a dict, list or tuple of tensors.
             ValueError: sizes of other dims, or structures, differ.
         """
         return _combined(self.values, lambda tensors: _gathered(tensors, dim))
@@ -85,7 +87,7 @@ def replicated(value: Any) -> Any:
 
 
 class Examples:
-    """A list of examples. ``is_guess`` is whether a list that the user has not marked may be something else."""
+    """A list of examples. ``is_guess``: the user has not marked the list, so it may be something else."""
 
     def __init__(self, items: Sequence[Any], *, is_marked: bool = True, is_guess: bool = False) -> None:
         if not isinstance(items, list | tuple):
@@ -105,7 +107,7 @@ class Examples:
 def examples(items: Sequence[Any]) -> Any:
     """Marks a list with one item for each example: a step splits the list, not the tensors in it.
 
-    Each replica gets a list of its own items, such as the targets of a detector, whose numbers of boxes differ.
+    Each replica gets a list of its own items. An example is the targets of a detector: their numbers of boxes differ.
 
     Args:
         items: tensors, or containers of tensors of one structure. Plain values in them are the same in all items.
@@ -129,7 +131,7 @@ class BatchDim:
 
 
 def batch_dim(tensor: torch.Tensor, dim: int) -> Any:
-    """Marks a tensor whose examples lie along another dim than 0: a step splits it along this dim.
+    """Marks a tensor whose examples lie along a dim other than 0: a step splits it along that dim.
 
     Args:
         tensor: such as a sequence with time first, or a hidden state of shape ``[layers, batch, width]``.
@@ -139,7 +141,6 @@ def batch_dim(tensor: torch.Tensor, dim: int) -> Any:
 
 
 def _combined(values: Sequence[Any], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
-    """Applies ``combine`` to the tensors at each place of nested containers."""
     first = values[0] if values else None
     if isinstance(first, torch.Tensor) and all(isinstance(value, torch.Tensor) for value in values):
         return combine([value.to(first.device) for value in values])

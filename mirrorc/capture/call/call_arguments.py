@@ -20,14 +20,14 @@ Structure = tuple[Any, ...]  # nested and hashable; see _flatten
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor argument. Either ``tensor`` is set, or ``per_replica`` for an argument that the user has split.
+    """A tensor argument: ``tensor``, or ``per_replica`` if the user has split it.
 
     Attributes:
-        split: whether dim 0 counts examples.
-        column: the same tensor of each item of a list of `examples`. A replica gets that of its item ``place``.
-        counts_items: whether it is the tensor that stands for the number of items of such a list.
-        is_guess: whether such a list is not marked, and may be something else.
-        is_moved: whether dim 0 is another dim of the argument, see `batch_dim`.
+        split: dim 0 counts examples.
+        column: for a list of `examples`, one tensor of each item. A replica gets the tensor of its item ``place``.
+        counts_items: the tensor only encodes the number of items of a list of examples.
+        is_guess: the list is not marked, and may be something else.
+        is_moved: dim 0 was another dim of the argument, see `batch_dim`.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Leaf:
     is_moved: bool = False
 
     def of_items(self, begin: int, number: int) -> torch.Tensor:
-        """The tensor of a replica that has ``number`` items; no rows if it has fewer than this place needs."""
+        """The tensor for a replica with ``number`` items; without rows if the replica has no item at ``place``."""
         if self.place < number:
             return self.column[begin + self.place]
         return _no_rows(self.column[0])
@@ -74,9 +74,10 @@ class Call:
     """The arguments of one step.
 
     Attributes:
-        plain: strings, numbers, None, and lists or tuples of these, by name. A graph depends only on values that its trace reads.
+        plain: strings, numbers, None, and lists or tuples of these, by name. A graph depends only on those that its
+            trace reads.
         differentiated: the indices of the leaves that get a gradient.
-        unpacked: for a call with a batch as its one argument, the call with what is in it; else empty.
+        unpacked: if a batch is the only argument, the call with the batch's parts; else empty.
     """
 
     leaves: tuple[Leaf, ...]
@@ -175,7 +176,7 @@ def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 
 def _with_shared_nan(value: Any) -> Any:
-    """Replaces positive nans by the same object: guards compare tuples, and identical items of tuples count as equal."""
+    """Replaces positive nans by one object. Guards compare tuples, and tuples compare items by identity first."""
     if type(value) in _NANS and value != value and math.copysign(1.0, value) > 0:
         return _NANS[type(value)]
     if type(value) is not tuple:
@@ -194,7 +195,7 @@ def _refuse_tensor_kinds(tensor: torch.Tensor, path: str) -> None:
         )
     of_marks = ("_dynamo", "_has_dynamo", "_specialize_on")  # of `torch._dynamo.mark_dynamic`
     names = [name for name in getattr(tensor, "__dict__", ()) if not name.startswith(of_marks)]
-    if names and not tensor.is_nested:  # the attributes of nested ones are torch's; `split_call` refuses them
+    if names and not tensor.is_nested:  # `split_call` refuses nested tensors, whose attributes are torch's
         raise problem(
             TypeError,
             f"MC1302: argument {path!r} is a tensor with attributes that Python code has set, {', '.join(names)}",
@@ -230,7 +231,6 @@ def _flatten_per_replica(value: PerReplica, path: str, leaves: list[Leaf]) -> St
 
 
 def _flatten_examples(value: Examples, path: str, leaves: list[Leaf], count: Leaf) -> Structure:
-    """A list of items, as long on each replica as its part of ``count``."""
     leaves.append(count)
     items = value.items
     children: list[Structure] = [("leaf", len(leaves) - 1)]
@@ -352,7 +352,6 @@ def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> A
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
-    """The names of containers among the arguments, in the order that `rebuilding` builds them."""
     positional, keyword = structure
     named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
     return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]
@@ -370,7 +369,6 @@ def _paths_within(structure: Structure, path: str) -> list[str]:
 
 
 def without_examples(call: Call) -> Call:
-    """Gives split tensors the size 0 along dim 0; replicated tensors stay."""
     leaves = (_emptied(leaf) if leaf.split or leaf.column else leaf for leaf in call.leaves)
     return dataclasses.replace(call, leaves=tuple(leaves))
 

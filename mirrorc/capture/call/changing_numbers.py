@@ -10,14 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 class ChangingNumbers:
-    """The numbers that have changed between calls of a step, by the expressions that read them.
+    """Numbers that have changed between calls of a step, by their Python expressions.
 
-    A Python number is a constant in its first program, and a graph input from its second value on; numpy's are inputs from
-    the first on. A number that cannot be an input gets a program for each value.
+    A Python number is a constant of the first program, and a graph input from its second value on. Numpy's numbers are
+    inputs from the start. A number that cannot be an input gets a program for each value.
 
     Attributes:
-        can_be_drawn: whether random numbers that forward draws in Python become inputs. False with CUDA graphs, which would
-            keep the first draw.
+        can_be_drawn: random numbers that forward draws in Python become inputs. False with CUDA graphs, which would
+            replay the first draw.
     """
 
     def __init__(self, *, can_be_inputs: bool = True) -> None:
@@ -31,7 +31,7 @@ class ChangingNumbers:
 
     @property
     def constants(self) -> frozenset[str] | None:
-        """The numbers that cannot be inputs; None for all."""
+        """The numbers that cannot be inputs; None if no number can."""
         return frozenset(self._given_up) if self._can_be_inputs else None
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Takes containers apart, and rebuilds them without running their constructors."""
+"""Flattens containers, and rebuilds them without running their constructors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mirrorc.user.slots import slots_of
 
 
 class Parts(NamedTuple):
-    """A container taken apart. ``detail`` is hashable. ``children`` are pairs of path and value, attributes last."""
+    """A flattened container. ``detail`` is hashable; ``children`` are pairs of path and value, attributes last."""
 
     kind: str
     detail: tuple[Any, ...]
@@ -28,7 +28,7 @@ class Parts(NamedTuple):
 
 
 def flatten_container(value: Any, path: str) -> Parts | None:
-    """The parts of a container; None for any other value.
+    """The parts of a container; None for other values.
 
     Raises:
         TypeError: the container cannot be rebuilt.
@@ -53,7 +53,7 @@ def flatten_container(value: Any, path: str) -> Parts | None:
 
 
 def flatten_object(value: Any, path: str) -> Parts:
-    """The attributes of an object as `Parts`.
+    """Flattens an object to its attributes.
 
     Raises:
         TypeError: a base of the object's class is written in C.
@@ -127,7 +127,6 @@ _WITH_ATTRIBUTES = ("kind of tuple", "kind of list", "kind of dict", "kind of Or
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(cls: type) -> str:
-    """ "refused" for a container that cannot be rebuilt; "" for a class that is not a container."""
     plain = {dict: "dict", list: "list", tuple: "tuple", types.MappingProxyType: "mappingproxy", deque: "deque"}
     if cls in plain or cls is defaultdict:
         return plain.get(cls, "defaultdict")

@@ -1,4 +1,4 @@
-"""Tracks which sizes of arguments change between calls and become symbols."""
+"""Tracks which sizes of arguments change between calls; these become symbols."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class _Seen:
     """The sizes in calls of one kind.
 
     Attributes:
-        first: the shapes of the first call, which have their own program; empty if the first call had symbolic dimensions.
+        first: the shapes of the first call; empty if it had symbolic dimensions.
         sizes: the first sizes of each dimension of each argument, without 0 and 1.
-        symbolic: the symbolic dimensions of each argument.
     """
 
     first: Shapes
@@ -47,8 +46,8 @@ class ChangingSizes:
     evaluation, the number of examples is a symbol from the first call on.
 
     Args:
-        dynamic: None for this rule. If True, all dimensions are symbols from the first call on. If False, only
-            dimensions marked by `torch._dynamo.mark_dynamic` are.
+        dynamic: None for this rule; True makes all dimensions symbols from the first call on; False, only those marked
+            by `torch._dynamo.mark_dynamic`.
     """
 
     def __init__(self, *, dynamic: bool | None) -> None:
@@ -61,7 +60,10 @@ class ChangingSizes:
     def symbolic_dims(
         self, call: Call, purpose: str, *, has_one_example: bool = False, is_evaluation: bool = False
     ) -> SymbolicDims:
-        """Empty after `give_up`, and for the shapes of a first call without symbolic dimensions."""
+        """The dimensions that become symbols.
+
+        Empty after `give_up`, and for the shapes of a first call without symbolic dimensions.
+        """
         key = _kind(call, purpose)
         if (key, has_one_example) in self._refusals:
             return ()
@@ -88,9 +90,9 @@ class ChangingSizes:
         return () if _shapes(call) == seen.first else _unless_empty(map(frozenset, seen.symbolic))
 
     def compiled_dims(self, call: Call, purpose: str, *, has_microbatches: bool = False) -> SymbolicDims:
-        """The symbolic dimensions of the newest program for a call. Older programs have fewer, and are out of use.
+        """The symbolic dimensions of the newest program for a call; older programs have fewer, and are no longer used.
 
-        Empty for the shapes of the first call, which have their own program.
+        Empty for the shapes of the first call.
         """
         kind = _kind(call, purpose)
         seen = self._seen.get(kind)
@@ -119,7 +121,7 @@ class ChangingSizes:
         self._seen = {**loaded, **self._seen}
 
     def note_program(self, call: Call, purpose: str, symbolic: SymbolicDims, *, has_microbatches: bool) -> None:
-        """After `_MOST_PROGRAMS` programs with symbols, sizes in calls of this kind become numbers."""
+        """After `_MOST_PROGRAMS` programs with symbols, sizes in calls of this kind become constants."""
         key = _kind(call, purpose)
         self._compiled[key, has_microbatches] = symbolic
         self._num_programs[key] = self._num_programs.get(key, 0) + 1
@@ -137,7 +139,6 @@ class ChangingSizes:
         return [f"sizes are numbers: {why}" for why in dict.fromkeys(self._refusals.values())]
 
     def why_not(self, call: Call, purpose: str, *, has_one_example: bool = False) -> str:
-        """Empty if sizes in calls of this kind may be symbols."""
         return self._refusals.get((_kind(call, purpose), has_one_example), "")
 
 

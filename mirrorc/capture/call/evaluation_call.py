@@ -1,4 +1,4 @@
-"""A model and its loss as one module for the tracer, for evaluation."""
+"""A model and its loss as one module, traced for evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mirrorc.capture.call.training_call import TrainingCall, beside_loss, loss_i
 class EvaluationCall(TrainingCall):
     """A forward that returns loss and outputs, traced without gradients.
 
-    A missing loss is an empty tensor. Outputs that are not requested are None, unless the loss is missing.
+    A missing loss is an empty tensor. Without a loss, outputs are always returned; otherwise outputs that are not
+    requested are None.
     """
 
     trains = False

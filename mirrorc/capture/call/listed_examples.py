@@ -16,10 +16,9 @@ _DEPTH = 2  # of dicts and tuples around such a list
 def with_lists_of_examples(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Marks lists that are as long as the batch, if their tensors cannot be split along dim 0, as `Examples`.
+    """Marks lists as `Examples` if they are as long as the batch and their tensors cannot be split along dim 0.
 
-    Dicts in such a list are taken for examples even if their tensors can be. A list of dicts whose tensors cannot be split is
-    no guess.
+    A list of dicts is marked even if its tensors can be split; if they cannot, it is no guess.
     """
     values = (*args, *kwargs.values())
     if not any(isinstance(value, list | dict | tuple) for value in values):
@@ -42,7 +41,6 @@ def _each_marked(
 
 
 def _num_examples(values: Iterable[Any]) -> int | None:
-    """By the first argument that tells it without doubt: a tensor, or a marked list."""
     for value in values:
         if isinstance(value, Examples):
             return len(value.items)
@@ -56,7 +54,6 @@ def _num_examples(values: Iterable[Any]) -> int | None:
 
 
 def _length_of_lists(values: Sequence[Any]) -> int | None:
-    """Of lists of equal length, one of which is of dicts, as a detector's images and targets are."""
     lists = [value for value in values if type(value) is list]
     lengths, have_dicts = {len(value) for value in lists}, any(type(item) is dict for value in lists for item in value)
     return lengths.pop() if len(lists) > 1 and len(lengths) == 1 and have_dicts else None

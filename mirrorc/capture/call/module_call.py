@@ -13,7 +13,9 @@ from mirrorc.capture.call.training_call import TrainingCall
 
 
 class ModuleCall(TrainingCall):
-    """A forward that returns outputs. Its loss, the sum of outputs times their tangents, begins backward."""
+    """A forward that returns outputs. Backward begins with their gradients: its loss is the sum of outputs times
+    tangents.
+    """
 
     takes_tangents = True
 

@@ -15,12 +15,12 @@ from mirrorc.torch_internals import traced_file
 
 
 class PaddedSequences:
-    """Stands for a PackedSequence in a trace. Recurrent modules use it like a tensor.
+    """A padded tensor in place of a PackedSequence, for traces. Recurrent modules use it like a tensor.
 
     Args:
         values: [batch, time, ...], zeros after the end of each sequence. The time may exceed the longest length.
         lengths: [batch], int64.
-        is_sorted: whether the lengths are in descending order.
+        is_sorted: the lengths are in descending order.
     """
 
     def __init__(self, values: torch.Tensor, lengths: torch.Tensor, is_sorted: bool) -> None:
@@ -28,7 +28,7 @@ class PaddedSequences:
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
-        """The class that isinstance() sees in a trace: PackedSequence, but PaddedSequences in torch's recurrent modules."""
+        """PackedSequence where user code is traced; PaddedSequences in torch's own recurrent modules."""
         return PaddedSequences if traced_file() in ("", rnn.__file__) else PackedSequence
 
     @property
@@ -66,7 +66,7 @@ def _refuse_parts() -> NoReturn:
 
 
 def padded_parts(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Returns values [batch, time, ...], lengths [batch], and whether the lengths are in descending order.
+    """Returns values [batch, time, ...], lengths [batch], and True if the lengths are in descending order.
 
     The time is rounded up by at most a quarter, so that batches share shapes.
     """
@@ -117,4 +117,4 @@ def _filled(values: torch.Tensor, lengths: torch.Tensor, value: float) -> torch.
 
 
 PACKING: Mapping[Callable[..., Any], Callable[..., Any]] = {pack_padded_sequence: _pack, pad_packed_sequence: _pad}
-"""The functions of torch that pack sequences, with their substitutes in a trace."""
+"""Substitutes in a trace for torch's functions that pack sequences."""

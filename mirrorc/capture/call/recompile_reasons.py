@@ -1,4 +1,4 @@
-"""Describes the arguments in which calls of a step differ."""
+"""Describes how the arguments of calls differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.capture.call.shard_types import ShardTypes
 from mirrorc.printing.printed_values import dtype_name
 
 FIRST_CALL = "the first call"
-"""The reason to compile where no program is cached."""
+"""The reason to compile if no program is cached."""
 
 _MOST_SHOWN = 3  # values of one argument
 _MOST_CHARACTERS = 40  # of one value
@@ -38,7 +38,7 @@ class CallKind:
 
     @classmethod
     def of_batch(cls, call: Call) -> CallKind:
-        """The kind of a call before its split; a `PerReplica` counts by its first tensor."""
+        """The kind of a call before its split. A `PerReplica` is represented by its first tensor."""
         tensors = [leaf.per_replica[0] if leaf.tensor is None else leaf.tensor for leaf in call.leaves]
         return cls.of(call, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
 
@@ -71,7 +71,7 @@ def _constants_in(structure: Structure) -> Iterator[Constant]:
 
 
 def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:
-    """Texts such as ``the shape of 'x' ([4, 7], [4, 9])``, with some of the values."""
+    """Texts such as ``the shape of 'x' ([4, 7], [4, 9])``, with a few of the values."""
     names = dict.fromkeys(name for kind in kinds for name in (*kind.tensors, *kind.constants))
     changes = [text for name in names if (text := _change_of(name, kinds))]
     return (

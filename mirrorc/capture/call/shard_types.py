@@ -18,7 +18,7 @@ ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
-    """The types of a shard's tensors on a device. A copy from elsewhere makes tensors with gaps or overlaps dense."""
+    """The types of a shard's tensors on a device. A copy to the device makes tensors with gaps or overlaps dense."""
     moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
     return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
 
@@ -82,7 +82,6 @@ def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
 
 
 def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-    """The tensors of each shard or microbatch with examples, on the first device."""
     data = []
     for replica, types in enumerate(types_run(shards, call, devices)):
         sizes = shards.microbatches[replica] if shards.microbatches else ()

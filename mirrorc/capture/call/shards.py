@@ -21,7 +21,7 @@ class Shards:
     Attributes:
         num_examples: the size of each shard; 0 for the last replicas if the batch is small.
         microbatches: the sizes of each shard's microbatches; empty if no shard is divided.
-        rows_elsewhere: the rows that other workers gather; None until they report.
+        rows_elsewhere: the rows gathered by other workers; None until they report.
     """
 
     tensors: tuple[tuple[torch.Tensor, ...], ...]
@@ -62,8 +62,8 @@ def split_call(
     A batch too small for all replicas is split among the first replicas.
 
     Args:
-        fewest: the least size of a shard or microbatch, if the batch has that many examples. If an argument is a
-            `PerReplica`, ``fewest`` limits microbatches only.
+        fewest: the smallest shard or microbatch, if the batch has as many examples. For a `PerReplica` it limits
+            microbatches only.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []
@@ -90,7 +90,7 @@ def split_call(
 def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
     """The sizes of the shards of `split_call`, with the same errors.
 
-    Consecutive shards keep their sizes when they are concatenated and split again among as many replicas.
+    Concatenated consecutive shards, split again among as many replicas, have the same sizes.
     """
     for leaf in call.leaves:
         tensors = leaf.column or (leaf.per_replica if leaf.tensor is None else (leaf.tensor,))
@@ -122,7 +122,7 @@ def _refuse_microbatches(call: Call) -> None:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Materializes lazy conjugates and negatives: compiled regions read the raw memory."""
+    """Materializes lazy conjugates and negatives, because compiled regions read raw memory."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 

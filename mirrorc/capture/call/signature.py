@@ -59,15 +59,14 @@ class Signature:
             split_call, call, self._num_replicas, microbatches=parts, may_be_empty=trains and self._are_several
         )
         shards = split()
-        if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # only then does BatchNorm matter
+        if self._num_replicas * parts > 1 and shards.fewest_examples < 2:  # otherwise BatchNorm does not matter
             shards = split(fewest=fewest_examples(*self._roots))
         return shards
 
     def _with_target(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Makes the last positional argument the target if forward does not need this argument."""
-        leaves_input = len(args) > 1 or (bool(args) and bool(kwargs))  # a model takes something
+        leaves_input = len(args) > 1 or (bool(args) and bool(kwargs))  # a model takes at least one argument
         is_target = leaves_input and not self._why_not_bound(args[:-1], kwargs)
         is_input = not self._why_not_bound(args, kwargs)
         if is_target and (trains or not is_input):
@@ -89,7 +88,6 @@ class Signature:
         return args, kwargs
 
     def _why_not_bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Empty if forward can be called with these arguments."""
         try:
             self._of_forward.bind(*args, **kwargs)
         except TypeError as error:
@@ -97,7 +95,6 @@ class Signature:
         return ""
 
     def _unpacked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> str:
-        """The call with the parts of a batch that was given whole; else empty."""
         if len(args) != 1 or kwargs:
             return ""
         call = "model" if self._is_module else "step" if trains else "step.evaluate"

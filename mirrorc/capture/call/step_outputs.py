@@ -23,7 +23,7 @@ class Outputs:
 
     Attributes:
         ways: how each output is gathered, see `mirrorc.ir.ops.gather`.
-        unknown: the names, in one text, of outputs that may have a row for each example, if no trace could tell.
+        unknown: the outputs, in one text, of which no trace could tell whether they have a row for each example.
     """
 
     ways: Mapping[str, str]
@@ -75,8 +75,8 @@ def outputs_of(
     sizes: Sequence[int],
     other: TracedOutputs | None,
 ) -> Outputs:
-    """A tensor has a row for each example if its first dimension equals the number of examples in graphs of
-    different numbers. With one number only, equality may be coincidence.
+    """A tensor has a row for each example if its first dimension equals the number of examples in graphs with different
+    numbers of examples. With one number only, equality may be a coincidence.
 
     Args:
         sizes: the number of examples in each graph, then in ``other``.
@@ -99,7 +99,9 @@ def outputs_of(
 def refuse_outputs_apart(
     ways: Mapping[str, str], traced: Sequence[TracedOutputs], *, has_examples: bool = True
 ) -> None:
-    """Refuses outputs that differ between microbatches, or that a worker without examples cannot give."""
+    """Refuses outputs that differ between microbatches. With workers without examples, refuses outputs that these
+    cannot produce.
+    """
     apart = [name for name, how in ways.items() if how == "apart"]
     constants = zip(
         *([leaf for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT] for outputs in traced), strict=False
@@ -173,7 +175,7 @@ def _common(places: Sequence[OutputLeaf], shard_of_replica: Sequence[int | None]
 
 
 def is_same_constant(value: Any, other: Any) -> bool:
-    """Mutable objects must be identical; other objects equal, with equal signs of zeros."""
+    """Mutable objects must be identical. Other objects must be equal, including the signs of zeros."""
     if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
         if has_hash(value):
             return Constant(value) == Constant(other)

@@ -23,14 +23,13 @@ from mirrorc.torch_internals import StandIns, give_values, results_with_stand_in
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
-    """Marks an output of forward or of the loss, so that a step with ``return_outputs`` returns its sum over the
-    replicas.
+    """Marks an output of forward or loss: a step with ``return_outputs`` returns its sum over the replicas.
 
     Without the mark, a step returns the mean over examples of a floating-point scalar, and a `PerReplica` of any other
-    scalar. The value itself does not change. Only ``detach()``, conversions and reshapes keep the mark.
+    scalar. Only ``detach()``, conversions and reshapes keep the mark.
 
     Args:
-        value: a tensor whose shape does not depend on the number of examples, such as a count or a sum over a shard's
+        value: a tensor, such as a count or sum over a shard's examples. Its shape must not depend on the number of
             examples.
 
     Raises:
@@ -53,7 +52,7 @@ _noted = threading.local()
 
 @contextlib.contextmanager
 def noted_marks() -> Iterator[list[torch.Tensor]]:
-    """Collects this thread's results of `summed` while plain PyTorch runs. Each result has its own memory."""
+    """Collects this thread's results of `summed` while plain PyTorch runs."""
     before, _noted.marked = getattr(_noted, "marked", None), []
     try:
         yield _noted.marked
@@ -88,7 +87,7 @@ class TracedOutputs:
 
 
 class ShapeOfValuesError(Exception):
-    """The shape of an output depends on values. The text is the user's line."""
+    """The shape of an output depends on values. The text is the user's source line."""
 
 
 def read_outputs(
@@ -132,7 +131,7 @@ def _type_of(output: fx.Node) -> tuple[torch.Size, torch.dtype]:
 
 
 def memory_of_inputs(graph: fx.Graph) -> set[int]:
-    """The storage keys of a trace's inputs. AOTAutograd drops outputs that alias an input."""
+    """Storage keys of a trace's inputs. AOTAutograd drops outputs that alias an input."""
     inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     return {storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
 
@@ -238,7 +237,7 @@ class OutputReader:
         raise NotImplementedError
 
     def parts(self, value: Any, path: str) -> Parts:
-        """Refuses an object that contains itself or cannot be rebuilt."""
+        """Raises an error for an object that contains itself or cannot be rebuilt."""
         if len(path) > _LONGEST_PATH:
             self.refuse("a container that holds itself", path[:40] + "...")
         try:
@@ -259,7 +258,7 @@ _LONGEST_PATH = 1000
 
 
 class _TraceReader(OutputReader):
-    """Reads outputs that a trace has built twice. An object in both builds existed before the trace."""
+    """Compares two builds of a trace's outputs. An object in both existed before the trace."""
 
     gathered: dict[str, fx.Node]
 

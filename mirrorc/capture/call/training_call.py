@@ -16,7 +16,7 @@ BufferPath = tuple[tuple[str, ...], str]
 
 
 class BuffersAssigned(Exception):
-    """Raised by a trace in which buffers become other tensors, which a `TrainingCall` has to know."""
+    """Raised if a trace assigns buffers: a `TrainingCall` must know them before the trace."""
 
     def __init__(self, paths: Sequence[BufferPath]) -> None:
         super().__init__()
@@ -26,16 +26,16 @@ class BuffersAssigned(Exception):
 class TrainingCall(nn.Module):
     """A module whose forward computes the loss from a flat list of tensors.
 
-    `loss_in` takes the loss from the result of ``loss_fn``, or of the model without a ``loss_fn``. If
-    ``keeps_outputs``, forward also returns the model's outputs and what `beside_loss` takes from the result.
+    If ``keeps_outputs``, forward also returns the model's outputs, and those that `beside_loss` takes from the result
+    of ``loss_fn``.
 
     Attributes:
         plain: `Call.plain` of the current call; set before guards are checked.
-        trained_elsewhere: the ids of the parameters that open steps train.
+        trained_elsewhere: ids of the parameters that other open steps train.
         carried: the `CarriedState` of the step, for plain PyTorch.
         data: the tensors of each shard or microbatch; None if the front end needs no data.
-        assigned: the buffers that forward or loss assigns, each by the names of its modules and its own.
-        takes_tangents: whether backward begins with tangents of the outputs that the caller has.
+        assigned: names of the buffers that forward or loss assigns.
+        takes_tangents: backward begins with the caller's gradients of outputs.
         differentiated: the indices of the tensor arguments that get a gradient.
     """
 

@@ -24,14 +24,16 @@ TWO_EXAMPLES = (
 
 
 class LoneExampleError(CaptureError):
-    """Raised if a torch operator refuses a shard of one example because it normalizes over the examples, or gives nan."""
+    """Raised if a torch operator refuses a shard of one example, or returns nan, because it normalizes over examples."""
 
 
 AS_PLAIN_PYTORCH = "mirrorc.Compiler(capture='autograd'), which runs it as plain PyTorch"
 
 
 class UnreadableError(CaptureError):
-    """Raised for Python that a tracer cannot follow, but plain PyTorch can run. ``why`` is the reason, without a fix."""
+    """Raised for Python code that a tracer cannot follow, but plain PyTorch can run. ``why`` is the reason, without a
+    fix.
+    """
 
     def __init__(self, refusal: str, why: str, at: str = "") -> None:
         super().__init__(with_line(refusal, "fix", AS_PLAIN_PYTORCH))
@@ -45,13 +47,13 @@ class RaisedError(CaptureError):
 
 
 class RaisedInTraceError(RaisedError, UnreadableError):
-    """Raised for an exception while tracing. ``of_plain`` describes the one that plain PyTorch raises at the same line."""
+    """Raised for an exception while tracing. ``of_plain`` describes the exception of plain PyTorch at the same line."""
 
     of_plain: Callable[[str], CaptureError]
 
 
 class StateError(UnreadableError):
-    """Raised for Python state that forward reads and changes: a step goes on from it if plain PyTorch finds it."""
+    """Raised for Python state that forward reads and changes. Plain PyTorch can continue from this state."""
 
 
 class NoGradientError(CaptureError):
@@ -122,7 +124,7 @@ def shapes_of(leaves: Sequence[torch.Tensor]) -> str:
 
 
 def _raised_in_trace(model_name: str, kind: str, text: str, at: str, subject: str, shapes: str) -> CaptureError:
-    """The code may take another way while it is traced, where ``torch.compiler.is_compiling()``."""
+    """Code may behave differently while it is traced, by ``torch.compiler.is_compiling()``."""
     reason = f"{kind}: {text}"
     error = raised_by_user(model_name, reason, at, subject, shapes)
     if not isinstance(error, RaisedError):
@@ -147,7 +149,7 @@ def _fix_of_batch(subject: str) -> str:
 def raised_by_user(
     model_name: str, reason: str, at: str = "", subject: str = "the model", shapes: str = "", fix: str = ""
 ) -> CaptureError:
-    """The error for an exception that plain PyTorch raises as well."""
+    """The error for an exception that plain PyTorch raises, too."""
     if "more than 1 value per channel" in reason:
         return problem(
             LoneExampleError,
@@ -172,9 +174,9 @@ _LINE = re.compile(r"[^/]*\.py:\d+")
 
 
 def changed_before_backward(error: Exception, model_name: str, graph: fx.Graph | None = None) -> CaptureError | None:
-    """The error for a tensor that is changed in place though backward needs it; None for other errors.
+    """The error for a tensor that backward needs and forward modifies in place; None for other errors.
 
-    The line is that of the last operator in ``graph`` that changes a tensor in place.
+    It names the line of the last in-place operator in ``graph``.
     """
     changed = _CHANGED.search(str(error))
     if changed is None:
@@ -198,7 +200,6 @@ _CHANGED = re.compile(r"\[[\w.]+ \[[\d, ]*\]\].* is at version \d+; expected ver
 
 
 def _place(error: Exception) -> tuple[str, str]:
-    """The line that could not be traced, and words for the code there."""
     frames, traced = user_frames(error), traced_frames(error)
     recorded = "" if frames else last_users_line(str(error))  # after tracing, the message contains the line
     line = line_of(frames[-1]) if frames else recorded
@@ -227,7 +228,7 @@ def _module(node: fx.Node | None) -> tuple[str, str]:
 _RAISED = re.compile(
     r"(?:fake tensor call.*: got|raised exception) (\w+)\((?:\[ConstantVariable\(str: )?(['\"])(.*?)\.?\2\)", re.DOTALL
 )
-"""Matches an exception of the user's code or torch, not a limit of the tracer. Torch 2.11 prints tracer variables."""
+"""Matches exceptions of the user's code or torch, not limits of the tracer. Torch 2.11 prints tracer variables."""
 
 
 _ADVICE = re.compile(r"Consider annotating your code using torch\._check\*\(\)\.\s*|\s*\(Size-like symbols: none\)")

@@ -1,4 +1,4 @@
-"""Finds buffers to which all replicas write the same value: counters, vectors of spectral norms, reduced values."""
+"""Finds buffers to which all replicas write the same value, such as counters and vectors of spectral norms."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 class Computation(NamedTuple):
-    """That of a buffer with one value on all replicas.
+    """The computation of a buffer with one value on all replicas.
 
     Attributes:
         expression: a hash.
-        is_of_norm: whether the buffer is a vector of a spectral norm, which a step iterates once.
-        is_counter: whether it is made of variables alone. Each microbatch then goes on from the one before.
+        is_of_norm: the buffer is a vector of a spectral norm, which a step iterates once.
+        is_counter: it is computed only from variables. Each microbatch then continues from the previous one.
     """
 
     expression: int
@@ -50,12 +50,12 @@ def written_alike(
     left_out: Collection[str],
     arguments: Collection[Any],
 ) -> dict[str, Computation]:
-    """The buffers computed only from values that are equal on all replicas, each with its computation.
+    """Buffers computed only from values that are equal on all replicas, and their computations.
 
     Args:
         vectors, statistics: buffers of spectral norms and of synchronized norms.
-        left_out: buffers that go with others which differ, such as a batch norm's counter.
-        arguments: placeholders of one value for all replicas, such as numbers.
+        left_out: buffers that belong to others with different values, such as a batch norm's counter.
+        arguments: placeholders with one value for all replicas, such as numbers.
     """
     alike = writes.keys() - set(left_out)
     reduced = {*vectors, *statistics, *_exchanged(graph, writes)}
@@ -81,7 +81,6 @@ def written_alike(
 
 
 def _exchanged(graph: fx.Graph, writes: Mapping[str, fx.Node]) -> set[str]:
-    """The buffers that have values of all replicas."""
     after: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target in _SAME_ON_ALL or not after.isdisjoint(node.all_input_nodes):
@@ -90,10 +89,10 @@ def _exchanged(graph: fx.Graph, writes: Mapping[str, fx.Node]) -> set[str]:
 
 
 def aggregation_alike(name: str, alike: Sequence[Mapping[str, Computation]]) -> Aggregation | None:
-    """That of a buffer to which all captured graphs write the same value; None if they may differ.
+    """The aggregation of a buffer to which all captured graphs write the same value; None if they may differ.
 
     Raises:
-        CaptureError: the graphs iterate a spectral norm another number of times.
+        CaptureError: the graphs differ in the number of iterations of a spectral norm.
     """
     ways = {computations.get(name) for computations in alike}
     if len(ways) > 1 and all(way is not None and way.is_of_norm for way in ways):

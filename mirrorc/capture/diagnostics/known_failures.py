@@ -1,4 +1,4 @@
-"""Names causes of tracer failures that the tracer's message does not name."""
+"""Known causes of tracer failures, for failures whose messages name none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class KnownFailure:
     """A cause of tracer exceptions.
 
     Attributes:
-        reason: what the user's line does; follows a colon in the message.
+        reason: follows a colon in the message.
         words: lower-case texts. The exception's text must contain one.
-        file: the end of the file name of some frame.
-        runs_as_pytorch: whether plain PyTorch can run the line with the right result.
+        file: the end of a file name in the traceback.
+        runs_as_pytorch: plain PyTorch runs the line with the right result.
     """
 
     reason: str
@@ -42,8 +42,6 @@ INSTALLS_HOOKS = KnownFailure(
 )
 
 DATA_DEPENDENT = ("data-dependent", "data dependent")
-"""Words of the tracer's errors about branches on tensors."""
-
 _KNOWN = (
     KnownFailure(
         "its mask is looked at to see whether it is causal, and the captured graph cannot branch on tensor values",

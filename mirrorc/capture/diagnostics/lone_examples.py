@@ -1,4 +1,4 @@
-"""Finds operators whose result is not a number for the shard of one example: deviations, and quotients by n - 1."""
+"""Finds operators that return NaN for a shard of one example: deviations, and quotients by n - 1."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def is_undefined(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def undefined_in(graph: fx.Graph) -> str:
-    """The line, or the name, of the first such operator; empty if there is none."""
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
         if node.op == "call_function" and is_undefined(node.target, args, kwargs):

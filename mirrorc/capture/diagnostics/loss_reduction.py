@@ -46,10 +46,10 @@ class Reduction:
 
 
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
-    """The torch losses over the batch among the summands of the graph's first output.
+    """Torch losses among the summands of the graph's first output.
 
-    Losses scaled by a number of examples, or of their elements, are left out: a sum may be a mean. So are products and quotients
-    of tensors.
+    Losses scaled by a number of examples or elements are left out, because such a sum may be a mean. So are products
+    and quotients of tensors.
     """
     reductions: dict[Reduction, None] = {}
     loss = traced.graph.output_node().args[0][0]  # type: ignore[index]
@@ -67,7 +67,6 @@ def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
 
 
 def _summands(loss: Any) -> Iterator[tuple[fx.Node, tuple[float, ...]]]:
-    """With the numbers by which each is multiplied."""
     seen: set[fx.Node] = set()
     waiting: list[tuple[Any, tuple[float, ...]]] = [(loss, ())]
     while waiting:
@@ -87,7 +86,7 @@ def _summands(loss: Any) -> Iterator[tuple[fx.Node, tuple[float, ...]]]:
 
 
 def _counts(nodes: Sequence[fx.Node]) -> list[int]:
-    """By what a sum over the examples of a shard is divided for a mean: the first size of a tensor, times any others."""
+    """Candidates for a mean's divisor: the first size of a tensor, times any of its other sizes."""
     tensors = [node.meta.get("example_value") for node in nodes]
     shapes = {tuple(sizes_now(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim()}
     subsets = [(shape[0], rest) for shape in shapes for n in range(len(shape)) for rest in combinations(shape[1:], n)]

@@ -50,10 +50,10 @@ class Note:
 def dropped_effects(
     traced: fx.GraphModule, text: str, model_name: str, again: Callable[[], fx.GraphModule]
 ) -> tuple[Note, ...]:
-    """Notes on changed Python objects and prints in a trace; refuses changes of state.
+    """Warnings about changed Python objects and prints in a trace. Changes of state are refused.
 
-    A changed object is state if the trace also reads it, or if the next trace gives another graph. An object that
-    settles is not state: the next trace gives the same graph and no change, as with a library's cache.
+    A changed object is state if the trace also reads it, or if the next trace gives another graph. It is not state if
+    the next trace gives the same graph without a change, as for a library's cache.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
     _refuse_draws(effects.draws, effects.cached_draws, model_name)
@@ -80,7 +80,7 @@ def dropped_effects(
 
 
 def assigned_buffers(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[BufferPath, ...]:
-    """The buffers that a trace assigns, each of them another tensor; refuses tensors of another shape or dtype."""
+    """The buffers to which a trace assigns new tensors. Refuses tensors of another shape or dtype."""
     assigned: list[BufferPath] = []
     for write in python_effects_of(traced).writes:
         before = write.owner
@@ -119,9 +119,9 @@ def other_buffer(
 
 
 def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
-    """Notes on argument containers from which a trace removes items.
+    """Warnings about argument containers from which a trace removes items.
 
-    Refuses other changes: they would be lost, because replicas get copies.
+    Other changes are refused, because replicas get copies, and changes of these would be lost.
     """
     effects = python_effects_of(traced)
     paths = call.containers()
@@ -153,7 +153,6 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
 
 
 def users_place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The user's innermost line, or empty."""
     frame = _users_frame(stack)
     return line_of(frame) if frame is not None else ""
 

@@ -1,4 +1,4 @@
-"""Warns of embeddings that divide gradients by the frequency of rows: each replica counts rows of its own shard."""
+"""Warns of embeddings that divide gradients by frequencies of rows, because each replica counts rows of its own shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds arguments whose dim 0 is the time of a recurrent layer: a step would split them by time."""
+"""Finds arguments whose dim 0 is the time of a recurrent layer, because a step would split it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _origin(value: Any) -> int | None:
-    """The index of the leaf that a value's dim 0 comes from; None if unsure."""
     while isinstance(value, fx.Node):
         if value.op == "placeholder":
             return leaf_of_placeholder(value)

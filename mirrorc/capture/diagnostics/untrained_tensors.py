@@ -1,4 +1,4 @@
-"""Finds tensors outside of a step's modules that get a gradient in plain PyTorch but not in the step."""
+"""Finds tensors outside of a step's modules that plain PyTorch would train, but the step does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add
 def untrained_tensors(
     traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], model_name: str
 ) -> tuple[Note, ...]:
-    """A note on tensors that require a gradient, but no step trains. Raises `CaptureError` if one has a grad_fn."""
+    """A warning about tensors that require a gradient but are not trained. Raises `CaptureError` if one has a grad_fn."""
     untrained = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
     untrained = [pair for pair in untrained if id(pair[1]) not in module.trained_elsewhere]
     if not untrained:
@@ -77,7 +77,6 @@ def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
 
 
 def _leads_to_output(node: fx.Node) -> bool:
-    """Follows values that require a gradient, also through in-place writes."""
     order = {node: place for place, node in enumerate(node.graph.nodes)}
     since, waiting = {node: -1}, [node]  # the position from which on a value depends on the node
     while waiting:

@@ -31,10 +31,10 @@ class WeightedMean:
     """A call of a torch loss that averages over its targets.
 
     Attributes:
-        is_weighted: whether it divides by the sum of class weights.
-        targets: computes the targets of a shard; None if they depend on more than arguments.
-        writes_ignored: whether the code that makes the targets names ``ignore_index``.
-        counted: the numbers of ignored and of all targets in the run that made the call; None for a graph.
+        is_weighted: it divides by the sum of class weights.
+        targets: computes the targets of a shard; None if they depend on more than the arguments.
+        writes_ignored: the code that computes the targets has the value of ``ignore_index``.
+        counted: the numbers of ignored and of all targets in a run; None for a graph.
     """
 
     function: str
@@ -61,7 +61,7 @@ class Targets:
     """The part of a graph that computes the targets of a loss.
 
     Attributes:
-        inputs: for each placeholder, the index of a tensor argument, and its dim if the placeholder is a size.
+        inputs: for each placeholder, the index of a tensor argument; also its dim if the placeholder is a size.
     """
 
     graph: fx.GraphModule
@@ -105,7 +105,7 @@ def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def weighted_mean_of_operator(operator: Any, args: Sequence[Any], line: Callable[[], str]) -> WeightedMean | None:
-    """The mean that an operator of a run computes; None for another operator."""
+    """None for an operator without such a mean."""
     if operator not in _OPERATORS or args[3] != _MEAN:
         return None
     _, target, weight, _, ignore_index = args[:5]
@@ -129,7 +129,6 @@ def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
 
 
 def _makers(target: fx.Node, loss: fx.Node) -> list[fx.Node]:
-    """The nodes that compute the targets, with writes in place."""
     nodes, size = ancestors(target), 0
     while len(nodes) > size:
         size = len(nodes)
@@ -165,7 +164,6 @@ def _targets(target: fx.Node, makers: Sequence[fx.Node]) -> Targets | None:
 
 
 def _input(node: fx.Node) -> tuple[int, int | None] | None:
-    """None for a variable."""
     if (leaf := leaf_of_placeholder(node)) is not None:
         return leaf, None
     size = node.meta.get("example_value")
@@ -202,7 +200,6 @@ def differences_in(means_of: Sequence[Sequence[WeightedMean]], shards: Shards) -
 
 
 def _text(mean: WeightedMean, *, ignores: bool = False) -> str:
-    """The divisor of a replica's mean, in words; empty for its number of examples."""
     divisors = [
         *(["the class weights"] if mean.is_weighted else []),
         *([f"the number of targets that are not {mean.ignore_index}"] if ignores or _ignores(mean) else []),

@@ -1,4 +1,4 @@
-"""Warns of buffers that keep rows of examples: each replica writes those of its shard, and the model shows a mean."""
+"""Warns of buffers that keep rows of examples: each replica writes rows of its shard, and the model then holds a mean."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _AT_INDEX = ("index_put", "index_copy", "index_add", "index_fill", "index_reduce
 def notes_on_rows(
     graph: fx.Graph, split: Set[fx.Node], written_rows: Sequence[str], model_name: str
 ) -> tuple[Note, ...]:
-    """``split`` has the placeholders with a row for each example, ``written_rows`` buffers that the graph does not show."""
+    """``split`` has the placeholders with a row for each example; ``written_rows`` has buffers whose writes are not in
+    the graph.
+    """
     output: Any = graph.output_node().args[0]
     differs: dict[fx.Node, bool] = {}  # whether a value is another on each replica
     for node in graph.nodes:
@@ -40,7 +42,6 @@ def notes_on_rows(
 
 
 def _writes_rows(node: fx.Node, buffer: str, differs: dict[fx.Node, bool], sizes: Set[str]) -> bool:
-    """Of places that the batch gives, or of as many rows as there are examples."""
     operator, args = bare_name(node.target), list[Any](node.args)
     if operator in _AT_INDEX and _is_of(args[0], buffer):
         places = args[1] if operator == "index_put" else [args[2]]
@@ -64,7 +65,7 @@ def _is_of(node: Any, buffer: str) -> bool:
 
 
 def writes_rows(before: torch.Tensor, afters: Sequence[torch.Tensor], sizes: Sequence[Set[int]]) -> bool:
-    """Tests whether runs on several shards write other rows or columns, or as many as each has examples.
+    """True if runs on different shards write different rows or columns, or as many as they have examples.
 
     Args:
         sizes: the possible numbers of examples of each run.

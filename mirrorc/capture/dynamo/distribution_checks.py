@@ -1,4 +1,4 @@
-"""Argument checks of torch's distributions as asserts on tensors: a trace cannot branch on tensors."""
+"""Argument checks of torch's distributions as asserts on tensors, because a trace cannot branch on tensors."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ VALIDATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Distribution._validate_sample: _check_value,
     kl.kl_divergence: _kl_divergence,
 }
-"""Functions of `torch.distributions` that read values, with their substitutes in a trace."""
+"""Substitutes in a trace for functions of `torch.distributions` that read values."""
 
 ASKED_OF_CLASSES: Collection[Callable[..., Any]] = (_is_made_when_read, _divergence_of)
-"""Functions of classes and names only. The trace calls these functions without tracing into them."""
+"""Functions of classes and names only, which are called during the trace and not traced."""

@@ -1,4 +1,4 @@
-"""A substitute for `torch.rand` where forward branches on random numbers."""
+"""A substitute for `torch.rand` in forwards that branch on random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.torch_internals import torch_random, traced_file
 
 
 class _Scalar:
-    """A number that isinstance() in a trace takes for a tensor, except in this file. It lacks tensors' methods."""
+    """A number that counts as a tensor for isinstance() in a trace, except in this file. It lacks tensors' methods."""
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
@@ -20,9 +20,9 @@ class _Scalar:
 
 
 class DrawnScalarDecides(_Scalar):
-    """The result of comparing a `DrawnScalar`, to choose a branch.
+    """The result of comparing a `DrawnScalar`, on which forward branches.
 
-    A bool would not do: ``+`` and ``~`` of bools and boolean tensors differ.
+    It is not a bool, because ``+`` and ``~`` differ for bools and boolean tensors.
     """
 
     def __init__(self, answer: bool) -> None:
@@ -67,7 +67,7 @@ class DrawnScalar(_Scalar):
     __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
 
     def _rounded(self, other: float) -> float:
-        """Rounds to the 24 significant bits of float32, with arithmetic that a trace can follow."""
+        """Rounds to the 24 significant bits of float32, with traceable arithmetic."""
         if self.dtype == torch.float64 or not 0.0 < other < 1.0:
             return other
         if other <= 2.0**-150:
@@ -89,4 +89,4 @@ def _is_tensor(value: Any) -> bool:
 
 
 DECIDING: Mapping[Callable[..., Any], Callable[..., Any]] = {torch.rand: _rand, torch.is_tensor: _is_tensor}
-"""Functions of torch, with their substitutes in a trace."""
+"""Substitutes in a trace for functions of torch."""

@@ -233,7 +233,7 @@ def _read_outputs(
 
 
 def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:
-    """An output equal to a number input may be that input, and would keep its value of this trace."""
+    """Refuses an output equal to a number input. It may be the input, and would keep its value from the trace."""
     inputs = guards_of(traced).inputs
     if inputs is None or outputs is None:
         return

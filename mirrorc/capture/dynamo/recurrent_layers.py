@@ -38,7 +38,7 @@ TRACED_INSTEAD: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_relu: _rnn_relu,
     **PACKING,
 }
-"""Functions of torch that recurrent modules call or that pack sequences, with their substitutes in a trace."""
+"""Substitutes in a trace for torch's functions in recurrent modules, and for those that pack sequences."""
 
 
 def _run(
@@ -73,7 +73,7 @@ def _run_layers(
     dropout: float,
     bidirectional: bool,
 ) -> list[torch.Tensor]:
-    """Layers with dropout between them run one by one, so that masks follow the graph's seed."""
+    """Layers with dropout run one by one, so that masks depend on the graph's seed."""
     if 0 in values.shape:
         raise RuntimeError(f"Expected sequence length to be larger than 0 in RNN, got an input of {list(values.shape)}")
     device, products = values.device.type, None

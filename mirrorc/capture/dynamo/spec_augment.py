@@ -39,8 +39,8 @@ def masked_spans(
     """A mask of random spans like Hugging Face's, drawn by torch instead of numpy.
 
     Args:
-        mask_prob: the fraction of a row's places that spans cover if they do not overlap.
-        attention_mask: [rows, places], ones and then zeros in each row; spans lie among the ones.
+        mask_prob: the fraction of a row that non-overlapping spans would cover.
+        attention_mask: [rows, positions], ones and then zeros in each row; spans lie among the ones.
     """
     rows, places = shape
     if mask_length < 1:

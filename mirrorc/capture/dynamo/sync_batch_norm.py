@@ -45,7 +45,7 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
 
 
 SYNCHRONIZED: Mapping[Callable[..., Any], Callable[..., Any]] = {nn.SyncBatchNorm.forward: _forward}
-"""The forward of `torch.nn.SyncBatchNorm`, with its substitute in a trace."""
+"""The substitute in a trace for the forward of `torch.nn.SyncBatchNorm`."""
 
 
 def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
@@ -54,7 +54,7 @@ def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def has_substitute(norm: nn.Module) -> bool:
-    """True if an instance can be given the substitute: its forward is that of the class."""
+    """False if the instance replaces its class's forward."""
     return type(norm).forward in SYNCHRONIZED and "forward" not in vars(norm)
 
 

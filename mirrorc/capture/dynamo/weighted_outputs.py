@@ -1,4 +1,4 @@
-"""Adds to a traced forward the loss from which backward begins when the caller computes the loss."""
+"""Adds a loss to a traced forward, to begin backward if the caller computes the real loss."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mirrorc.torch_internals import give_values
 
 
 def weight_outputs(traced: fx.GraphModule, names: Sequence[str], model_name: str) -> None:
-    """The graph then returns the sum of its outputs times their tangents, in place of a loss, and the outputs.
+    """The graph then returns a loss, the sum of its outputs times their tangents, and the outputs.
 
     Raises:
         NoGradientError: no output needs a gradient.
-        CaptureError: an output that needs one is complex.
+        CaptureError: an output that needs a gradient is complex.
     """
     graph = traced.graph
     values = graph.output_node().args[0]
@@ -39,7 +39,6 @@ def weight_outputs(traced: fx.GraphModule, names: Sequence[str], model_name: str
 
 
 def _attached(detached: fx.Node) -> fx.Node:
-    """The output of which a trace returns a detached copy."""
     copied = detached.args[0] if detached.target is torch.clone else detached
     assert isinstance(copied, fx.Node) and isinstance(copied.args[0], fx.Node)
     return copied.args[0]

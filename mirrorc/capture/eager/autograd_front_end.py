@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def _fake_mode() -> FakeTensorMode:
-    """Shared, so that graphs of microbatches of several sizes can be joined; made late, as this imports Dynamo."""
+    """Shared, so that graphs of microbatches of several sizes can be joined. Created late, because this imports Dynamo."""
     return FakeTensorMode()
 
 
@@ -54,8 +54,7 @@ class AutogradFrontEnd(FrontEnd):
     """Captures a step as operators that run forward and backward as plain PyTorch.
 
     One operator runs forward. One operator per parameter returns its gradient, so that backward can be split between
-    buckets. First runs on the data of all shards find the order of gradients, written buffers and whether random
-    numbers are drawn.
+    buckets. First runs on the data of all shards show the order of gradients, written buffers and random draws.
     """
 
     name = "autograd"
@@ -95,7 +94,7 @@ class AutogradFrontEnd(FrontEnd):
         )
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """Runs the first shard with its first example repeated; None if the run fails."""
+        """Runs the first shard with its first example repeated. None if the run fails."""
         shard = (call.data or [()])[0]
         grown = [
             leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]])
@@ -125,9 +124,9 @@ def _refuse_other_norms(call: TrainingCall, model_name: str) -> None:
 
 
 class EagerGuards:
-    """Guards for operators that run plain PyTorch. Each run reads Python's current state.
+    """Guards for operators that run plain PyTorch. Most state needs no guard, because each run reads it anew.
 
-    Only plain arguments and numbers of modules are guarded, because the used parameters may depend on these values.
+    Plain arguments and numbers of modules are guarded, because the set of used parameters may depend on them.
     """
 
     numbers: tuple[int | float, ...] = ()

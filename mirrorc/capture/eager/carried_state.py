@@ -1,4 +1,4 @@
-"""Python state that every forward of a step advances alike, and that a step advances once."""
+"""Python state that each forward of a step changes, such as a counter: the step changes it once."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LONGEST_WAIT_SECONDS = 3600
 
 
 class CarriedState:
-    """Puts the state back before each forward of a step, and keeps what the last one leaves.
+    """Restores the state before each forward of a step, and keeps the changes of the last forward.
 
-    The replicas' runs of one step, which may be of several shapes, share it.
+    All replicas' runs of a step share it.
 
     Attributes:
-        is_advanced: whether a first run has changed any state. Replicas then run one after the other.
-        num_settled: how often a step has changed nothing after one that did, as when a cache is filled. Another front end
-            may then take the model.
+        is_advanced: a first run has changed state. Replicas then run in turn.
+        num_settled: counts steps without changes after a step with changes, as when a cache is filled. Another front
+            end may then capture the model.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -42,7 +42,7 @@ class CarriedState:
 
     @contextlib.contextmanager
     def first_runs(self, root: nn.Module) -> Iterator[list[Changes]]:
-        """Takes the changes of the first runs; puts the state back. Refuses changes that a step cannot carry on."""
+        """Collects the changes of first runs, and undoes them. Refuses changes that a step cannot repeat."""
         self._state = PythonState(root)
         changes: list[Changes] = []
         try:
@@ -56,21 +56,19 @@ class CarriedState:
             self._state = None
 
     def restart(self) -> None:
-        """Before a first run."""
+        """To be called before a first run."""
         assert self._state is not None, "within first runs"
         self._state.put_back()
 
     def changes(self) -> Changes:
-        """After a first run."""
         assert self._state is not None, "within first runs"
         return self._state.changes()
 
     def note_capture(self, *, is_fallback: bool) -> None:
-        """A model that runs as plain PyTorch for want of another front end is captured again when its state settles."""
+        """A model that runs as plain PyTorch because other front ends failed is captured again when its state settles."""
         self._is_fallback, self._was_advanced = is_fallback, False
 
     def count_settled(self) -> int:
-        """`num_settled` after the last step."""
         if self._left:
             self._was_advanced = True
         elif self._left is not None and self._was_advanced and self._is_fallback and self.num_settled < _MOST_CAPTURES:
@@ -90,7 +88,7 @@ class CarriedState:
 
     @contextlib.contextmanager
     def advanced(self) -> Iterator[None]:
-        """A forward of a step."""
+        """A context around a forward of a step."""
         state = self._state
         assert state is not None, "within a step"
         if not self.is_advanced:
@@ -121,7 +119,7 @@ class CarriedState:
                     state.give_sources_back()
 
     def _refuse_changes(self, state: PythonState) -> None:
-        """Looks when no forward runs, as one may change something for a while."""
+        """Compares while no forward runs, because a forward may change state for a while."""
         with self._lock:
             changes = state.changes() if not self._running else Changes()
         if not changes:
@@ -137,7 +135,7 @@ class CarriedState:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Other replicas wait, if this model advances state."""
+        """Makes other replicas wait if this model changes state."""
         if not self.is_advanced:
             yield
             return

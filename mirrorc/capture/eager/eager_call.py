@@ -119,7 +119,7 @@ class OpaqueCall:
     def gradient(
         self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Zeros if this replica has not used the parameter or the argument."""
+        """Zeros if this replica has not used the parameter or argument."""
         gradients = self.backward(token, tangent, tangents)
         gradient = gradients.take(place)
         if place >= len(self._originals):
@@ -143,11 +143,12 @@ class OpaqueCall:
         *,
         is_first: bool = False,
     ) -> Run:
-        """Runs forward on the given tensors, with copies of the buffers.
+        """Runs forward with copies of the buffers.
 
         Raises:
             CaptureError: a first run reads a transient attribute of the user's modules.
-            ExecutionError: forward assigns other attributes, reads transient ones too early, or draws without a stream.
+            ExecutionError: forward assigns other attributes, reads transient ones too early, or draws random numbers
+                without a stream.
             UnreadableOutputError: a step cannot rebuild an output.
         """
         try:
@@ -221,7 +222,7 @@ class OpaqueCall:
     def _run_backward(self, run: Run, tangent: torch.Tensor, *, keeps_graph: bool) -> None:
         trainable = [tensor for tensor in run.inputs if tensor.requires_grad]
         for tensor in trainable:
-            if tensor.grad is not None:  # from a backward() inside of forward, which the loss weight did not reach
+            if tensor.grad is not None:  # from a backward() within forward, so the loss weight is missing
                 tensor.grad.mul_(tangent.to(tensor.grad))
         meets = exchanging(run.exchange)
         with torch.enable_grad(), self.state.alone(), self._drawing(run, "backward"), meets:
@@ -250,7 +251,6 @@ class OpaqueCall:
 
     @contextlib.contextmanager
     def _drawing(self, run: Run, phase: str) -> Iterator[None]:
-        """Refuses draws if the run has no stream."""
         if run.stream is not None:
             with run.stream.drawn_from():
                 yield
@@ -369,7 +369,7 @@ def _short(name: str) -> str:
 def _backward_of(
     run: Run, names: Sequence[str], weight: torch.Tensor, inputs: Sequence[torch.Tensor], *, keeps_graph: bool
 ) -> None:
-    """Backward from outputs, by their tangents times the weight of the caller's loss."""
+    """Backward from outputs. It begins with their tangents times the weight of the caller's loss."""
     roots = [run.attached[name] for name in names]
     tangents = [
         run.tangents[name] if run.tangents is not None else torch.ones_like(run.attached[name]) for name in names

@@ -1,4 +1,4 @@
-"""The state of a run of plain PyTorch, and the record that all runs share."""
+"""The state of a run of plain PyTorch, and the facts common to all runs."""
 
 from __future__ import annotations
 
@@ -45,17 +45,18 @@ class ThreadModes:
 
 @dataclass
 class Run:
-    """The state of a run between its forward and its backward.
+    """The state of a run between forward and backward.
 
     Attributes:
         copy: the modules that ran forward; backward may run them again.
-        parameters, buffers, leaves: the inputs; parameters, and leaves that require one, have gradients after backward.
+        parameters, buffers, leaves: the inputs. Parameters, and leaves that require a gradient, have one after
+            backward.
         loss: keeps its autograd graph until backward; an empty tensor without a loss.
-        attached: the outputs that need a gradient, of a module without a loss; they keep their graph until backward.
-        tangents: those of the attached outputs that the caller's loss reaches; None in a first run, where all are ones.
-        before: for the id of each input, its value, version and address before forward.
-        exchange: that of a first run is with replicas that are like it.
-        unreached: in training, the places of `inputs` outside of the graph of the loss.
+        attached: for a module without a loss, the outputs that need a gradient, with their graph.
+        tangents: gradients of the attached outputs on which the caller's loss depends; None in a first run, for ones.
+        before: value, version and address of each input before forward, by id.
+        exchange: in a first run, other replicas are taken to be equal to this one.
+        unreached: in training, indices of `inputs` outside of the loss's graph.
     """
 
     copy: ModuleCopy
@@ -73,7 +74,7 @@ class Run:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """The tensors that may have gradients, in the order of the places of `take_gradient`."""
+        """The tensors that may have gradients, in the order of `take_gradient`."""
         return [*self.parameters, *self.leaves]
 
     def note_inputs(self, values: Sequence[torch.Tensor]) -> None:
@@ -81,13 +82,13 @@ class Run:
         self.before = {id(tensor): (value, tensor._version, tensor.data_ptr()) for tensor, value in inputs}
 
     def assign(self, place: int, value: torch.Tensor) -> None:
-        """Makes a copy of ``value`` the buffer at ``place``: backward may need the former one."""
+        """Makes a copy of ``value`` the buffer at ``place``. Backward may need the former buffer."""
         former = self.before[id(self.buffers[place])][0]
         self.buffers[place] = value.clone()
         self.before[id(self.buffers[place])] = (former, -1, -1)
 
     def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Also finds assignments of another value to ``.data``."""
+        """Includes writes of other values through ``.data``."""
         return [place for place, tensor in enumerate(tensors) if self._is_written(tensor)]
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
@@ -98,7 +99,9 @@ class Run:
         return tensor.data_ptr() != self.before[id(tensor)][2]
 
     def replaced(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The assignments to ``.data``, also of an equal value. ``flatten_parameters`` of a recurrent layer is none."""
+        """Tensors with an assigned ``.data``, even with equal values. ``flatten_parameters`` of a recurrent layer does
+        not count.
+        """
         layers = [module for module in self.copy.root.modules() if isinstance(module, nn.RNNBase)]
         moved = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
         return [i for i, tensor in enumerate(tensors) if id(tensor) not in moved and self._is_replaced(tensor)]
@@ -106,15 +109,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Facts that a step's graph assumes of all runs, learned in first runs. Variables are given by index.
+    """Facts from first runs that the graph assumes of all runs. Variables are indices.
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
-        gradients: the trainable parameters, in the order of backward, and the arguments that get a gradient behind them.
-        late: parameters whose gradient comes in several parts, or from outside of the loss's graph.
-        differentiable: the outputs of a module without a loss that may need a gradient.
+        gradients: the trainable parameters in the order of backward, then the arguments that get a gradient.
+        late: parameters whose gradient has several parts, or comes from outside of the loss's graph.
+        differentiable: for a module without a loss, the outputs that may need a gradient.
         transient: the attributes that are assigned before each read.
-        alike: the buffers with one value in all runs of a step.
+        alike: buffers with one value in all runs of a step.
     """
 
     loss_dtype: torch.dtype | None
@@ -146,7 +149,7 @@ def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Paramete
 
 
 def note_reach(run: Run) -> list[torch.Tensor]:
-    """Sets ``run.unreached``; returns the leaves of the graph that are not inputs of the run."""
+    """Sets ``run.unreached``. Returns the graph's leaves that are not inputs of the run."""
     known = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
     leaves = _leaves_of([*run.attached.values()] or [run.loss])
     reached = set(map(id, leaves))
@@ -155,7 +158,7 @@ def note_reach(run: Run) -> list[torch.Tensor]:
 
 
 def reached_otherwise(besides: Sequence[torch.Tensor], originals: Mapping[str, nn.Parameter]) -> str | None:
-    """The name of a user's parameter that forward has used instead of the run's own; None if there is none."""
+    """The name of a user's parameter that forward has used instead of the run's parameter; or None."""
     names = {id(original): name for name, original in originals.items()}
     return next((names[id(leaf)] for leaf in besides if id(leaf) in names), None)
 

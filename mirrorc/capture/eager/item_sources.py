@@ -1,4 +1,4 @@
-"""Iterators, files and queues, from which replicas would each take other items."""
+"""Iterators, files and queues, from which each replica would take other items."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_users_class(kind: type) -> bool:
 
 
 class Source(NamedTuple):
-    """Where an iterator, a file or a queue is, perhaps within a tuple or a partial function."""
+    """The location of an iterator, file or queue, maybe within a tuple or a partial function."""
 
     name: str
     value: Any
@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
 
 class Refusing:
-    """Stands in for an iterator, a file or a queue, or a method of one. Other threads still use the original."""
+    """A substitute for an iterator, file or queue, or a method of one. Other threads still use the original."""
 
     def __init__(self, name: str, model_name: str, threads: Collection[int], original: Any) -> None:
         self.__dict__.update(original=original, _name=name, _model_name=model_name, _threads=threads)
@@ -72,7 +72,6 @@ def _is_source(value: Any) -> bool:
 
 
 def stand_in_for(value: Any, refusing: Callable[[Any], Refusing]) -> Any:
-    """The value itself if it holds no source of items."""
     kind = type(value)
     if _is_source(value) or (kind in _METHODS and _is_source(value.__self__)):
         return refusing(value)

@@ -25,15 +25,15 @@ from mirrorc.torch_internals import ScriptCopy, is_script_module, renew_recurren
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 8
-"""The depth to which nested containers are searched; some contain themselves."""
+"""The search depth in nested containers, which may contain themselves."""
 
 
 class ModuleCopy:
-    """A structural copy of a module and its submodules. Threads run different copies at the same time.
+    """A copy of a module and its submodules, so that threads can run the module at the same time.
 
     The copies share objects with the originals, except tables of parameters, buffers and submodules. References to
-    copied modules become references to the copies: in attributes, bound methods, functions' closures and globals,
-    `functools.partial`, lists, tuples and dicts.
+    copied modules are replaced in attributes, bound methods, functions' closures and globals, `functools.partial`,
+    lists, tuples and dicts.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -58,8 +58,8 @@ class ModuleCopy:
         """Loads the originals' attributes, except ``transient`` ones, which the copies assign before each read.
 
         Args:
-            tensors: the parameters and buffers of the copies, by the ids of the tensors that they replace.
-            **of_root: attributes that override those of the root.
+            tensors: parameters and buffers of the copies, by the ids of the originals' tensors.
+            **of_root: overridden attributes of the root.
         """
         self._loaded = []
         if transient != self._transient:
@@ -92,7 +92,9 @@ class ModuleCopy:
 
     @contextlib.contextmanager
     def alone(self, carried: Set[Attribute] = frozenset()) -> Iterator[None]:
-        """Makes reads of the originals' attributes that runs assign fail: runs assign only those of the copies."""
+        """Makes reads of the originals' attributes fail if runs assign them, because runs assign only the copies'
+        attributes.
+        """
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient | carried:
             names.setdefault(self.originals[place], set()).add(name)
@@ -111,7 +113,7 @@ class ModuleCopy:
                 raise
 
     def hand_over(self, attributes: Set[Attribute]) -> None:
-        """Gives the originals the values that a run has assigned to these attributes."""
+        """Copies the values that a run has assigned to these attributes to the originals."""
         for place, name in attributes:
             (source, now), loaded = self._pairs[place], self._loaded[place][0]
             if now.get(name, _ABSENT) is loaded.get(name, _ABSENT):
@@ -129,7 +131,7 @@ class ModuleCopy:
             attributes.clear()
 
     def assigned(self) -> list[Attribute]:
-        """The attributes assigned, added or deleted since `load`, without transient attributes."""
+        """The attributes assigned, added or deleted since `load`, other than transient ones."""
         assigned = []
         for place, ((_, attributes), loaded) in enumerate(zip(self._pairs, self._loaded, strict=True)):
             changed = [key for key, value in attributes.items() if loaded[0].get(key, _ABSENT) is not value]
@@ -137,9 +139,9 @@ class ModuleCopy:
         return [attribute for attribute in assigned if attribute not in self._transient]
 
     def take_assigned_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The buffers that are other tensors since `load`, before and after; puts the first ones back.
+        """Buffers assigned since `load`, before and after. The former tensors are restored.
 
-        Those that several modules hold are left out: the others keep the former tensor.
+        Buffers of several modules are left out, because an assignment changes one module only.
         """
         assigned = []
         held = Counter(
@@ -156,7 +158,7 @@ class ModuleCopy:
         return assigned
 
     def replaced(self) -> str | None:
-        """The name of a parameter, buffer or submodule (in TorchScript, any attribute) replaced since `load`, or None."""
+        """The name of a parameter, buffer, submodule or TorchScript attribute that was replaced since `load`."""
         for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
             for table, before in zip(_TABLES, loaded[1:], strict=True):
                 now = attributes.get(table, {})

@@ -40,17 +40,17 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
 _BUILT_IN = sysconfig.get_path("stdlib")
 _MOST_ITEMS = 10_000
-"""Items of a collection that is put back; of a larger one, only a change of its length is seen."""
+"""Longer collections are not restored; only a change of their length is detected."""
 _LARGEST_COPY = 16 * 2**20
-"""Bytes of a tensor or array that is put back; of a larger one, only a change of a tensor's version is seen."""
+"""Larger tensors and arrays, in bytes, are not restored; only a change of a tensor's version is detected."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Something that can change. ``read`` returns what ``write`` puts back.
+    """A location that can change. ``write`` restores a value of ``read``.
 
     Attributes:
-        kind: "state", which a step can carry on; "memory", a tensor or array that is written in place; or "draws".
+        kind: "state", which a step can continue; "memory", a tensor or array that is written in place; or "draws".
     """
 
     name: str
@@ -66,7 +66,7 @@ class _Place:
         if self.kind == "state":
             if _is_unchanged(now, self.before):
                 return False
-            return not self.name.endswith(".") or bool(self.change_to(now))  # the order of attributes is no state
+            return not self.name.endswith(".") or bool(self.change_to(now))  # the order of attributes is not state
         return not are_equal(now, self.before)
 
     def put_back(self) -> None:
@@ -74,14 +74,14 @@ class _Place:
             self.write(self.before)
 
     def change_to(self, now: Any) -> Any:
-        """Of a dict, the entries that have changed."""
+        """The new value; for a dict, only its changed entries."""
         if not (isinstance(now, dict) and isinstance(self.before, dict)):
             return now
         each = {key: (now.get(key, _ABSENT), self.before.get(key, _ABSENT)) for key in (*now, *self.before)}
         return {key: value for key, (value, before) in each.items() if not _is_same_item(value, before)}
 
     def name_of(self, change: Any) -> str:
-        """With the first entry of a dict that has changed."""
+        """The location's name; for a dict, with the first changed entry."""
         if not (isinstance(change, dict) and isinstance(self.before, dict) and change):
             return self.name.removesuffix(".")
         key = next(iter(change))
@@ -89,7 +89,6 @@ class _Place:
 
 
 def _is_unchanged(now: Any, before: Any) -> bool:
-    """Compares plain values by value, other objects by identity; of two collections, the items likewise."""
     if _is_same_item(now, before):
         return True
     if isinstance(now, dict) and isinstance(before, dict):
@@ -114,7 +113,7 @@ def _is_same_item(now: Any, before: Any) -> bool:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a run has changed, by place, with what it left there."""
+    """The changes of a run: new values by location."""
 
     left: Mapping[int, Any] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
@@ -130,11 +129,11 @@ class Changes:
 
     @property
     def with_gradient(self) -> str | None:
-        """The name of a place where a tensor is left that requires a gradient."""
+        """The name of a location with a new tensor that requires a gradient; or None."""
         return next((self.names[place] for place, now in self.left.items() if requires_gradient(now)), None)
 
     def differing(self, other: Changes) -> str | None:
-        """The name of a place where two runs left different values, or only one left any; None if there is none."""
+        """The name of a location that two runs have changed differently; or None."""
         for place in (*self.left, *other.left):
             mine, others = self.left.get(place, _ABSENT), other.left.get(place, _ABSENT)
             if mine is _ABSENT or others is _ABSENT or not are_equal(mine, others):
@@ -143,9 +142,10 @@ class Changes:
 
 
 class PythonState:
-    """What forward and loss can reach from their modules, functions, closures and the globals that their code names.
+    """Python state within reach of forward and loss: their modules, functions, closures, and the globals in their code.
 
-    Functions and classes of installed packages are not searched, nor are objects of torch, numpy and the standard library.
+    The search leaves out functions and classes of installed packages, and objects of torch, numpy and the standard
+    library.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -166,14 +166,13 @@ class PythonState:
 
     @property
     def actions(self) -> list[Callable[[], object]]:
-        """Each puts back one thing."""
         return [place.put_back for place in self._places]
 
     def put_back(self) -> None:
         run_all([*self.actions, *(functools.partial(source.write, stand_in) for source, stand_in in self._stand_ins)])
 
     def refuse_sources(self, model_name: str, threads: Collection[int]) -> None:
-        """Makes iterators, files and queues raise when one of these threads takes something: it could not be put back."""
+        """Makes iterators, files and queues raise an error in these threads, because taken items could not be put back."""
         self._stand_ins = [
             (source, stand_in_for(source.value, functools.partial(Refusing, source.name, model_name, threads)))
             for source in self._sources
@@ -190,7 +189,7 @@ class PythonState:
 
 @contextlib.contextmanager
 def restored_state(root: nn.Module) -> Iterator[None]:
-    """Undoes the changes of a block to parameters and buffers, and to what forward can reach in Python."""
+    """Undoes a block's changes to parameters and buffers, and to the Python state within reach of forward."""
     values = [SavedValue(parameter).put_back for parameter in root.parameters() if can_keep_value(parameter)]
     with restored(root), put_back_after([*PythonState(root).actions, *values]):
         yield
@@ -211,7 +210,6 @@ class _Search:
             self._visit(*self._waiting.pop())
 
     def _found(self, value: Any, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        """Looks into a value later. ``write`` puts something else in its place."""
         if stand_in_for(value, functools.partial(Refusing, name, "", ())) is not value:
             self.sources.append(Source(name, value, read, write))
         if not isinstance(value, PLAIN):
@@ -346,7 +344,6 @@ class _Search:
             self._visit_global(outside, name, name, set(global_names(code)))
 
     def _visit_global(self, table: dict[str, Any], key: str, name: str, names: Set[str]) -> None:
-        """``names`` are those of attributes, of which a module has some."""
         value = table.get(key, _ABSENT)
         if isinstance(value, ModuleType):
             if _is_users_file(getattr(value, "__file__", None) or _BUILT_IN):
@@ -371,7 +368,7 @@ class _Search:
             self._found(value, name, read, write)
 
     def _add_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        if tensor.is_inference():  # it counts no writes
+        if tensor.is_inference():  # inference tensors have no versions
             return
         if not can_keep_value(tensor) or tensor.nbytes > _LARGEST_COPY:
             self.places.append(_Place(name, lambda: tensor._version, lambda _: None, "memory"))
@@ -413,7 +410,6 @@ def _is_mirrorcs(kind: type) -> bool:
 
 
 def _file_of(kind: type) -> str:
-    """Empty for a class of no module, such as that of code from a string."""
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
@@ -422,5 +418,5 @@ _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "plat
 
 @functools.cache
 def _is_users_file(path: str) -> bool:
-    """False for files of the standard library, of torch and of installed packages; true for code from a string."""
+    """False for files of the standard library, torch and installed packages. True for code in a string."""
     return not path.startswith(_INSTALLED) and "site-packages" not in path

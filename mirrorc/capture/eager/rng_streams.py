@@ -25,7 +25,7 @@ class ReplicaStream:
 
     @contextlib.contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """Lends the stream's states to the process's generators. Other streams wait until the context ends."""
+        """Sets the process's generators to the stream's states. Other streams wait until the context ends."""
         self._begin()
         try:
             yield
@@ -34,7 +34,7 @@ class ReplicaStream:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets other streams draw within `drawn_from`, while this run waits for others."""
+        """Within `drawn_from`, lets other streams draw while this run waits."""
         if self._before is None:
             yield
             return

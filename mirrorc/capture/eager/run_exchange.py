@@ -1,4 +1,4 @@
-"""The exchange of values with other replicas within a run of plain PyTorch."""
+"""The exchange of values between replicas in a run of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Others(Protocol):
     count: int
 
     def meet_at(self, subject: str, kind: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-        """The result of an exchange at which all replicas have the same subject; of the value itself without a kind."""
+        """Exchanges a value with replicas that pass the same subject. Without a kind, returns the value itself."""
 
 
 class RunExchange:
-    """Lets other replicas run while one waits for them.
+    """Exchanges values with other replicas, which run while this one waits.
 
-    Replicas have to ask at the same line, or for the gradient of the same exchange: what they would exchange otherwise
-    has the same type by chance.
+    All replicas must exchange at the same line, or in the backward of the same exchange. Otherwise values would match
+    only by chance.
     """
 
     def __init__(self, others: Others, stream: ReplicaStream | None, state: CarriedState, model_name: str) -> None:
@@ -51,7 +51,7 @@ class RunExchange:
         return self._meet(kind, subject, value, rows)
 
     def end(self, phase: str) -> None:
-        """Meets the other replicas at the end of forward or of backward: all have exchanged as many values."""
+        """Checks at the end of forward or backward that all replicas have exchanged equally many values."""
         if not self._state.is_advanced:
             self._meet("", f"the end of its {phase}", torch.empty(0), 0)
 

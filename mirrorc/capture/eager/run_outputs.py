@@ -32,10 +32,10 @@ def read_run(
     variables: Mapping[int, torch.Tensor],
     marked: Sequence[torch.Tensor],
 ) -> tuple[RunOutputs, Mapping[str, torch.Tensor]]:
-    """Also returns the outputs as forward gave them.
+    """Also returns the outputs of forward themselves.
 
     Args:
-        variables: the user's, by the ids of the run's variables.
+        variables: the user's variables, by the ids of the run's variables.
         marked: results of `mirrorc.summed`.
     """
     reader = _RunReader(loss, arguments, variables)
@@ -59,7 +59,7 @@ def read_run(
 
 
 def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:
-    """The path of the first output in which two runs on shards of equal shapes differ; empty if they agree."""
+    """The path of the first output that differs between two runs on shards of equal shapes; empty if none does."""
     for leaf, other in zip(outputs.leaves, recorded.leaves, strict=False):
         is_other_value = leaf.kind is not LeafKind.CONSTANT and leaf.value != other.value
         if leaf.path != other.path or leaf.kind is not other.kind or is_other_value:

@@ -17,15 +17,14 @@ from mirrorc.messages.problem import problem
 
 
 class RunGradients:
-    """Runs one backward, and returns each gradient once it is complete.
+    """Runs one backward, and returns each gradient when it is complete.
 
-    A gradient is complete when torch calls the post-accumulate hook of its parameter. The gradient of a ``late``
-    parameter may come in parts or from a nested backward, and is complete at the end of backward.
+    A gradient is complete when torch calls its parameter's post-accumulate hook. The gradient of a ``late`` parameter
+    is complete at the end of backward, because it may come in parts or from a nested backward.
 
     Attributes:
-        of: the run.
-        used: that of the step, or of the call of backward.
-        arrived: the places of parameters and arguments in the order of their gradients; repeated if a gradient was added to.
+        arrived: indices of parameters and arguments in the order of their gradients; repeated for each addition to a
+            gradient.
     """
 
     def __init__(
@@ -47,12 +46,14 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """False if other replicas wait for this backward: it draws, exchanges values, or runs alone for its state."""
+        """False if other replicas wait for this backward: it draws random numbers, exchanges values, or runs alone
+        because of its state.
+        """
         others_wait = self.of.stream is not None or isinstance(self.of.exchange, RunExchange)
         return not (others_wait or self._carried.is_advanced)
 
     def has(self, place: int) -> bool:
-        """True if backward has begun and a gradient is final, or known not to come."""
+        """True if backward has begun and the gradient is final, or will not come."""
         return self.has_ended or (self._has_begun and place in self._there)
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
@@ -72,7 +73,7 @@ class RunGradients:
         self.has_ended = True
 
     def _note(self, place: int, _: torch.Tensor) -> None:
-        """A post-accumulate hook. It calls on_gradient on a CPU only: for a GPU, torch runs hooks in another thread."""
+        """A post-accumulate hook. It calls on_gradient only on a CPU: for a GPU, torch runs hooks in another thread."""
         if place in self._taken:
             raise problem(
                 ExecutionError,
@@ -93,7 +94,7 @@ class RunGradients:
         return self.of.inputs[place]
 
     def take(self, place: int) -> torch.Tensor | None:
-        """Removes a gradient; None for an unused parameter or argument. Runs backward if it has not begun."""
+        """Removes a gradient; None if the parameter or argument is unused. Runs backward if it has not begun."""
         if not self._has_begun:
             self.run()
         assert self.has(place), "a gradient is taken when it is there"

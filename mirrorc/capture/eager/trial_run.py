@@ -1,4 +1,4 @@
-"""Runs a training call as plain PyTorch once, and records what all later runs must share."""
+"""Runs a training call once as plain PyTorch, and records facts that must hold for all later runs."""
 
 from __future__ import annotations
 
@@ -62,11 +62,10 @@ class FirstRuns:
     """The results of first runs.
 
     Attributes:
-        undefined: the line of an operator whose result is not a number for one example.
-        rows: the names of buffers of which each run has written rows of its own.
+        undefined: the line of an operator that returns NaN for one example.
+        rows: names of buffers in which runs have written different rows.
         means: for each run, the means over targets.
-        buffers: all buffers after forward.
-        vectors: those that are vectors of spectral norms, by index.
+        vectors: vectors of spectral norms, by index.
     """
 
     recorded: Recorded
@@ -88,7 +87,7 @@ def first_runs(
 ) -> FirstRuns:
     """Runs a training call on copies of all tensors, once for each part of the batch.
 
-    A write or draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
+    A write or random draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
     """
     transient: set[Attribute] = set()
     with _explained(model_name, leaves), refused_draws(model_name), opaque.state.first_runs(call) as changes:
@@ -136,7 +135,7 @@ def first_runs(
 
 
 def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) -> frozenset[int]:
-    """First runs have no values of other replicas, so their statistics of synchronized norms differ."""
+    """First runs lack values of other replicas, so their statistics of synchronized norms differ."""
     first, *others = (run.vectors for run in each)
     alike = {i for i in first if all(are_alike(first[i], vectors[i]) for vectors in others)}
     ids = buffers_of_synchronized_norms([call])
@@ -144,7 +143,7 @@ def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) ->
 
 
 def _differentiable(outputs: TracedOutputs, model_name: str) -> tuple[str, ...]:
-    """The outputs that are no whole numbers: which of them need a gradient may depend on the data."""
+    """All outputs other than integers. Which outputs need a gradient may depend on the data."""
     names = tuple(name for name, (_, dtype) in outputs.types.items() if dtype.is_floating_point or dtype.is_complex)
     if not names:
         raise NoGradientError(f"no output of {model_name} can have a gradient")
@@ -199,7 +198,7 @@ def _first_run(
     seed: int,
     changes: list[Changes],
 ) -> FirstRuns:
-    """Repeats the run without the attributes that it assigns, so that it shows which of them it reads before."""
+    """Repeats the run without the attributes that it assigns, to detect reads before the assignment."""
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     untouched = ReplicaStream(seed, parameters[0].device)
@@ -269,7 +268,7 @@ def _refuse_changes_of_backward(before: Changes, after: Changes, model_name: str
 
 def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:
     if call.takes_tangents:
-        return torch.float64  # of weights of workers
+        return torch.float64  # for weights of workers
     if not isinstance(call, EvaluationCall):
         return check_trained_loss(loss, model_name).dtype
     if loss.shape != (0,) or call.needs_loss:
@@ -295,7 +294,7 @@ def _written(
     before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     observed: _ObservedOperators,
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """Finds writes through ``.data`` or numpy, too, also those of an equal value: another run may write another."""
+    """Finds written tensors, also if written through ``.data`` or numpy, or with equal values."""
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
 
@@ -361,9 +360,11 @@ def _notes_on_transient(transient: Set[Attribute], model_name: str) -> list[Note
 
 
 class _ObservedOperators:
-    """Attributes:
-    undefined: the line of the first operator whose result is not a number for one example; may be empty.
-    means: the means over targets, with the numbers of targets.
+    """Observations of the operators of a first run.
+
+    Attributes:
+        undefined: the line of the first operator that returns NaN for one example; may be empty.
+        means: the means over targets, with the numbers of targets.
     """
 
     def __init__(self) -> None:
@@ -372,7 +373,7 @@ class _ObservedOperators:
         self._written: set[int] = set()  # keys of memory
 
     def has_written(self, tensor: torch.Tensor) -> bool:
-        """True also for a write through ``.data``, and of the same value."""
+        """Includes writes through ``.data``, and of equal values."""
         return storage_key(tensor) in self._written
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Random generators that replicas share: the user's own, Python's and numpy's."""
+"""Random generators that replicas share: the user's, Python's and numpy's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.messages.problem import problem
 
 @contextlib.contextmanager
 def refused_draws(model_name: str) -> Iterator[None]:
-    """Refuses draws of a block from generators that replicas share, and puts the generators back."""
+    """Refuses a block's draws from generators that replicas share, and restores the generators."""
     before = random.getstate(), np.random.get_state(legacy=False)
     random.seed()  # a state that a seed in forward does not reproduce
     np.random.seed()
@@ -55,7 +55,7 @@ def _is_same_state(state: Any, other: Any) -> bool:
 
 
 class _DrawnGenerators(TorchFunctionMode):
-    """Notes the torch generators that operators draw from, except torch's own. They can be anywhere."""
+    """Collects the torch generators that operators draw from, except torch's own; they can be anywhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _is_torchs(generator: torch.Generator) -> bool:
 
 
 def states_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """Functions that read and set the state of a generator of torch, Python's random or numpy; None for another object."""
+    """Functions that get and set the state of a generator of torch, Python's random or numpy; None for other objects."""
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):

@@ -1,4 +1,4 @@
-"""Compares what two runs leave in Python."""
+"""Compares the Python state after two runs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Climbed(Generic[T]):
 class Ladder:
     """Front ends in order of preference. Only an `UnreadableError` of the first front end leads to the next.
 
-    An exception of the user's code counts as one: code may ask `torch.compiler.is_compiling`.
+    An exception of the user's code counts as one, because code may branch on `torch.compiler.is_compiling`.
     """
 
     def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
@@ -83,7 +83,6 @@ def _why(error: CaptureError) -> str:
 
 
 def _with_first_attempt(error: CaptureError, first: CaptureError) -> CaptureError:
-    """Appends the first front end's error to the causes of the last front end's error, and its line if both say the same."""
     if (
         isinstance(first, UnreadableError)
         and first.at

@@ -30,10 +30,10 @@ class Traced:
     """The result of a front end.
 
     Attributes:
-        alike: the paths of further buffers with one value on all replicas.
-        undefined: the line of an operator that the graph does not show, whose result is not a number for one example.
-        written_rows: the buffers of which each shard has written rows of its own, where the graph does not show it.
-        means_of_shards: the means over targets in each shard, where the graph does not show them.
+        alike: paths of further buffers with one value on all replicas.
+        undefined: the line of an operator outside of the graph that returns NaN for one example.
+        written_rows: buffers in which shards write different rows, if this is not in the graph.
+        means_of_shards: the means over targets in each shard, if these are not in the graph.
     """
 
     joint: JointGraph
@@ -55,8 +55,8 @@ class FrontEnd(ABC):
     """Traces a training call on example tensors, with guards on Python state.
 
     Attributes:
-        words: how steps run the capture; follows a colon.
-        needs_data: whether it runs the data of all shards.
+        words: describes how steps run; follows a colon.
+        needs_data: it runs forward on the data of all shards.
     """
 
     name: ClassVar[str]
@@ -73,8 +73,8 @@ class FrontEnd(ABC):
     ) -> Traced:
         """Traces a call to one functional graph; an `EvaluationCall` has only a forward.
 
-        ``stack`` keeps contexts open until the graph is restructured. The graph fixes shapes, strides and dtypes of
-        ``leaves``.
+        ``stack`` keeps contexts open until the graph is restructured. The graph is specialized on shapes, strides and
+        dtypes of ``leaves``.
 
         Raises:
             CaptureError: with the user's line, the reason and a remedy.
@@ -86,14 +86,14 @@ class FrontEnd(ABC):
 
 
 AUTO = "auto"
-"""Stands for the first front end that can capture the model."""
+"""Selects the first front end that can capture the model."""
 
 _front_ends: dict[str, FrontEnd] = {}
 _rungs: list[FrontEnd] = []
 
 
 def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
-    """If ``is_rung``, "auto" tries the front end after the rungs registered before."""
+    """If ``is_rung``, "auto" tries the front end after those registered before."""
     if front_end.name in _front_ends:
         raise ValueError(f"MC4005: there is a front end {front_end.name!r} already: give this one another name")
     _front_ends[front_end.name] = front_end
@@ -126,7 +126,7 @@ _LONGEST_CAPTURE_SECONDS = 3600
 
 @contextlib.contextmanager
 def _exclusive() -> Iterator[None]:
-    """torch's tracers change settings of the process, so one thread traces at a time."""
+    """One thread traces at a time, because torch's tracers change settings of the process."""
     if not _CAPTURING.acquire(timeout=_LONGEST_CAPTURE_SECONDS):
         raise problem(
             CaptureError,
@@ -142,7 +142,6 @@ def _exclusive() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
-    """Restores the model after the trace."""
     with _exclusive(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(restored_tracing_state())

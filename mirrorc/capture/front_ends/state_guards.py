@@ -7,27 +7,29 @@ from typing import Protocol
 
 
 class Guards(Protocol):
-    """Checks Python state that the key of a specialization lacks, in microseconds before every step."""
+    """Checks Python state that is not in the key of a specialization. Runs before every step, in microseconds."""
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
-        """The Python numbers that the graph takes as inputs, as read by `hold`."""
+        """The Python numbers that are inputs of the graph, as read by `hold`."""
 
     @property
     def draws(self) -> Sequence[object]:
-        """The draws from Python's random and numpy's in each step, in order."""
+        """Each step's draws from Python's random and numpy's, in order."""
 
     def begin_step(self) -> Callable[[], None]:
-        """Advances generators past the draws of `hold`, and looks at Python state; returns a function that undoes the step."""
+        """Advances generators past the draws of `hold`, and reads Python state. Returns a function that undoes the
+        step.
+        """
 
     def changed_numbers(self) -> list[str]:
-        """The expressions whose numbers differ from the graph's constants."""
+        """Expressions of numbers that differ from the graph's constants."""
 
     def hold(self) -> bool:
         """True if a trace would read the same state."""
 
     def broken(self) -> str:
-        """The change, with its line, after `hold` returned False."""
+        """Describes the change, with its line, after `hold` has returned False."""
 
 
 class AllGuards:
@@ -62,4 +64,4 @@ class AllGuards:
 
 
 NO_GUARDS = AllGuards()
-"""For a graph that depends only on the key of its specialization."""
+"""For a graph without Python state beyond the key of its specialization."""

@@ -1,1 +1,1 @@
-"""The model as data: variables, fingerprint, refusals."""
+"""The model as data: variables, fingerprint, refused models."""

@@ -1,4 +1,4 @@
-"""A training function as a module that holds the modules it calls."""
+"""A training function as a module, whose submodules are the modules that it calls."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequen
 
 
 def with_trained_modules(loss_fn: Any, model: nn.Module, optimized: Iterable[Any]) -> Any:
-    """A loss that is a function as a module that holds the modules in use whose parameters only the optimizer knows."""
+    """Wraps a loss function in a module if it uses modules whose parameters the optimizer trains."""
     if loss_fn is None or isinstance(loss_fn, nn.Module):
         return loss_fn
     unknown = set(map(id, optimized)) - set(map(id, model.parameters()))
@@ -68,7 +68,6 @@ def with_trained_modules(loss_fn: Any, model: nn.Module, optimized: Iterable[Any
 
 
 def _modules_in_use(value: Any, depth: int = 0) -> Iterator[nn.Module]:
-    """The modules that a function holds: in its closure, its globals, its object, its arguments."""
     if isinstance(value, nn.Module):
         yield value
         return
@@ -96,7 +95,8 @@ _DEEPEST = 3
 def with_copies(function: FunctionType, copy_of: Callable[[Any], Any]) -> FunctionType:
     """A function that uses copies of the modules in its closure and globals; the same function if there are none.
 
-    Other globals are read live. Called functions keep the original modules. A function that assigns globals is not copied.
+    Other globals are read at each call. Functions that it calls keep the original modules. A function that assigns
+    globals is not copied.
     """
     if assigned_globals(function.__code__):
         return function
@@ -149,7 +149,7 @@ def _named_modules(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
 
 @functools.cache
 def global_names(code: CodeType) -> tuple[str, ...]:
-    """Names that may be globals of code or its inner functions; attribute names are among them."""
+    """Possible names of globals in code or its inner functions; includes attribute names."""
     within = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return (*code.co_names, *(name for inner in within for name in global_names(inner)))
 

@@ -12,9 +12,9 @@ HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
 
 
 def install_capturing_hooks(model: nn.Module) -> bool:
-    """Returns whether new hooks were installed.
+    """Returns True if new hooks were installed.
 
-    Models would install hooks in the first call that needs them, under a lock that no tracer follows.
+    Models install hooks at the first call that needs them. They take a lock, which cannot be traced.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)

@@ -21,7 +21,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class ModelState:
-    """The variables of a model and its loss, with a fingerprint of the Python state that their graph depends on.
+    """The variables of a model and its loss, and a fingerprint of the Python state behind their graph.
 
     Attributes:
         tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
@@ -35,7 +35,7 @@ class ModelState:
         self.tensors: dict[str, torch.Tensor] = {}
         self.names: dict[str, str] = {}
         self.outside = OutsideNames()
-        self._has_autograds_gradients = has_autograds_gradients  # hooks of parameters are then called
+        self._has_autograds_gradients = has_autograds_gradients  # with these, hooks of parameters are called
         self._roots = roots = {"model": model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
         first: dict[int, str] = {}
         for path, tensor in _named_tensors(roots):
@@ -131,7 +131,7 @@ class ModelState:
         }
 
     def free_changed_numbers(self) -> list[tuple[tuple[str, ...], str]]:
-        """Moves numbers changed since `note_numbers` from the fingerprint to the guards.
+        """Moves numbers that changed since `note_numbers` from the fingerprint to the guards.
 
         Returns:
             For each number, its module's path from the root, and the attribute's name.
@@ -195,7 +195,7 @@ class ModelState:
         return plain, classes, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks), self._added_now
 
     def lacks_carried(self) -> bool:
-        """Whether attributes were found since the last fingerprint that steps carry on, and that it leaves out."""
+        """True if carried attributes were found since the last fingerprint, which leaves them out."""
         return self._num_carried != CARRIED.num
 
     def _find_added(self) -> tuple[_Same, ...]:
@@ -227,7 +227,7 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """A key that is equal for equal values; None for a value no longer plain, which guards watch."""
+    """A key, equal for equal plain values. None for other values, which guards watch."""
     if not _is_plain(value):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
@@ -235,7 +235,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _oddity(value: Any) -> str | None:
-    """The text of a negative zero, whose sign guards ignore."""
+    """The text of a negative zero, because guards ignore its sign."""
     return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
 
 

@@ -1,4 +1,4 @@
-"""Refuses models that cannot have a step, and modules that a trace cannot follow."""
+"""Refuses models that have no step, and modules that cannot be traced."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _check_script(module: nn.Module, where: str, within: str) -> None:
 
 
 def _loaded(*names: tuple[str, str]) -> tuple[type, ...]:
-    """The classes whose modules are imported: other classes have no instances."""
+    """Only classes of imported modules; other classes have no instances."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if hasattr(sys.modules.get(module), name))
 
 

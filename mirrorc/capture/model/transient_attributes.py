@@ -1,4 +1,4 @@
-"""Attributes that forward assigns before each read, so that runs need not keep their values."""
+"""Attributes that forward assigns before each read, so their values need not outlive a run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _WATCHED = "_mirrorc_transient_attributes"
 
 
 class CarriedAttributes:
-    """Attributes that forward reads before it assigns them, so that each step goes on from what the last one left.
-
-    Attributes:
-        num: grows with each that is found.
-    """
+    """Attributes that forward reads before it assigns them: each step continues with the value of the last one."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -140,7 +136,7 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
 
 
 def watching_class(kind: type, names: Set[str], attribute: type[_TransientAttribute] = _TransientAttribute) -> type:
-    """A subclass of ``kind`` whose attributes ``names`` are readable only once assigned; the plain class without ``names``."""
+    """A subclass of ``kind`` in which the attributes ``names`` must be assigned before they are read."""
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:
         return kind

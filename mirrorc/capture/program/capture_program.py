@@ -63,9 +63,9 @@ class CapturedProgram:
 
     Attributes:
         constants: tensors other than parameters and buffers.
-        differences: sentences on how a step on this batch differs from one device.
+        differences: sentences on differences between this batch's step and one device.
         outputs: None if steps return only the loss.
-        sizes: None if all sizes are numbers.
+        sizes: None if all sizes are constants.
     """
 
     program: Program
@@ -79,7 +79,6 @@ class CapturedProgram:
 
     @property
     def loss_dtype(self) -> torch.dtype | None:
-        """None for an evaluation."""
         output: Any = self.program.shard_graphs[0].output_node().args[0]
         return output["loss"].meta["val"].dtype if self.program.trains else None
 
@@ -105,7 +104,7 @@ def capture_program(
     """Captures a graph for each distinct shape of a shard or microbatch; one graph for a worker without examples.
 
     Args:
-        optimizers: None if nothing is updated: every parameter that requires a gradient then gets one.
+        optimizers: None without updates; then all parameters that require gradients get them.
 
     Raises:
         SizesGivenUp: ``symbolic`` dimensions cannot be symbolic.
@@ -182,7 +181,7 @@ def _refuse_splits(
 def _refuse_lone_examples(
     captured: Sequence[CapturedGraph], runs: tuple[tuple[int, ...], ...], shards: Shards, model_name: str
 ) -> None:
-    """A batch of one gives what it gives on one device."""
+    """A batch with a single example may behave as on one device."""
     sizes = shards.microbatches or [(size,) if size else () for size in shards.num_examples]
     sized = [pair for indices, parts in zip(runs, sizes, strict=True) for pair in zip(indices, parts, strict=True)]
     for index in sorted({index for index, size in sized if size == 1}) if len(sized) > 1 else ():
@@ -357,11 +356,10 @@ def _gathered(
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
-    """Also sets ``how`` of each gather in the graphs."""
     size_of: dict[int, int] = {}
     for indices, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
         for shard, size in zip(indices, of_graphs, strict=False):
-            size_of.setdefault(shard, size)  # of the first replica: a graph of symbolic sizes is traced with its shard
+            size_of.setdefault(shard, size)  # the first replica's: a graph with symbolic sizes is traced with its shard
     sizes = [size_of[shard] for shard in range(len(captured))] if size_of else [STAND_IN_SIZE]
     traced = [graph.traced.outputs for graph in captured if graph.traced.outputs is not None]
     is_split = len(runs) > 1 or bool(shards.microbatches) or not size_of
@@ -407,7 +405,6 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
-    """Scalar constants in the host's memory, which operators on GPUs may read."""
     reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
     elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
     return {str(node.kwargs["variable"]) for node in elsewhere}

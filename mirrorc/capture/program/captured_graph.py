@@ -44,8 +44,8 @@ class CapturedGraph:
     """The graph of one shard.
 
     Attributes:
-        graph: placeholders are the arguments, and `mirrorc.ir.ops.read` nodes read variables. The output is a dict of
-            ``loss`` (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
+        graph: placeholders are arguments; `mirrorc.ir.ops.read` nodes read variables. The output is a dict of ``loss``
+            (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
         constants: tensors other than variables, by name.
         sparse: parameters with sparse gradients in torch.
         size_keys: the key of each SIZE argument, in order; None for an unused argument.
@@ -117,7 +117,6 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """Returns keys, symbols first; notes each node's key in ``values``."""
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:
@@ -329,7 +328,7 @@ def _remove_dead_code(graph: fx.Graph) -> None:
 
 
 def _separate_gradients(graph: fx.Graph) -> None:
-    """Buckets are summed in place, so a gradient must have no other use. Summands may share one gradient node."""
+    """Copies gradients that have another use, because buckets are summed in place."""
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])
     gradients: dict[str, fx.Node] = {}

@@ -23,11 +23,11 @@ _Key = tuple[int, tuple[Any, ...], torch.dtype]
 
 
 class GatheredRows:
-    """The number of rows that all replicas gather, looked up by the rows of one replica.
+    """The number of rows that all replicas gather, by the rows of one replica.
 
-    If a replica's rows are a multiple of its examples, a first guess takes rows as proportional to examples. Otherwise
-    the guess is equal rows on all replicas. Captured graphs replace the guess. Until other workers report their rows,
-    this worker's rows per device stand for theirs.
+    If a replica's rows are a multiple of its examples, the first guess is that rows are proportional to examples;
+    otherwise, that all replicas have equally many. Captured graphs replace the guess. Other workers are guessed to have
+    as many rows per device as this one, until they report.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class GatheredRows:
 
     @property
     def num_replicas(self) -> int:
-        """Those of this worker with examples."""
+        """The number of this worker's replicas with examples."""
         return max(len(self._sizes), 1)
 
     def of(self, shard: int, more: int = 0) -> RowsOfAll:
-        """The function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` added examples."""
+        """A function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` additional
+        examples.
+        """
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)
@@ -120,7 +122,6 @@ class GatheredRows:
                 nodes[place].kwargs = {**nodes[place].kwargs, "before": before}
 
     def _rows_elsewhere(self, place: int, num_meetings: int, local_rows: int) -> tuple[int, int]:
-        """Rows of workers of lower and of higher rank, guessed until reported."""
         if self._elsewhere is not None and len(self._elsewhere) == num_meetings:
             return self._elsewhere[place]
         return self._guessed_elsewhere(local_rows)

@@ -19,10 +19,10 @@ from mirrorc.torch_internals import NumbersGivenUp, SizesGivenUp, is_drawn
 def captured_with_numbers(
     numbers: ChangingNumbers, capture_all: Callable[[], list[CapturedGraph]], model: str, *, are_sizes_symbolic: bool
 ) -> list[CapturedGraph]:
-    """A number that cannot be an input of one graph becomes a constant of all graphs.
+    """If a number cannot be an input of one graph, it becomes a constant of all graphs.
 
     Raises:
-        SizesGivenUp: a number cannot be an input beside symbolic sizes; without these, it perhaps can.
+        SizesGivenUp: a number cannot be an input beside symbolic sizes; it may be one without them.
     """
     while True:
         inputs = numbers.inputs
@@ -59,7 +59,7 @@ def _no_constant(error: NumbersGivenUp, model: str) -> CaptureError:
 def with_numbers_of_each(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
     """Adds arguments for numbers that Python computes differently for microbatches of different sizes.
 
-    Each graph gets the arguments of all graphs, in the order of the graphs, and uses its own.
+    Each graph gets the arguments of all graphs, and uses its own.
     """
     expressions = zip(*([number.expression for number in graph.numbers] for graph in captured), strict=True)
     apart = {index for index, of_graphs in enumerate(expressions) if len(set(of_graphs)) > 1}

@@ -33,7 +33,7 @@ def capture(
     decompositions: Mapping[Any, Callable[..., Any]],
     outside: OutsideNames,
 ) -> CapturedGraph:
-    """``variable_names`` has the variable for each name of a parameter or buffer; tied weights have several names."""
+    """``variable_names`` maps names of parameters and buffers to variables; tied weights have several names."""
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
     model_name, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})

@@ -17,7 +17,7 @@ from mirrorc.torch_internals import SizesGivenUp, SizesOfArguments
 
 
 def with_equal_sizes(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
-    """Gives all graphs the same arguments for sizes; the key of an unused argument is None.
+    """Gives all graphs the same SIZE arguments; the key of an unused argument is None.
 
     Raises:
         SizesGivenUp: a graph has symbols, and replicas exchange values.
@@ -59,7 +59,7 @@ class SymbolicSizes:
 
     Attributes:
         graphs: the symbols of each graph, and the keys of its SIZE arguments.
-        shard_of_replica: the index of each replica's graph; None for a replica without examples.
+        shard_of_replica: the index of each replica's graph; None without examples.
         microbatches: the sizes of each replica's microbatches, which share one graph; empty for whole shards.
     """
 
@@ -73,7 +73,7 @@ class SymbolicSizes:
         return any(sizes is not None and sizes.symbols for sizes, _ in self.graphs)
 
     def of_shards(self, shards: Shards) -> list[tuple[int | float, ...]] | None:
-        """For each replica, the numbers that its graph takes; None if a graph does not fit its shard."""
+        """For each replica, the numbers for its graph's arguments; None if a graph does not fit its shard."""
         if shards.microbatches != self.microbatches:
             return None
         numbers_of_replicas: list[tuple[int | float, ...]] = []

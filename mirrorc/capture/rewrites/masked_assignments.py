@@ -1,4 +1,4 @@
-"""Turns ``x[mask] = value`` into a ``where``, whose gradient has a fixed shape."""
+"""Replaces ``x[mask] = value`` by a ``where``, whose gradient has a fixed shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 def choose_where_masked(graph: fx.Graph) -> None:
     """Rewrites ``x[mask] = value`` to ``x.copy_(torch.where(mask, value, x))`` if the value requires a gradient.
 
-    Backward of the assignment would gather the gradient at the masked places: their number depends on the mask.
+    Backward of the assignment would gather the gradient at the masked places, and their number depends on the mask.
     """
     for node in list(graph.find_nodes(op="call_function", target=operator.setitem)):
         place, mask, value = node.args

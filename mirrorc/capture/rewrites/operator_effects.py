@@ -1,4 +1,4 @@
-"""Keeps asserts on tensors, and refuses other operators called only for their effect."""
+"""Keeps asserts on tensors, and refuses other operators that are called only for their effect."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _refuse(target: Any, node: fx.Node, model_name: str) -> NoReturn:
 
 
 def refuse_effects(graph: fx.Graph, model_name: str) -> None:
-    """Refuses operators called only for their effect: torch's joint export would drop them silently."""
+    """Refuses operators called only for their effect, because torch's joint export drops them silently."""
     for node in graph.nodes:
         target = with_overload(node.target)
         if is_operator(target) and not writes_argument(target) and _has_effect(target):

@@ -1,4 +1,4 @@
-"""Turns a model's requests for values of all replicas into operations of the IR."""
+"""Replaces calls of `mirrorc.all_reduce` and the like by operations of the IR."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ASKED_BY: dict[Any, str] = {
 
 
 def keep_replica_values(graph: fx.Graph) -> list[Argument]:
-    """Turns exchanges between replicas into numbered operations of the IR, and replica numbers into arguments.
+    """Replaces exchanges between replicas by numbered operations of the IR, and replica numbers by arguments.
 
     Returns:
         The added arguments, in the order of their placeholders, which come last.
@@ -113,7 +113,7 @@ def refuse_replica_values(
 def refuse_stale_buffers(
     written: Sequence[str], runs: Sequence[Sequence[int]], graph: fx.Graph, model_name: str
 ) -> None:
-    """As plain PyTorch, nothing shows whether a buffer has a value of all replicas or one of a replica's own."""
+    """In plain PyTorch, nothing shows if a buffer's value is the same on all replicas."""
     if written and not all(runs) and plain_exchange(graph) is not None:
         raise problem(
             CaptureError,

@@ -73,7 +73,7 @@ def _replace_dropout(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int)
 
 
 def _draw(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int, keep: float) -> fx.Node:
-    """The mask has the memory order of dropout's own mask."""
+    """The mask has the strides of dropout's own mask."""
     noted = node.meta["val"][1]
     order = list(range(noted.dim()))  # of dimensions, from the outermost one in memory
     if not noted.is_contiguous():

@@ -1,4 +1,4 @@
-"""Traces lookups with ``sparse=True`` as dense, and finds variables whose gradients torch makes sparse."""
+"""Traces lookups with ``sparse=True`` as dense, and finds variables to which torch gives sparse gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEAN, _MAX = 1, 2  # the modes of bags, as the operator numbers them
 
 
 def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], model_name: str) -> frozenset[str]:
-    """Makes lookups dense; returns the paths of parameters with sparse lookups only. Torch gives others dense gradients."""
+    """Makes lookups dense. Returns paths of parameters with sparse lookups only; torch gives others dense gradients."""
     sparse: set[str] = set()
     dense: set[str] = set()
     lookups = [(node, _arguments_of(node)) for node in _lookups(traced.graph)]
@@ -114,9 +114,10 @@ def _gradient_of_bags(
     per_sample_weights: torch.Tensor | None,
     padding_idx: int = -1,
 ) -> Any:
-    """Expresses the gradient as rows to add, because torch's gradient is as large as the table.
+    """Expresses the gradient as rows to add; torch's gradient is as large as the table.
 
-    An index's row is the gradient of its bag, times the index's weight if any, divided by the bag's size in mode "mean".
+    An index's row is the gradient of its bag, times the index's weight if any, and divided by the bag's size in mode
+    "mean".
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -131,13 +132,13 @@ def _gradient_of_bags(
 
 
 BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_backward.default: _gradient_of_bags}
-"""Decompositions that make joint export express gradients of embedding bags as rows."""
+"""Decompositions with which joint export expresses gradients of embedding bags as rows."""
 
 
 def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str) -> frozenset[str]:
-    """The ``looked_up`` parameters with gradients from lookups alone. Torch makes these gradients sparse.
+    """The ``looked_up`` parameters whose gradients come only from lookups. Torch makes these gradients sparse.
 
-    Also joins the gradients of several lookups in one table to one gradient with all rows and indices.
+    Also joins the gradients of several lookups in one table.
     """
     output: Any = graph.output_node().args[0]
     gradients, sparse = dict(output["gradients"]), set()

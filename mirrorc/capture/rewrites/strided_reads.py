@@ -1,4 +1,4 @@
-"""Keeps operators that address memory by position inside their arguments."""
+"""Keeps operators that address memory by position within their arguments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ aten = torch.ops.aten
 
 
 def confine_strided_reads(graph: fx.Graph) -> None:
-    """Makes ``as_strided`` and similar operators address only elements of their argument, from its first element on.
+    """Makes ``as_strided`` and similar operators address only elements of their argument.
 
-    Memory around a shard or a region's result differs from memory in the trace. A view is replaced by its base. The
-    base must be contiguous; the user's memory need only be dense.
+    Memory around a shard or a region's result differs from memory in the trace. A view is replaced by its base, which
+    must be contiguous, or dense if it is the user's.
     """
     for node in [node for node in graph.nodes if node.target in BY_POSITION]:
         names = [argument.name for argument in schema_of(node.target).arguments]

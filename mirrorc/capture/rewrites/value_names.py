@@ -19,7 +19,7 @@ from mirrorc.torch_internals import bare_name, is_operator
 def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Graph:
     """Copies a graph, naming values after module and operator: ``encoder_fc1_addmm``, ``d_encoder_fc1_mm`` in backward.
 
-    A value from outside of modules is named after the latest module among its sources. Names in one module do not
+    A value computed outside of modules is named after the last module among its sources. Names in one module do not
     depend on other modules.
     """
     copy = fx.Graph()
@@ -64,7 +64,7 @@ def _numbered(base: str, counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """``since`` is the position of the first use, -1 for arguments."""
+    """The place of a value. ``since`` is the position of the first use, -1 for arguments."""
 
     name: str = ""
     since: int = -1

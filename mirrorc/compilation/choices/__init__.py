@@ -1,1 +1,1 @@
-"""Choices made by measurement or by all workers together."""
+"""Choices made by measurement, or by all workers together."""

@@ -1,4 +1,4 @@
-"""Chooses the form in which devices without shared memory exchange gradients."""
+"""Chooses how devices without shared memory exchange gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.passes import FactorGradients, ShareParameters, UpdateAtOwner
 
 @dataclass(frozen=True)
 class Gatherable:
-    """A gradient that devices may gather as factors. Bytes are the most that a device receives."""
+    """A gradient that devices may gather as factors. Bytes are the maximum that a device receives."""
 
     variable: str
     whole_bytes: float
@@ -25,7 +25,7 @@ class Gatherable:
 
 
 def with_gathered(program: Program, options: StepOptions) -> Program:
-    """Notes the gradients that devices gather as factors, with a remark on the bytes of both forms.
+    """Chooses the gradients that devices gather as factors, with a remark on the bytes of both forms.
 
     If parameters have owners, all gradients stay whole. ``exchange="auto"`` takes the form with fewer bytes, but keeps
     gradients whole if the user names an all-reduce algorithm.

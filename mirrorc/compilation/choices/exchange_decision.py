@@ -20,10 +20,10 @@ class Figures:
     """The proposal of a worker.
 
     Attributes:
-        rows: this worker's number of rows in the factors of each candidate.
-        machine: the facts that determine the bits of a product.
+        rows: this worker's number of rows in each candidate's factors.
+        machine: facts that determine the bits of a matrix product.
         seconds_per_byte, seconds_per_multiplication: of the link and the processor; 0 if not measured.
-        loaded: the choice of an earlier run; only worker 0's counts.
+        loaded: the choice of an earlier run; only worker 0's is used.
     """
 
     rows: Mapping[str, int]
@@ -38,7 +38,7 @@ def choose_sent_as_factors(
 ) -> tuple[tuple[str, ...], str]:
     """The variables whose gradients are sent as factors, and a remark with the reason; equal on all workers.
 
-    With a sharded optimizer, each part of a gradient is computed on one worker, so machines may differ in bits.
+    With a sharded optimizer, each part of a gradient is computed on one worker, so machines may compute different bits.
 
     Raises:
         CommunicationError: factors are asked for, but the machines would compute different gradients from them.
@@ -79,7 +79,7 @@ def choose_sent_as_factors(
 
 
 def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
-    """Empty if workers compute the same bits of a product."""
+    """Why workers compute different bits of a matrix product; empty if they do not."""
     other = next((rank for rank, number in enumerate(devices_per_worker) if number != devices_per_worker[0]), None)
     if other is not None:
         return (

@@ -1,4 +1,4 @@
-"""Gives all workers the chief's order of gradients."""
+"""Makes all workers use the chief's order of gradients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class ChiefGradientOrder(JointChoice):
-    """The chief's order of gradients, because workers need the same buckets.
+    """The chief's order of gradients: all workers need the same buckets.
 
-    A worker's own order depends on its examples: on their values in an eager backward, on their number in a graph.
+    Orders may differ between workers: they depend on the values of examples in an eager backward, on their number in a
+    graph.
     """
 
     subject = "the order of gradients"
@@ -35,7 +36,7 @@ class ChiefGradientOrder(JointChoice):
         return program.trains and self._options.program_workers.are_several
 
     def observe(self, program: Program) -> None:
-        """Takes the first program, from any front end: other workers may wait for this worker's proposal."""
+        """Uses the first program, from any front end, because other workers may wait for this worker's proposal."""
         self._first = self._first or tuple(_gradients(program.shard_graphs[0]))
 
     def propose(self) -> str:
@@ -48,7 +49,9 @@ class ChiefGradientOrder(JointChoice):
         return program.workers.gradient_order in ((), self._names)
 
     def noted_in(self, program: Program) -> Program:
-        """Variables that the chief had frozen come last, in reverse order of name: workers need one order for them too."""
+        """Variables that the chief had frozen come last, in reverse order of name: all workers need one order for them,
+        too.
+        """
         if not self.concerns(program):
             return program
         others = sorted(program.variables.keys() - set(self._names), key=_with_numbers, reverse=True)
@@ -68,7 +71,7 @@ def _with_numbers(name: str) -> list[str | int]:
 
 
 def _in_order(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """Other operators keep their places: outline-regions cuts backward after a bucket's last gradient."""
+    """Other operators keep their positions, because outline-regions cuts backward after a bucket's last gradient."""
     ordered = copied(graph)
     gradients, end = _gradients(ordered), ordered.output_node()
     known = {name: place for place, name in enumerate(names)}

@@ -12,13 +12,14 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class JointChoice(ABC):
-    """Workers choose in the first training call. Before, a worker decides alone, so that it can compile early.
+    """A choice that workers make in the first training call. Before it, a worker decides alone, so that it can compile
+    early.
 
     ``team`` is None for planned workers.
     """
 
     subject: ClassVar[str]
-    """The name of the proposals in messages between workers."""
+    """The name of proposals in messages between workers."""
 
     def __init__(self, options: StepOptions, team: Team | None) -> None:
         self._options, self._team = options, team
@@ -44,14 +45,14 @@ class JointChoice(ABC):
 
     @abstractmethod
     def applies_to(self, program: Program) -> bool:
-        """True if a program was compiled under the present decision."""
+        """True if a program was compiled under the current decision."""
 
     @abstractmethod
     def noted_in(self, program: Program) -> Program:
         pass
 
     def consider(self, program: Program, *, in_call: bool) -> None:
-        """Observes a program and decides: with all workers in a training call, otherwise alone."""
+        """Observes a program and decides: with all workers within a training call, else alone."""
         if self._is_final or not self.concerns(program):
             return
         if self._sent is None:
@@ -63,7 +64,7 @@ class JointChoice(ABC):
             self._is_final = self._team is None
 
     def settle(self) -> None:
-        """Exchanges proposals and decides, once; blocks until all workers come."""
+        """Exchanges proposals and decides, once. Blocks until all workers come."""
         if self._is_final or self._team is None:
             return
         self._sent = self.propose() if self._sent is None else self._sent

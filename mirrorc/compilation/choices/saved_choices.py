@@ -1,4 +1,4 @@
-"""The choices of a step in a checkpoint: with them, a restart computes the same bits."""
+"""A step's choices in a checkpoint, with which a restart computes the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FACTORS, _DEVICES = "sent_as_factors", "devices_per_worker"
 
 
 class SavedChoices:
-    """Attributes: devices: the number of devices of each worker."""
+    """A step's choices. ``devices`` is the number of devices of each worker."""
 
     def __init__(self, exchange: ExchangeChoice, options: StepOptions) -> None:
         self._exchange = exchange
@@ -26,10 +26,11 @@ class SavedChoices:
         return {_DEVICES: self.devices, _FACTORS: None if names is None else list(names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`, unless its run had other numbers of devices: these need their own measurement.
+        """Loads a `state_dict`. If its run had other numbers of devices, it is ignored, because these need a new
+        measurement.
 
         Raises:
-            TypeError, ValueError: ``state`` is no `state_dict`.
+            TypeError, ValueError: ``state`` is malformed.
             ExecutionError: this step has already made another choice.
         """
         names = _checked(state)

@@ -1,4 +1,4 @@
-"""The joint choices of a step."""
+"""The choices that workers make together."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class WorkerChoices:
                 choice.settle()
 
     def apply_to(self, program: Program) -> bool:
-        """False for a program compiled before the first call, if decisions have changed."""
+        """False for a program compiled before the first call, if decisions have changed since."""
         return all(choice.applies_to(program) for choice in self._choices)
 
     def put_into(self, program: Program) -> Program:
-        """The program with all decisions; makes open choices now."""
+        """The program with all decisions. Open choices are made now."""
         for choice in self._choices:
             choice.consider(program, in_call=self._in_call)
             program = choice.noted_in(program)

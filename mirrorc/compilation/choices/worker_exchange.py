@@ -1,4 +1,4 @@
-"""Chooses the form in which workers exchange each gradient: its sum, or its factors."""
+"""Chooses how workers exchange each gradient: as a sum, or as factors."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ExchangeChoice(JointChoice):
         return (*(self._names if is_sent else ()), *self._rows_of(program))
 
     def _rows_of(self, program: Program) -> tuple[str, ...]:
-        """Tables with updates by rows are always sent as rows."""
+        """Tables with row-wise updates are always sent as rows."""
         if not (self._options.program_workers.are_several and program.trains):
             return ()
         variables = program.variables.values()
@@ -130,7 +130,7 @@ class ExchangeChoice(JointChoice):
             )
 
     def may_send(self, purpose_sends: bool) -> bool:
-        """False if all gradients are sent whole, as accumulated gradients are, or if nothing is sent."""
+        """False if all gradients are sent whole, or if nothing is sent."""
         return purpose_sends and self._may_send_factors and (not self._is_final or bool(self._names))
 
     @property
@@ -160,7 +160,7 @@ class ExchangeChoice(JointChoice):
             )
 
     def _bytes_sent(self, name: str, gradient: torch.Tensor) -> int:
-        """The bytes of an uncompressed sum that takes as long as this gradient's sum, which may be compressed."""
+        """The bytes of an uncompressed sum that takes as long as this gradient's sum with its compression."""
         num_elements, dtype = gradient.numel(), gradient.dtype
         num_workers = self._options.program_workers.num_workers
         for entry in self._options.pipeline:

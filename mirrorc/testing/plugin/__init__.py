@@ -1,6 +1,6 @@
-"""The pytest plugin: the fixture ``mirror_snapshot``, and passes tested by texts.
+"""The pytest plugin: the fixture ``mirror_snapshot``, and tests of passes by texts.
 
-The plugin is packaged as ``mirrorc_pytest``: pytest imports plugins at every start, and mirrorc imports torch.
+It is packaged as ``mirrorc_pytest``, because pytest imports plugins at every start, and mirrorc imports torch.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.File | None:
-    """Collects programs with a line ``# RUN: PASSES`` in the comments at their top: see `mirrorc.testing.pass_cases.check_case`.
+    """Collects programs with ``# RUN: PASSES`` in the comments at their top: see
+    `mirrorc.testing.pass_cases.check_case`.
 
-    ``pytest --snapshot-update`` makes the ``CHECK`` lines of those with ``# UPDATE:`` again.
+    ``pytest --snapshot-update`` generates the ``CHECK`` lines of those with ``# UPDATE:`` again.
     """
     if file_path.suffix != ".mirror" or not _has_passes(file_path):
         return None

@@ -10,10 +10,10 @@ _KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def checkpoint_tag(node: fx.Node) -> tuple[int, bool] | None:
-    """The number of an operator's checkpoint, and whether its result is kept; None outside of checkpoints.
+    """The number of an operator's checkpoint, and True if its result is saved; None outside of checkpoints.
 
     Raises:
-        ValueError: the policy says neither to keep nor to recompute the result.
+        ValueError: the policy neither saves nor recomputes the result.
     """
     policy = node.meta.get("recompute")
     if policy is None:

@@ -13,7 +13,7 @@ from torch import fx
 
 @contextlib.contextmanager
 def ordered_linalg_checks() -> Iterator[None]:
-    """Registers checks of ``torch.linalg`` results as side effects: torch 2.11 would drop them."""
+    """Registers checks of ``torch.linalg`` results as side effects, because torch 2.11 would drop them."""
     from torch._higher_order_ops import effects
 
     name = "aten::_linalg_check_errors"

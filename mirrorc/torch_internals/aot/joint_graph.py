@@ -12,7 +12,7 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import SizesOfArguments
 
 
 class NumberInput(NamedTuple):
-    """A Python number that a graph takes; ``text`` is the code that computes it."""
+    """A Python number among a graph's inputs. ``text`` is the code that computes it."""
 
     name: str
     text: str
@@ -25,17 +25,17 @@ class JointGraph:
     """AOTAutograd's graph of forward and backward, or of forward alone.
 
     Attributes:
-        leaf_of, number_of: the index of the tensor argument or Python number, by placeholder.
-        variable_of: the name of the variable, by placeholder or get_attr node.
-        seed: the replica's seed; None if no operator takes it.
+        leaf_of, number_of: indices of tensor arguments and Python numbers, by placeholder.
+        variable_of: names of variables, by placeholder or get_attr node.
+        seed: the replica's seed; None if unused.
         tangent, loss: None without backward; an evaluation's loss is in ``outputs``.
         gradients: by parameter; None if the parameter gets no gradient.
         gradients_of_leaves: by the index of the tensor argument; None if it gets no gradient.
         buffer_writes: the new value, by buffer.
-        written_inputs: other writes of forward, as ("parameter", name) or ("argument", index); also ("buffer", name)
-            if the new value has a gradient.
-        looked_up: parameters whose lookups all have ``sparse=True``.
-        sizes: None if all sizes are numbers.
+        written_inputs: other writes of forward: ("parameter", name), ("argument", index), or ("buffer", name) if the
+            new value has a gradient.
+        looked_up: parameters with only ``sparse=True`` lookups.
+        sizes: None if all sizes are constants.
     """
 
     graph_module: fx.GraphModule

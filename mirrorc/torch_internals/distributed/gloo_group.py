@@ -26,10 +26,10 @@ _opening = threading.Lock()  # a group's listener is the one opened under this l
 class GlooGroup:
     """A group of workers outside of torch's registry.
 
-    One thread at a time launches collectives, in the same order on all workers. Signals do not interrupt ``wait()``.
+    One thread at a time may launch collectives, in the same order on all workers. Signals do not interrupt ``wait()``.
 
     Args:
-        store: holds keys of this group alone.
+        store: for this group only.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -50,7 +50,6 @@ class GlooGroup:
         _groups.add(self)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sums a dense tensor in place; all workers get the same bits."""
         return self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
     def all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor], *, is_patient: bool = False) -> Any:
@@ -63,7 +62,6 @@ class GlooGroup:
         return self._group.allgather([list(into)], [tensor], options)
 
     def all_gather_whole(self, tensor: torch.Tensor, into: torch.Tensor) -> Any:
-        """Concatenates 1-D tensors of equal lengths."""
         return self._group._allgather_base(_as_bytes(into), _as_bytes(tensor))
 
     def all_to_all(self, parts: torch.Tensor, into: torch.Tensor) -> Any:
@@ -79,7 +77,7 @@ class GlooGroup:
         return is_any_closed(self._connected)
 
     def let_go(self) -> None:
-        """Drops the connections in a forked child, where open copies would hide the parent's end from peers."""
+        """Drops the connections in a forked child, because open copies would hide the parent's end from peers."""
         sockets = open_sockets()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number, inode in self._connected.items():
@@ -89,10 +87,10 @@ class GlooGroup:
         self._connected = {}
 
     def cut(self) -> None:
-        """Ends all collectives with an error, here and on the other workers; idempotent.
+        """Ends all collectives with an error, on this worker and others; idempotent.
 
-        Closes the connections, because torch cannot cancel a collective. Listening sockets stay open: without them, gloo
-        would end the process.
+        Closes the connections, because torch cannot cancel a collective. Listening sockets stay open, because gloo
+        would otherwise end the process.
         """
         sockets = open_sockets()
         for number, inode in self._connected.items():
@@ -114,7 +112,9 @@ def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: fl
 
 
 def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
-    """The interfaces in GLOO_SOCKET_IFNAME, or else the address towards the store: host names often mean loopback."""
+    """The interfaces in GLOO_SOCKET_IFNAME, or else the address towards the store, because host names often mean
+    loopback.
+    """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     store.set(f"address/{rank}", "" if names else _address_towards(_host(store)))
     if names:

@@ -21,9 +21,9 @@ _WITHOUT_ENDING_THE_PROCESS = {  # torch's threads end it for a late worker or a
 
 
 class NcclGroup:
-    """A group of workers with a GPU each, outside of torch's registry. Only a group of one was tried on a GPU.
+    """A group of workers with a GPU each, outside of torch's registry. Tested only with one worker.
 
-    One thread at a time launches collectives, in the same order on all workers, on the operand's stream. The
+    One thread at a time may launch collectives, in the same order on all workers, on the operand's stream. The
     constructor waits for all workers without a timeout.
     """
 
@@ -41,7 +41,6 @@ class NcclGroup:
         self.all_reduce(torch.zeros(1, device=device)).wait()  # connects
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sums a dense GPU tensor in place; all workers get the same bits."""
         work = self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
         with torch.cuda.stream(self._ends):
             work.wait()  # the stream waits, not the host
@@ -55,7 +54,7 @@ class NcclGroup:
         return False
 
     def cut(self) -> None:
-        """Ends all collectives here with an error; other workers are not told. Idempotent."""
+        """Ends all collectives on this worker with an error, without telling other workers; idempotent."""
         if self.is_cut:
             return
         self.is_cut = True

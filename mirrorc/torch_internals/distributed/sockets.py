@@ -1,4 +1,4 @@
-"""Finds this process's connections to a port, and notices when a peer closes one."""
+"""Finds this process's connections to a port, and detects those closed by a peer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 def open_sockets() -> dict[int, int]:
-    """Inodes of sockets by file descriptor; empty without ``/proc``."""
+    """Socket inodes by file descriptor; empty without ``/proc``."""
     inodes: dict[int, int] = {}
     if not os.path.isdir("/proc/self/fd"):  # as on macOS
         return inodes
@@ -24,7 +24,7 @@ def open_sockets() -> dict[int, int]:
 
 
 def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
-    """Sockets connected to a remote port since ``before``, an earlier `open_sockets`."""
+    """Sockets that were connected to a remote port after ``before``, an earlier `open_sockets`."""
     return {n: inode for n, inode in open_sockets().items() if before.get(n) != inode and _leads_to(n, port)}
 
 

@@ -1,4 +1,4 @@
-"""Functions on graphs that are faster or quieter than torch's public ones."""
+"""Functions on graphs, faster or quieter than torch's public ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
-    """A graph module that generates its code when it is first called or read."""
+    """A graph module that generates its code at its first call or when its code is read."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, class_name=class_name)
@@ -38,7 +38,7 @@ def add_node(
 ) -> fx.Node:
     """Adds a node as `Graph.create_node` does, in a third of the time. All sizes must be numbers.
 
-    If ``is_valid``, the name comes from another graph, and is only made unique.
+    If ``is_valid``, the name comes from another graph, and needs only to be made unique.
     """
     names = graph._graph_namespace
     if is_valid and name not in names._used_names and not name[-1].isdigit():
@@ -66,7 +66,6 @@ def traced_on_fake_tensors(
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Silences torch's log of failures on fake tensors."""
     from torch._subclasses.fake_tensor import log
 
     with patch.object(log, "disabled", True):

@@ -13,7 +13,7 @@ import torch
 def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Replaces results of this thread's operators, below autograd, by ``replace(operator, args, kwargs)``.
 
-    If ``replace`` returns NotImplemented, the operator runs. Operators within ``replace`` are not replaced.
+    NotImplemented stands for the operator's own result. Operators within ``replace`` are not replaced.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +27,6 @@ def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]],
 
 
 def is_operator(target: Any) -> bool:
-    """Tests for an operator with its overload, such as ``aten.add.Tensor``."""
     return isinstance(target, torch._ops.OpOverload)
 
 
@@ -49,7 +48,7 @@ def bare_name(target: Any) -> str:
 
 
 def is_composite(target: Any) -> bool:
-    """Tests for an operator without kernels, composed of other operators."""
+    """True for an operator without kernels, composed of other operators."""
     return bool(target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
@@ -80,7 +79,7 @@ def norms_of_each(
 
 @contextlib.contextmanager
 def recorded_by_autograd() -> Iterator[None]:
-    """Enables autograd within a kernel, where the dispatcher disables it."""
+    """Enables autograd within a kernel, although the dispatcher has disabled it."""
     keys = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):

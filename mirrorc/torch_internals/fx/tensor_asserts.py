@@ -11,7 +11,7 @@ NOT_ALL_TRUE = "not all elements are true of what torch._check_tensor_all is giv
 
 
 def assert_true(condition: torch.Tensor, text: str) -> None:
-    """Raises RuntimeError unless a one-element tensor is true; a trace records the assert."""
+    """Raises RuntimeError unless a one-element tensor is true. A trace records the assert."""
     torch._assert_async(condition, text)
 
 
@@ -27,4 +27,4 @@ CHECKS_OF_TENSORS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch._check_tensor_all: _check_all,
     torch._check_tensor_all_with: _check_all_with,
 }
-"""A trace's substitutes for torch's checks of tensor values, whose messages a trace cannot format."""
+"""Substitutes in a trace for torch's checks of tensor values, because a trace cannot format their messages."""

@@ -1,4 +1,4 @@
-"""Parameters of torch's recurrent layers as one list, and in one piece of memory."""
+"""Parameters of torch's recurrent layers as one list, and in one block of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def renew_recurrent_weights(layer: nn.RNNBase) -> None:
-    """Updates a layer's list of parameters, as its call would. Leaves parametrized weights to the call."""
+    """Updates a layer's list of parameters, as a call of the layer would. Parametrized weights are left to that call."""
     names = layer._flat_weights_names
     if all(name in layer._parameters for name in names):
         weights = [layer._parameters[name] for name in names]
@@ -24,7 +24,7 @@ def renew_recurrent_weights(layer: nn.RNNBase) -> None:
 def weights_for_cudnn(
     weights: Sequence[torch.Tensor], kind: str, num_layers: int, bidirectional: bool
 ) -> Sequence[torch.Tensor]:
-    """Copies weights on a GPU into one piece of memory, to avoid cuDNN's warning. Weights on the CPU stay."""
+    """Copies weights on a GPU into one block of memory, to avoid cuDNN's warning. Weights on the CPU stay."""
     if not weights[0].is_cuda or not all(map(torch.backends.cudnn.is_acceptable, weights)):
         return weights
     from torch.backends.cudnn.rnn import get_cudnn_mode

@@ -15,8 +15,6 @@ ClippingObserver = Callable[[str, Sequence[torch.Tensor]], None]
 ZeroGradObserver = Callable[[Sequence[torch.Tensor]], object]
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-"""Functions of `torch.nn.utils` that change gradients."""
-
 _of_clipping: list[ClippingObserver] = []
 _of_zero_grad: list[ZeroGradObserver] = []
 
@@ -24,7 +22,7 @@ _of_zero_grad: list[ZeroGradObserver] = []
 def observe_clipping(observer: ClippingObserver) -> None:
     """Calls ``observer(name, parameters)`` before each call of a function in `CLIPPING`.
 
-    Replaces the function inside torch's wrapper: user code may have imported the wrapper.
+    Replaces the function inside torch's wrapper, because user code may have imported the wrapper.
     """
     _of_clipping[:] = [observer]
     for name in CLIPPING:
@@ -55,7 +53,7 @@ def _observed_clipping(name: str, clip: Callable[..., Any]) -> Callable[..., Any
 
 
 def observe_zero_grad(observer: ZeroGradObserver) -> None:
-    """Calls ``observer`` with the parameters after torch's ``zero_grad``. A subclass may bypass that method."""
+    """Calls ``observer`` with the parameters after torch's ``zero_grad``; a subclass may bypass it."""
     _of_zero_grad[:] = [observer]
     for kind, parameters_of in ((torch.optim.Optimizer, _of_optimizer), (nn.Module, _of_module)):
         if not hasattr(kind.zero_grad, "tells_mirrorc"):

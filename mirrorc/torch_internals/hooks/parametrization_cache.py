@@ -1,4 +1,4 @@
-"""The cache of `torch.nn.utils.parametrize.cached`, one for all threads."""
+"""The cache of `torch.nn.utils.parametrize.cached`, which all threads share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn.utils import parametrize
 
 
 def parametrization_cache() -> dict[tuple[int, str], torch.Tensor | None]:
-    """The present cache; another one after the end of ``cached()``."""
+    """The current cache; it is replaced at the end of ``cached()``."""
     cache: dict[tuple[int, str], torch.Tensor | None] = parametrize._cache
     return cache
 

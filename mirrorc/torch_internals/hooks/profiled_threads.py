@@ -17,7 +17,7 @@ def is_profiled() -> bool:
 
 
 def seen_by_profiler(job: Callable[[], Any]) -> Callable[[], Any]:
-    """Makes this thread's profiler see a job, which another thread runs once while this thread waits."""
+    """Makes this thread's profiler record a job that another thread runs once, while this thread waits."""
     functions = _functions()
     if functions is None:
         return job
@@ -50,7 +50,9 @@ class _SharedPointer(ctypes.Structure):
 
 
 class _Functions:
-    """C++ functions of ``at::ThreadLocalStateGuard``. ``force_debug_info`` moves its argument and leaves it empty."""
+    """C++ functions of ``at::ThreadLocalStateGuard``. ``force_debug_info`` moves from its argument, which is then
+    empty.
+    """
 
     def __init__(self, core: ctypes.CDLL, torch_cpu: ctypes.CDLL) -> None:
         self.current_debug_info = core._ZN3c1020ThreadLocalDebugInfo7currentEv
@@ -67,7 +69,7 @@ class _Functions:
 
 @functools.cache
 def _functions() -> _Functions | None:
-    """None where torch's libraries lack these names, such as on Windows."""
+    """None if torch's libraries lack these names, as on Windows."""
     folder = Path(torch.__file__).parent / "lib"
     with contextlib.suppress(StopIteration, OSError, AttributeError):
         core, torch_cpu = (

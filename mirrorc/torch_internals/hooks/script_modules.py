@@ -1,4 +1,4 @@
-"""Copies TorchScript modules with other tensors as parameters and buffers."""
+"""Copies TorchScript modules with new parameters and buffers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _parameter(argument: Any) -> inspect.Parameter:
 
 
 def object_within(module: nn.Module) -> str | None:
-    """The name of an attribute whose object copies of a TorchScript module would share, or None."""
+    """The name of an attribute whose object would be shared by copies of a TorchScript module; or None."""
     for part in module.modules():
         for name in _attribute_names(part):
             if _shown(getattr(part, name)) is None:
@@ -50,7 +50,7 @@ def _attribute_names(part: nn.Module) -> list[str]:
 
 
 def _compiled_anew(original: nn.Module) -> nn.Module:
-    """Saves and loads: deep copies would share code, which torch optimizes in first runs."""
+    """Saves and loads the module: deep copies would share code, which torch optimizes in first runs."""
     written = io.BytesIO()
     torch.jit.save(original, written)
     return torch.jit.load(io.BytesIO(written.getvalue()))
@@ -84,7 +84,7 @@ class ScriptCopy:
             _native(copy).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
 
     def changed(self) -> str | None:
-        """An attribute, neither parameter nor buffer, that has changed since `load`; or None."""
+        """An attribute other than a parameter or buffer that has changed since `load`; or None."""
         return next((name for name, copy, _, shown in self._loaded if _shown(getattr(copy, name)) != shown), None)
 
     def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -101,7 +101,7 @@ class ScriptCopy:
 
 
 def _shown(value: Any) -> tuple[Any, ...] | None:
-    """A summary that stays equal while a value lives unchanged; None if the value may hold an object."""
+    """A summary that is equal as long as the value does not change; None if the value may hold an object."""
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), value._version, value.shape
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Torch's structured trace, modes of a thread, and hooks, wrappers and fused kernels of optimizer steps."""
+"""Torch's structured trace, a thread's modes, and hooks, wrappers and fused kernels of optimizer steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 def is_structured_trace_on() -> bool:
-    """Tests for TORCH_TRACE or a log handler of the user. Handlers of newer pytest do not count."""
+    """True with TORCH_TRACE or a log handler of the user; handlers of newer pytest do not count."""
     from torch._logging._internal import LazyTraceHandler, trace_log
 
     asked_for = [handler for handler in trace_log.handlers if not type(handler).__module__.startswith("_pytest.")]
@@ -27,7 +27,6 @@ def is_structured_trace_on() -> bool:
 
 
 def trace_artifact(name: str, text: str) -> None:
-    """Adds a text to torch's structured trace, for tlparse."""
     from torch._logging._internal import trace_structured
 
     metadata = {"name": name, "encoding": "string"}
@@ -35,17 +34,17 @@ def trace_artifact(name: str, text: str) -> None:
 
 
 def adagrad_is_fused_on_gpus() -> bool:
-    """Torch 2.11 refuses ``fused=True`` for parameters on GPUs; 2.13 takes it."""
+    """Torch 2.11 refuses ``fused=True`` for parameters on GPUs; 2.13 accepts it."""
     return "cuda_unsupported=True" not in inspect.getsource(torch.optim.Adagrad)
 
 
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tells LR schedulers of a step that bypassed ``optimizer.step``."""
+    """Tells LR schedulers about a step that bypassed ``optimizer.step``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 class UncountedHook:
-    """A step hook that leaves the step unchanged, so `has_step_hooks` does not count it."""
+    """A step hook without effect on the step, which `has_step_hooks` ignores."""
 
     def __init__(self, function: Callable[[torch.optim.Optimizer], None]) -> None:
         self._function = function
@@ -55,7 +54,7 @@ class UncountedHook:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests for step hooks of this optimizer or of all optimizers, other than `UncountedHook`."""
+    """True if this optimizer, or all optimizers, have step hooks other than `UncountedHook`."""
     for hooks in (of_all._global_optimizer_pre_hooks, of_all._global_optimizer_post_hooks):
         if _counts_any(hooks):
             return True
@@ -79,7 +78,7 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
     """The step without torch's wrappers, which take longer than the update of a small bucket.
 
-    Callers must disable gradients and ensure that there are no hooks.
+    Callers must disable gradients and check that there are no hooks.
     """
     step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(kind.step)
     return step
@@ -126,13 +125,12 @@ def _is_from_torch(function: Any) -> bool:
 
 
 def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
-    """The dicts themselves, not copies."""
+    """The tables themselves, not copies."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, name) for name in names]
 
 
 def global_hook_tables() -> list[Mapping[Any, Any]]:
-    """The dicts themselves, not copies."""
     from torch.nn.modules import module
 
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -140,7 +138,7 @@ def global_hook_tables() -> list[Mapping[Any, Any]]:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Tests for hooks on a tensor, and on the AccumulateGrad node of a leaf."""
+    """Includes hooks on the AccumulateGrad node of a leaf."""
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         return True
     is_in_graph = tensor.requires_grad and tensor.is_leaf and tensor._use_count() > 1  # type: ignore[attr-defined]
@@ -148,7 +146,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def _has_node_hooks(leaf: torch.Tensor) -> bool:
-    """Registers hooks, whose handles alone lead to the node's tables of hooks. The tables live as long as the node."""
+    """Finds the tables of a node's hooks through handles of hooks. The tables live as long as the node."""
     tables = _tables_of_nodes.get(leaf, ())
     if not tables or any(table() is None for table in tables):
         with torch.inference_mode(False):
@@ -164,11 +162,11 @@ _tables_of_nodes = WeakIdKeyDictionary()
 
 
 _ROUNDED = tuple((backend, of) for backend in ("cuda", "mkldnn") for of in ("matmul", "conv", "rnn"))
-"""Operators whose float32 products torch may round. These keys also reflect older and coarser settings."""
+"""Operators whose float32 products torch may round. These keys also reflect torch's older settings."""
 
 
 def torch_modes() -> tuple[Any, ...]:
-    """Settings that determine a captured graph or its compiled code."""
+    """Settings that affect a captured graph or its compiled code."""
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
@@ -182,13 +180,12 @@ def torch_modes() -> tuple[Any, ...]:
 
 
 def _function_modes() -> tuple[Any, ...]:
-    """Torch also keeps the default device as a function mode."""
+    """Torch stores the default device as a function mode, too."""
     modes = torch.overrides._get_current_function_mode_stack()
     return tuple((type(mode), str(getattr(mode, "device", ""))) for mode in modes)
 
 
 def is_plain_thread() -> bool:
-    """False if autocast or an intercepting mode is active."""
     return (
         not torch.is_autocast_enabled("cpu")
         and not torch._C._len_torch_function_stack()
@@ -201,12 +198,11 @@ no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-    """An object of a subclass with the tensor's memory. It is no view, so it can be changed in place."""
+    """An object of a subclass with the tensor's memory. It is not a view, so it can be modified in place."""
     return torch.Tensor._make_subclass(kind, tensor)
 
 
 def dispatch_modes() -> list[str]:
-    """Class names of this thread's `TorchDispatchMode` objects."""
     if not torch._C._len_torch_dispatch_stack():
         return []
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -227,17 +223,17 @@ def has_hooks_on_saved_tensors() -> bool:
 
 
 def backward_keeps_graph() -> bool:
-    """Within a backward: True if it was called with ``retain_graph=True``."""
+    """Within a backward: True with ``retain_graph=True``."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def current_backward() -> int:
-    """A number of the backward that runs in this thread; -1 outside of any."""
+    """The number of the backward that runs in this thread; -1 without one."""
     return int(torch._C._current_graph_task_id())
 
 
 def runs_transform(*tensors: torch.Tensor | None) -> bool:
-    """True within a transform of torch.func, at a level of forward-mode differentiation, and for a batch of gradients."""
+    """True within a transform of torch.func, within forward-mode differentiation, and for a batch of gradients."""
     from torch.autograd import forward_ad
 
     is_within = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

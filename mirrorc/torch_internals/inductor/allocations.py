@@ -19,9 +19,9 @@ class _NoKernel:
 
 
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    """The syntax tree of ``call(self, args)`` in a `compile_with_inductor` result, and a namespace for its names.
+    """The syntax tree of ``call(self, args)`` in a `compile_with_inductor` result, and its namespace.
 
-    The namespace is for fake tensors: its kernels compute nothing; allocations and views are torch's.
+    The namespace is for fake tensors: kernels do nothing; allocations and views are torch's.
 
     Raises:
         ValueError: the code has no such function, as with Inductor's C++ wrapper.
@@ -59,7 +59,7 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """Counts tensors and storage objects that use a storage, without the argument itself."""
+    """The number of tensors and storage objects that use a storage, other than the argument itself."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
@@ -69,9 +69,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def peak_allocation(action: Callable[[], object], older: Sequence[torch.Tensor]) -> int:
-    """The peak bytes of the tensors that operators allocate in ``action``.
+    """The peak bytes of tensors allocated by operators in ``action``.
 
-    Temporary memory within an operator, and the memory of ``older`` tensors, do not count.
+    Temporary memory within operators, and ``older`` tensors, do not count.
     """
     known = {storage_key(tensor) for tensor in older}
     holders: dict[int, int] = {}

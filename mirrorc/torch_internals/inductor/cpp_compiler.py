@@ -19,8 +19,8 @@ _unfinished: contextvars.ContextVar[list[Callable[[], None]] | None] = contextva
 def kernels_compiled_together() -> Iterator[None]:
     """Postpones `compile_with_inductor`'s waits for the C++ compiler to the end of the context.
 
-    Compiled regions must not be called before the end, where Inductor's errors for kernels are raised. A failure clears
-    Inductor's loaded kernels, so that later requests can succeed.
+    Compiled regions must not be called before the end of the context, which raises Inductor's errors. After a failure,
+    Inductor's loaded kernels are cleared, so that later requests can succeed.
     """
     _let_waits_be_put_off()
     waits: list[Callable[[], None]] = []
@@ -62,7 +62,7 @@ def forget_instructions() -> None:
 
 @functools.cache
 def _let_waits_be_put_off() -> None:
-    """Patches the wait that ends each of Inductor's modules and replaces futures by kernels."""
+    """Patches the wait at the end of each of Inductor's modules, which replaces futures by kernels."""
     from torch._inductor.async_compile import AsyncCompile
 
     wait_now = AsyncCompile.wait
@@ -78,10 +78,10 @@ def _let_waits_be_put_off() -> None:
 
 
 def prepare_cpp_compiler() -> None:
-    """Starts threads, beside the capture, for what Inductor does before a process's first kernel.
+    """Prepares Inductor for a process's first kernel, in threads beside the capture.
 
-    The slow part is trying sets of vector instructions: each trial compiles a cached file, and loads it in a new process.
-    Errors are ignored: compiling a kernel raises them again.
+    The slow part is the trial of vector instructions, each of which compiles a cached file and loads it in a new
+    process. Errors are ignored, because compiling a kernel raises them again.
     """
     _let_instructions_be_tried_together()
     _instructions_tried(os.getpid())
@@ -92,7 +92,9 @@ _MOST_SECONDS = 120.0  # a slower compiler hangs
 
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
-    """Makes Inductor wait for threads with trials: trials change flags, so no two may try the same instructions."""
+    """Makes Inductor wait for the threads of trials. A trial changes flags, so no two threads may try the same
+    instructions.
+    """
     from torch._inductor import cpu_vec_isa
 
     try_serially = cpu_vec_isa.valid_vec_isa_list
@@ -106,7 +108,7 @@ def _let_instructions_be_tried_together() -> None:
 
 
 def _instructions_tried(process: int) -> threading.Event:
-    """A forked child gets a new event, because the parent's threads are missing there."""
+    """A forked child gets a new event, because it lacks the parent's threads."""
     with _preparing:
         if process not in _prepared:
             _prepared.clear()

@@ -8,12 +8,11 @@ from typing import Any
 
 @functools.cache
 def call_directly(operator: Any, call: str) -> None:
-    """Makes Inductor call an operator's Python function directly, to save the dispatcher's time.
+    """Makes Inductor call an operator's Python function directly, without the dispatcher.
 
     Args:
         operator: takes only tensors, writes the first, and returns nothing.
-        call: the code of the call, with ``{0}`` for the first argument. It can use names of Inductor's wrapper, such as
-            ``extern_kernels``.
+        call: code of the call, with ``{0}`` for the first argument. It can use names such as ``extern_kernels``.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V

@@ -17,10 +17,10 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, 
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions that Inductor expects to find applied to a graph.
+    """Decompositions that Inductor expects in a graph.
 
-    Dropout is left out, because it gets its own random stream. `_EXPANDED_LATE` is left out, because passes look for these
-    operators. Values with gaps or overlaps are copied where Inductor would write to them or lay them out otherwise.
+    Dropout is left out, because it gets its own random stream; `_EXPANDED_LATE`, because passes look for these
+    operators. Values with gaps or overlaps are copied where Inductor would write to them or change their layout.
     """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -47,7 +47,7 @@ _SCATTERS = (
     torch.ops.aten.slice_scatter.default,
     torch.ops.aten.diagonal_scatter.default,
 )
-"""Operators that write to a copy of their first argument. Inductor's copy of expanded memory has as few elements."""
+"""Operators that write to a copy of their first argument. Inductor's copy of an expanded tensor is itself expanded."""
 
 
 def _scatter_into_dense(
@@ -59,7 +59,7 @@ def _scatter_into_dense(
 
 
 def _copy_overlapping_windows(value: torch.Tensor, dim: int, size: int, step: int) -> Any:
-    """Inductor returns windows without their overlaps, in strides that no backward expects."""
+    """Inductor returns windows without their overlaps, but backward expects them."""
     if step >= size:
         return NotImplemented
     dim = dim % value.dim()
@@ -77,12 +77,12 @@ _EXPANDED_LATE = (
 
 
 def pools_maxima(target: Any) -> bool:
-    """Tests for Inductor's pooling operator, which returns maxima and their places in windows."""
+    """Inductor's operator that returns the maxima of windows and their positions in windows."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_with_offsets"
 
 
 def tells_places_of_maxima(target: Any) -> bool:
-    """Tests for the operator that maps 8-bit places in windows to 64-bit places in the input."""
+    """Inductor's operator that maps 8-bit positions in windows to 64-bit positions in the input."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
 
 
@@ -106,9 +106,10 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
 
 
 class _IndexPuts:
-    """Keeps Inductor from `index_put` in place, which it does also where the new rows are views of what they overwrite.
+    """Keeps Inductor from in-place `index_put`, because it overlooks that the new rows may be views of the overwritten
+    ones.
 
-    Torch's table is one for the process: it is as before once no thread compiles any more.
+    Torch's table is global: it is restored when no thread compiles.
     """
 
     def __init__(self) -> None:
@@ -141,7 +142,7 @@ _INDEX_PUTS = _IndexPuts()
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiles a functional ATen graph, and changes it. Outputs keep their strides in the graph.
+    """Compiles a functional ATen graph, and modifies it. Outputs have the strides of the graph.
 
     The compiled function empties its list of inputs.
     """
@@ -163,7 +164,7 @@ def compile_with_inductor(
             _keep_strides(graph_module, example_inputs, wanted)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-        # part of the cache key, which the lines above and below and the calls of `call_directly` are not
+        # part of the cache key, unlike the settings around it and the calls of `call_directly`
         graph_module.meta["mirrorc"] = (
             "all outputs keep their strides, some operators are called directly, index_put never in place,"
             " scatters at their indices, kernels in the order of writes"
@@ -211,7 +212,7 @@ _LARGER = 16
 def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
     """Adds guards on the lengths of CPU loops that are too short for several threads at compilation.
 
-    Inductor decides at compilation which loops are parallel. The guards allow 16 times the shortest parallel loop.
+    Inductor chooses parallel loops at compilation. The guards allow 16 times the shortest parallel loop.
     """
     from torch._inductor import config
 
@@ -229,7 +230,7 @@ def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
 
 @contextlib.contextmanager
 def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
-    """Gives a fake mode a shape environment, without which Inductor does not use its cache."""
+    """Gives a fake mode a shape environment, because Inductor does not use its cache without one."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     if fake_mode is None or fake_mode.shape_env is not None:
@@ -243,7 +244,6 @@ def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
 
 
 def cpp_compiler() -> str | None:
-    """Inductor's command to compile CPU kernels, or None."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -259,11 +259,11 @@ def has_cpp_compiler() -> bool:
 
 @functools.cache
 def _keep_mutation_order() -> None:
-    """Corrects the order of kernels, in this process and for all who use Inductor.
+    """Corrects Inductor's order of kernels, in the whole process.
 
-    A kernel that reads a buffer after a write in place depends on the write, by another name of the buffer, or by a dependency
-    added for it. When Inductor computes loops anew to fuse kernels, it takes both from what the loops read, which knows
-    neither: the kernel may then run before the write (pytorch#185509, pytorch#177631).
+    A kernel that reads a buffer after an in-place write depends on that write, through a renamed buffer or an extra
+    dependency. When Inductor recomputes loops to fuse kernels, it loses both, so the kernel may run before the write
+    (pytorch#185509, pytorch#177631).
     """
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
@@ -282,10 +282,10 @@ def _keep_mutation_order() -> None:
 
 @functools.cache
 def _correct_scatter_indices() -> None:
-    """Corrects kernels of several threads that add to elements, in this process and for all who use Inductor.
+    """Corrects Inductor's multi-threaded kernels that add to elements, in the whole process.
 
-    A vector that is added to a single element fails an assertion (pytorch#160391). In loops with tiles, which transpose,
-    Inductor counts the place within a tile twice, and so writes to other elements, or past the end (pytorch#191837).
+    Adding a vector to a single element fails an assertion (pytorch#160391). In tiled loops, which transpose, Inductor
+    counts the position within a tile twice, and writes to wrong elements or past the end (pytorch#191837).
     """
     from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
     from torch._inductor.ops_handler import WrapperHandler
@@ -315,9 +315,10 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 
 
 def in_strides(function: Any, wanted: Sequence[tuple[Any, ...] | None]) -> Compiled:
-    """Copies outputs whose strides are others than wanted.
+    """Copies outputs that do not have the wanted strides.
 
-    Inductor lays out values with gaps or expanded dims as it likes, and backward was compiled for their strides in the graph.
+    Inductor chooses the layout of values with gaps or expanded dims, but backward was compiled for the strides of the
+    graph.
     """
     actual = function.output_strides or [None] * len(wanted)
     others = {

@@ -1,4 +1,4 @@
-"""Compiles without Inductor's cached files, and repairs corrupt ones."""
+"""Compiles without Inductor's cached files, and replaces corrupt ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def kernel_folder() -> Path:
 def fresh_kernel_files() -> Iterator[None]:
     """Hides the files of earlier compilations from Inductor.
 
-    At the end, new files replace older ones that differ. Names determine contents, so a difference means corruption.
+    At the end, new files replace older ones that differ. A name determines the content, so a difference means
+    corruption.
     """
     from torch._inductor.utils import fresh_inductor_cache
 

@@ -89,7 +89,7 @@ class DrawnNumbers:
 
 @contextlib.contextmanager
 def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]:
-    """Turns single draws in Dynamo's traces of this thread into graph inputs; restores the generators."""
+    """Makes single draws in Dynamo's traces of this thread graph inputs; restores the generators."""
     from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
     from torch._dynamo.variables import misc, user_defined
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable

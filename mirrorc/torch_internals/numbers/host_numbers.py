@@ -1,4 +1,4 @@
-"""Numbers of Python and numpy that are graph inputs, computed on the host before each step."""
+"""Numbers of Python and numpy that are graph inputs, computed on the CPU before each step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 Number = int | float | np.integer[Any] | np.floating[Any]
 
 _LARGEST = 2.0**53
-"""The largest integer that floats represent without rounding. Larger or non-finite numbers stay constants."""
+"""The largest integer that floats represent exactly. Larger or non-finite numbers stay constants."""
 _LARGEST_FLOAT = 3e38  # the limit of comparisons with float32 tensors
 
 NARROW = (np.float16, np.float32)
-"""Kinds whose comparisons with Python's floats round these."""
+"""Types that round Python floats in comparisons."""
 _FLOATS = (float, np.float64, *NARROW)
 _INTEGERS = (int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
 
@@ -47,14 +47,14 @@ class NumbersGivenUp(Exception):
 
 
 def is_ordinary(value: Any) -> bool:
-    """Tests for a number that can be an input: not a bool, nan, infinite, or very large."""
+    """True for a number that can be an input: not a bool, nan, infinite, or very large."""
     if type(value) in _FLOATS:
         return -_LARGEST_FLOAT < float(value) < _LARGEST_FLOAT
     return type(value) in _INTEGERS and -_LARGEST < int(value) < _LARGEST
 
 
 def plain_number(value: Number) -> int | float:
-    """Python's number of the same value: with tensors, PyTorch takes numpy's numbers for these."""
+    """The Python number of the same value. Operators on tensors treat numpy's numbers like Python's."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -67,7 +67,7 @@ def attribute_source(path: Sequence[str], name: str) -> str:
 
 
 class Slot(NamedTuple):
-    """Stands for an earlier number among a function's arguments; ``place`` is the number's index."""
+    """An argument that is an earlier number, with its index among all numbers."""
 
     place: int
 
@@ -76,7 +76,7 @@ class HostNumber(NamedTuple):
     """A number that Python reads, or computes from earlier numbers.
 
     Attributes:
-        sources: the expressions that Python read for the number.
+        sources: the expressions from which the number is computed.
         function: computes the number; None for a read.
         args: the function's arguments, with a `Slot` for each number; for a read, the code of the expression.
     """
@@ -130,7 +130,7 @@ class HostNumbers:
         return [number.sources[0] for number in self.numbers if number.function is None]
 
     def read(self, scope: dict[str, Any]) -> bool:
-        """Reads the numbers again; False if a number cannot be read, is of another kind, or breaks a guard."""
+        """Reads the numbers again. False if a number cannot be read, has another type, or breaks a guard."""
         values: list[Any] = []
         for kind, _, function, args in self.numbers:
             try:

@@ -1,8 +1,8 @@
 """Replaces a graph's numbers by buffers of its module, with PyTorch's type promotion of numbers.
 
-Buffers are 64-bit scalars. They are converted where they would change a result's dtype. torch's own pass
-(`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons, and computes ``t * 0.1 *
-3.0`` in another order.
+Buffers are 64-bit scalars, converted where they would change a result's dtype. torch's own pass
+(`torch.fx.passes._tensorify_python_scalars`) supports only floats in ``+ - * /`` and comparisons, and computes ``t *
+0.1 * 3.0`` in another order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUFFER = "mirrorc_number_"
 """The prefix of buffer names; the index in `HostNumbers.taken` follows."""
 
 _WIDE = (torch.float32, torch.float64)
-"""Operators on these dtypes compute with no higher precision inside."""
+"""Operators on these dtypes use no higher precision internally."""
 _AUGMENTED = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div"}
 _COMPARISONS = frozenset(
     ["lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal", "not_equal"]
@@ -41,7 +41,7 @@ _FULL = _MADE | frozenset(["full", "full_like", "new_full", "scalar_tensor"])
 
 
 def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostNumbers | None:
-    """Replaces a graph's numbers by buffers; returns the numbers on the host, or None without numbers.
+    """Replaces a graph's numbers by buffers. Returns the numbers, or None if there are none.
 
     Raises:
         NumbersGivenUp: a tensor cannot replace a number.
@@ -87,7 +87,7 @@ def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.N
 
 
 class _Unsupported(Exception):
-    """Raised if a call takes no tensor in place of a number. The message begins with the function called."""
+    """Raised if a call does not accept a tensor in place of a number. The message begins with the function called."""
 
 
 class _Call:
@@ -128,7 +128,7 @@ class _Call:
             raise _Unsupported(f"{node.target} of another type")
 
     def _give_operand(self) -> None:
-        """Rewrites ``x * t``, ``x > t``, or ``torch.add(x, y, alpha=t)``."""
+        """Rewrites calls such as ``x * t``, ``x > t``, ``torch.add(x, y, alpha=t)``."""
         first, second = self.node.args
         place = 0 if self._is_number(first) else 1 if self._is_number(second) else None
         other: Any = second if place == 0 else first
@@ -157,7 +157,9 @@ class _Call:
         return dtype.is_floating_point or dtype in (torch.int64, torch.bool)
 
     def _give_as_result(self, dtype: torch.dtype) -> None:
-        """Gives ``torch.where(c, x, t)``, ``x.fill_(t)`` or ``torch.lerp(x, y, t)`` a tensor of ``dtype`` for the number t."""
+        """Rewrites ``torch.where(c, x, t)``, ``x.fill_(t)`` or ``torch.lerp(x, y, t)``, with a tensor of ``dtype`` for
+        t.
+        """
         is_exact = dtype in _WIDE or (self.name == "masked_fill" and dtype.is_floating_point)
         if not is_exact and self.name not in ("where", "fill"):
             raise self._unsupported()
@@ -193,7 +195,7 @@ class _Call:
         self._replace("clone", (whole,), {"memory_format": torch.contiguous_format})
 
     def _is_of_dtype(self, number: fx.Node) -> bool:
-        """False for a tensor made of numpy's number, whose dtype it would have: Dynamo gives it that of Python's number."""
+        """False for a tensor made of a numpy number: Dynamo gives it the dtype of a Python number."""
         value = self._operands[number][1]
         if not isinstance(value, np.generic) or self.name not in _MADE or self.node.kwargs.get("dtype") is not None:
             return True

@@ -1,7 +1,7 @@
 """Traces with numbers of Python and numpy as inputs, and records how Python computes other numbers from them.
 
-Dynamo's symbols are exact, so ``t * 0.1 * 3.0`` would be rounded differently. Here each result is a new symbol with a value
-from Python.
+Dynamo's symbols are exact, so ``t * 0.1 * 3.0`` would be rounded differently. Here each result is a new symbol with the
+value that Python computes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _MATH = (
 
 
 class NumberTrace:
-    """The numbers of one trace, which runs in this thread.
+    """The numbers of one trace in this thread.
 
     Attributes:
         names: the expressions of Python numbers that become inputs.
-        constants: the expressions of numpy's numbers that do not; None for all.
+        constants: the expressions of numpy's numbers that stay constants; None for all.
         index_of: the index in ``inputs`` of each node that is a number.
         flags: the nodes of bools computed from numbers.
     """
@@ -87,7 +87,7 @@ class NumberTrace:
         return known[name]
 
     def follow(self, node: fx.Node, result: Any) -> Any:
-        """A node's example value: a new symbol for a number computed from numbers, else ``result``."""
+        """The example value of a node: a new symbol if it is a number computed from numbers, else ``result``."""
         numbers = [source for source in node.all_input_nodes if source in self.index_of or source in self.flags]
         if not numbers or node in self.index_of:
             return result
@@ -118,7 +118,7 @@ class NumberTrace:
         return self.inputs.numbers[self.index_of[node]].kind if node in self.index_of else None
 
     def _compares_alike(self, node: fx.Node) -> bool:
-        """False where numpy converts Python's numbers to a narrow kind first."""
+        """False if numpy first converts Python's numbers to a narrower type."""
         narrow = [kind for kind in map(self.kind_of, node.all_input_nodes) if kind in NARROW]
         if not narrow:
             return True
@@ -150,19 +150,19 @@ class NumberTrace:
         return symbol, make(symbol, hint=value, source=source)
 
     def names_at(self, nodes: Collection[fx.Node]) -> list[str]:
-        """The expressions that numbers come from; all expressions of the trace if a node is not a number."""
+        """Expressions that numbers are computed from; all expressions of the trace if a node is not a number."""
         if not all(node in self.index_of for node in nodes):
             return self.inputs.sources
         numbers = (self.inputs.numbers[self.index_of[node]] for node in nodes)
         return list(dict.fromkeys(source for number in numbers for source in number.sources))
 
     def inputs_at(self, nodes: Collection[fx.Node]) -> HostNumbers:
-        """The numbers on the host. The graph takes the numbers at ``nodes`` as inputs.
+        """The numbers to compute on the CPU. Those at ``nodes`` are inputs of the graph.
 
-        Guards on numbers leave the trace's environment, whose other guards are on sizes of arguments.
+        Guards on numbers are removed from the trace's environment; guards on sizes stay.
 
         Raises:
-            NumbersGivenUp: a guard on numbers cannot be checked on the host.
+            NumbersGivenUp: a guard on numbers cannot be checked on the CPU.
         """
         on_numbers: list[Any] = []
         others: list[Any] = []
@@ -179,8 +179,8 @@ class NumberTrace:
 def traced_numbers(names: Collection[str], constants: Collection[str] | None = None) -> Iterator[NumberTrace]:
     """Makes ordinary numbers inputs of Dynamo's traces in this thread.
 
-    These are Python numbers that the expressions ``names`` read, and numpy's without the ``constants``. Dynamo takes numpy's
-    for arrays, with other dtypes of results.
+    These are Python's numbers in ``names``, and numpy's numbers except ``constants``. Dynamo treats numpy's numbers as
+    arrays, and so gets other dtypes of results.
     """
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.tensor import SymNodeVariable
@@ -237,7 +237,6 @@ def _wrapped(trace: NumberTrace, builder: Any, value: Number) -> Any:
 
 @contextlib.contextmanager
 def _numpys_numbers(trace: NumberTrace) -> Iterator[None]:
-    """Lets Dynamo treat inputs as numpy's numbers: their type, ``item``, and functions such as ``np.cos``."""
     from torch._dynamo.variables.misc import NumpyVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
 

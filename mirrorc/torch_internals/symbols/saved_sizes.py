@@ -1,4 +1,4 @@
-"""Writes symbolic sizes of saved programs as texts, and reads them."""
+"""Writes symbolic sizes of saved programs as text, and reads them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _number_in(name: str) -> int | None:
 
 
 class SavedSizes:
-    """A new shape environment with the given symbols. Reads and writes its sizes as texts."""
+    """A new shape environment with given symbols. Reads and writes its sizes as text."""
 
     def __init__(self, symbols: tuple[SizeSymbol, ...]) -> None:
         from torch._dynamo.source import ConstantSource
@@ -121,7 +121,6 @@ _FUNCTIONS = (
     *("IntTrueDiv", "FloatTrueDiv", "ToFloat", "CeilToInt", "FloorToInt", "TruncToInt", "TruncToFloat", "RoundToInt"),
     *("PowByNatural", "FloatPow", "LShift", "RShift", "OpaqueUnaryFn_sqrt"),
 )
-"""Torch's and sympy's functions of sizes, by name."""
 
 
 def _function(name: str) -> Any:

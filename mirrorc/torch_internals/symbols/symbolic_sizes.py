@@ -26,7 +26,7 @@ class SizesGivenUp(Exception):
 
 
 def mark_symbolic(tensor: torch.Tensor, dims: Sequence[int]) -> None:
-    """Marks dimensions to become symbols, unless the trace needs their numbers."""
+    """Marks dimensions that become symbols, unless the trace needs their values."""
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
@@ -43,7 +43,7 @@ def dims_marked_by_user(tensor: torch.Tensor) -> frozenset[int]:
 
 @contextlib.contextmanager
 def raw_sizes_allowed() -> Iterator[None]:
-    """Silences torch's warning of symbolic sizes in nodes' arguments. They become inputs before any run."""
+    """Silences torch's warning about symbolic sizes as arguments of nodes; they become inputs later."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw SymInt value")
         yield
@@ -126,7 +126,6 @@ def num_elements_now(tensor: torch.Tensor) -> int:
 
 
 def num_bytes_now(value: Any) -> int:
-    """The bytes of a tensor's elements; 0 for other values."""
     return num_elements_now(value) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
@@ -152,7 +151,7 @@ def raw_symbols(value: Any) -> list[Any]:
 
 
 class SizesOfArguments:
-    """The symbols of a graph, with their places in its arguments, numbers computed from them, and guards.
+    """The symbols of a graph, their positions in its arguments, numbers computed from them, and guards.
 
     Raises:
         SizesGivenUp: torch has a guard on a value other than a size of an argument.
@@ -181,7 +180,7 @@ class SizesOfArguments:
         return [symbol for symbol in self._places if symbol not in replaced]
 
     def add(self, value: Any) -> Any:
-        """Registers a number that the graph takes; returns its key, or the number itself if it is constant.
+        """Registers a numeric argument of the graph. Returns its key, or the number itself if it is constant.
 
         Raises:
             SizesGivenUp: the number depends on values other than sizes of arguments.
@@ -196,7 +195,7 @@ class SizesOfArguments:
         return key
 
     def check_symbols(self, value: Any) -> None:
-        """Raises `SizesGivenUp` for data-dependent sizes, as of nonzero(), and for truth values."""
+        """Raises `SizesGivenUp` for booleans and data-dependent sizes, as of nonzero()."""
         others = symbols_in(value) - self._places.keys()
         if others:
             raise SizesGivenUp(f"the size {sorted(map(str, others))[0]} follows from the values of tensors")
@@ -211,7 +210,7 @@ class SizesOfArguments:
         return self._numbers[key] if key in self._numbers else size_of_key(key, self._fake_mode)
 
     def numbers_for(self, tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> tuple[int | float, ...] | None:
-        """The number for each key (0 for None), given the arguments. Returns None if the arguments do not fit the graph.
+        """The number for each key (0 for None). None if the arguments do not fit the graph.
 
         The graph must be final: torch adds guards while it compiles.
         """
@@ -284,7 +283,7 @@ def assume_num_elements(tensors: Sequence[torch.Tensor], *, least: float = 0, mo
 def symbols_by_number() -> Iterator[None]:
     """Names a trace's symbols ``s0``, ``s1``, ... in the order of the arguments; equal sizes get different symbols.
 
-    By default, Dynamo names symbols by a hash, and equal sizes share a symbol.
+    By default, Dynamo names symbols by a hash, and gives equal sizes one symbol.
     """
     from torch.fx.experimental import _config
 
@@ -294,7 +293,7 @@ def symbols_by_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def numbered_by(number: Callable[[], int] | None) -> Iterator[None]:
-    """Numbers new symbols by calling ``number``; from 0 if ``number`` is None."""
+    """Numbers new symbols by ``number()``; from 0 if ``number`` is None."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def next_id(self: Any, source_name: str) -> int:

@@ -14,15 +14,15 @@ _GETATTR = ("var_getattr", "tp_getattro_impl")  # the second from torch 2.14 on
 
 
 class UntraceableFunction(Exception):
-    """Raised in a trace; the text says which feature of `torch.autograd.Function` cannot be traced."""
+    """Raised in a trace. The text names the feature of `torch.autograd.Function` that cannot be traced."""
 
 
 @contextlib.contextmanager
 def checked_autograd_functions() -> Iterator[None]:
-    """Makes traces of this thread raise `UntraceableFunction` where Dynamo's gradients are not those of plain PyTorch.
+    """Makes traces of this thread raise `UntraceableFunction` where Dynamo's gradients would be wrong.
 
-    Dynamo ignores ``ctx.set_materialize_grads(False)``, which matters for functions with several outputs. Within a transform
-    of torch.func it takes gradients of what forward computes, not those of backward.
+    Dynamo ignores ``ctx.set_materialize_grads(False)``, which matters for functions with several outputs. Within a
+    transform of torch.func it differentiates forward, and ignores the function's backward.
     """
     from torch._dynamo.variables.misc import AutogradFunctionContextVariable, AutogradFunctionVariable
 

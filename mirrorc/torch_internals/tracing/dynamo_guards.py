@@ -1,4 +1,4 @@
-"""Checks Dynamo's guards, except on state that other code watches, and guards that Dynamo lacks."""
+"""Checks Dynamo's guards, without those on state checked elsewhere, and guards that Dynamo lacks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of t
 
 
 class DynamoGuards:
-    """Checks that a call of a module would still be traced to the same graph.
+    """Checks that a call of a module would be traced to the same graph again.
 
-    Other code watches arguments, parameters and buffers of submodules, hooks of submodules, and torch's modes. This
-    class adds guards that Dynamo lacks: on identities of outside tensors, hooks of outside modules, methods of the classes
-    in use, the sign of zeros, and `os.environ`.
+    Other code checks arguments, parameters, buffers and hooks of submodules, and torch's modes. This class adds guards
+    that Dynamo lacks: on identities of outside tensors, hooks of outside modules, methods of the classes in use, the
+    sign of zeros, and `os.environ`.
 
     Attributes:
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
@@ -107,7 +107,7 @@ class DynamoGuards:
 
     @property
     def read_numbers(self) -> list[str]:
-        """The expressions of the inputs that are read, not drawn."""
+        """Expressions of inputs that are read from objects, not drawn at random."""
         return [name for name in self.inputs.sources if not is_drawn(name)] if self.inputs is not None else []
 
     def number_inputs(self) -> tuple[NumberInput, ...]:
@@ -168,7 +168,6 @@ def _has_zero(value: Any) -> bool:
 
 
 def traced_globals(module: nn.Module) -> dict[str, Any]:
-    """The globals of a module's traced function, to which Dynamo adds names."""
     from torch._dynamo.convert_frame import get_traced_fn
 
     names: dict[str, Any] = get_traced_fn(module)[0].__globals__
@@ -192,9 +191,9 @@ def captured_output() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def guarded_results() -> Iterator[None]:
-    """Makes Dynamo guard Python values that forward returns without reading them, such as a string argument.
+    """Makes Dynamo guard Python values that forward only returns, such as a string argument.
 
-    mirrorc saves such values, while Dynamo's code reads them in each call.
+    Dynamo's code reads such values in each call, but mirrorc saves them.
     """
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -236,7 +235,7 @@ def guarded_descriptors() -> Iterator[None]:
 def build_guards(
     output: Any, module: nn.Module, inputs: HostNumbers | None = None, drawn: DrawnNumbers | None = None
 ) -> DynamoGuards:
-    """Raises `GuardsChange` if a guard fails at once: the guarded value changes with each read."""
+    """Raises `GuardsChange` if a guard fails at once, because the value changes with each read."""
     from torch._dynamo import config
     from torch._dynamo.convert_frame import get_traced_fn
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
@@ -300,4 +299,4 @@ def _is_needed(name: str, kind: str) -> bool:
 
 
 class GuardsChange(Exception):
-    """Raised if a guarded value changes before the trace ends; the text names the value."""
+    """Raised if a guarded value changes before the trace ends. The text names the value."""

@@ -1,4 +1,4 @@
-"""Makes a traced graph read parameters and buffers from its module, however forward has reached them."""
+"""Makes a traced graph read all parameters and buffers from its module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class ReadVariable(NamedTuple):
 
     Attributes:
         root: the module that leads to the variable; None for a lone parameter.
-        counter: ``num_batches_tracked`` of a batch norm's statistic, whose version forwards do not change; else None.
+        counter: for a batch norm's statistic, ``num_batches_tracked``, because forwards do not change the statistic's
+            version; else None.
     """
 
     tensor: torch.Tensor
@@ -38,9 +39,10 @@ class ReadVariable(NamedTuple):
 
 
 def read_variables_from_module(traced: fx.GraphModule) -> None:
-    """Lets joint export replace all variables. Forward may have reached variables from outside, as through a closure.
+    """Makes all variables attributes of the traced module, so that joint export can replace them. Forward may have
+    reached a variable otherwise, as through a closure.
 
-    Export replaces those of copies, so that other threads may run the user's modules meanwhile.
+    Export replaces variables of copies, so that other threads can run the user's modules meanwhile.
     """
     copies: dict[nn.Module, nn.Module] = {}
     traced._modules = {name: _copied(module, copies) for name, module in traced._modules.items()}
@@ -50,7 +52,6 @@ def read_variables_from_module(traced: fx.GraphModule) -> None:
 
 
 def _copied(module: nn.Module | None, copies: dict[nn.Module, nn.Module]) -> nn.Module | None:
-    """A module with the attributes of another one, and tables of parameters, buffers and submodules of its own."""
     if module is None or module in copies:
         return copies.get(module) if module is not None else None
     copy: nn.Module = object.__new__(type(module))
@@ -62,7 +63,7 @@ def _copied(module: nn.Module | None, copies: dict[nn.Module, nn.Module]) -> nn.
 
 
 def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
-    """Tensors that a graph reads, without ``leaves`` and its module's parameters and buffers."""
+    """Tensors that a graph reads, other than ``leaves`` and its module's parameters and buffers."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     known = {*map(id, leaves), *read.named}
@@ -79,7 +80,7 @@ def module_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> 
 
 
 def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The user's expressions for tensors; "" for a tensor that no expression reads."""
+    """Expressions in the user's code that read the tensors; "" for a tensor without one."""
     scope = scope_of_guards(module)
     by_id: dict[int, str] = {}
     for name in sorted(names, key=len):
@@ -94,7 +95,6 @@ def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[t
 def outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], names: Collection[str]
 ) -> list[ReadVariable]:
-    """Parameters and module buffers among `outside_tensors`, in the graph's order."""
     wanted = {id(tensor): tensor for _, tensor in outside_tensors(traced, leaves)}
     if not wanted:
         return []
@@ -122,7 +122,7 @@ def outside_variables(
 
 
 def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Registers detached views of tensors as buffers, which joint export can write; returns their names."""
+    """Registers detached views of tensors as buffers, which joint export can write. Returns their names."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     holder = nn.Module()
@@ -152,7 +152,7 @@ class _ModulesTensors:
 
 
 def _admit(values: Sequence[Any]) -> None:
-    """Lets the current fake mode take real tensors as inputs, as torch 2.11 does not here."""
+    """Lets the current fake mode accept real tensors as inputs; torch 2.11 does not."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode()

@@ -1,4 +1,4 @@
-"""The results of an exported graph, as the user's Python objects."""
+"""Rebuilds the results of an exported graph as the user's Python objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 
 class StandIns:
-    """Tensors that stand for a graph's output values. After `give`, only weak references remain."""
+    """Tensors in place of a graph's output values. After `give`, only weak references remain."""
 
     def __init__(self, values: Sequence[object]) -> None:
         self._tensors = [torch.empty(0, device="meta") for _ in values]
@@ -38,7 +38,7 @@ class StandIns:
 def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> tuple[Any, StandIns]:
     """The result of the traced forward, with a stand-in tensor for each value of the graph.
 
-    torch.compile's code builds the objects, without side effects of forward.
+    torch.compile's code builds the objects, without forward's side effects.
 
     Raises:
         RuntimeError, NotImplementedError, TypeError: the result has Python numbers or arrays computed from tensors.

@@ -1,4 +1,4 @@
-"""Suppresses Dynamo's metrics where nobody reads them."""
+"""Suppresses Dynamo's metrics unless a trace collects them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirrorc.torch_internals.hooks.settings import is_structured_trace_on
 def metrics_if_heard() -> Iterator[None]:
     """Makes Dynamo report metrics only into a structured trace.
 
-    Reports take as long as building guards, and torch 2.11 logs an error about settings that are functions.
+    Reports take as long as building guards, and torch 2.11 logs an error about function-valued settings.
     """
     from torch._dynamo.utils import get_metrics_context
 
@@ -29,7 +29,7 @@ def metrics_if_heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def guards_not_timed() -> Iterator[None]:
-    """Keeps Dynamo from timing new guards, which empties the processor's caches (20 ms and more)."""
+    """Keeps Dynamo from timing new guards, because this flushes the processor's caches (20 ms and more)."""
     from torch._dynamo import guards
 
     with patch.object(guards, "profile_guard_manager", lambda *_: 0.0):

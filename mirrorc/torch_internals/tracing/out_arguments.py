@@ -13,7 +13,7 @@ from unittest.mock import patch
 def returned_out_arguments() -> Iterator[None]:
     """Makes torch functions return the tensor of ``out=`` itself in traces of this thread.
 
-    Dynamo would return a new variable. ``self.u = torch.mul(a, b, out=self.u)`` would then seem to assign an attribute.
+    Dynamo returns a new variable, so ``self.u = torch.mul(a, b, out=self.u)`` seems to assign an attribute.
     """
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable

@@ -1,4 +1,4 @@
-"""Side effects of a traced forward that a graph lacks."""
+"""Side effects of a traced forward, which are not in its graph."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _WARNED: dict[Any, Any] = {}  # Python's filters show a warning of a line once
 
 @dataclass(frozen=True)
 class PythonWrite:
-    """Forward's changes to an object older than the trace.
+    """Forward's changes to an object that existed before the trace.
 
     Attributes:
         source: the expression that reads the object, from ``L['self']`` or globals ``G``.
-        parts: suffixes of ``source`` for what has changed: ``.name``, ``['key']``, or ``[`` for a list or set.
+        parts: suffixes of ``source`` for the changed parts: ``.name``, ``['key']``, or ``[`` for a list or set.
         values: the known values of assigned attributes, by name; new tensors are stand-ins.
         items: a container's new items, as `items_of` returns them; `MISSING` if unchanged or unknown.
-        is_constant: whether all changes assign constants to attributes.
-        words: the changed part in the user's words, or the whole object if several parts have changed.
+        is_constant: all changes assign constants to attributes.
+        words: the changed part in the user's words; the whole object if several parts have changed.
     """
 
     source: str
@@ -65,7 +65,7 @@ class PythonWrite:
 
     @property
     def is_read_by_changing(self) -> bool:
-        """Tests for a generator or an iterator, which a read changes."""
+        """True for a generator or an iterator: a read changes it."""
         return (
             self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
         )
@@ -113,8 +113,8 @@ class PythonCall:
     """A call of ``print``, a warning or a log.
 
     Attributes:
-        has_run: whether the call ran in the trace; False if an argument is unknown.
-        repeats: whether plain PyTorch would repeat the call in each step.
+        has_run: the call ran in the trace; False if an argument is unknown.
+        repeats: plain PyTorch would repeat the call in each step.
     """
 
     name: str
@@ -128,9 +128,9 @@ class PythonEffects:
     """Side effects of one trace. Stacks begin with their outermost frame.
 
     Attributes:
-        draws: the stacks of draws that steps would not repeat.
-        cached_draws: the stacks of calls of functions that cache random numbers.
-        changed_arguments: containers of arguments, built by the trace itself, that forward has changed.
+        draws: stacks of random draws that steps would not repeat.
+        cached_draws: stacks of calls of functions that cache random numbers.
+        changed_arguments: changed containers of arguments, which the trace itself has built.
     """
 
     writes: list[PythonWrite] = field(default_factory=list)
@@ -151,7 +151,7 @@ def observed_effects(
     """Observes the trace of a module's call in this thread.
 
     Args:
-        makes_arguments: builds the containers of the call's arguments, which are watched; or None.
+        makes_arguments: the function that builds the containers of the arguments, if changes of these count.
     """
     effects, scope = PythonEffects(), {"L": {"self": module}, "G": names}
     with contextlib.ExitStack() as stack:
@@ -241,7 +241,6 @@ def _level(name: str) -> int:
 
 
 def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeats: bool) -> PythonCall:
-    """Calls a function in the trace, with fake tensors, if the arguments are known."""
     from torch._guards import TracingContext
 
     stack, has_run = list(TracingContext.extract_stack()), False
@@ -264,7 +263,6 @@ def _value_of(variable: Any) -> Any:
 
 
 def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
-    """Changes of objects older than the trace, to other values than before."""
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     writes = []

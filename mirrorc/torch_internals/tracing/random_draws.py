@@ -15,7 +15,7 @@ import torch
 
 @contextlib.contextmanager
 def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Collects the frames of random draws in traces of this thread; restores ``random``."""
+    """Collects the frames of random draws in traces of this thread. Restores ``random``."""
     from torch._dynamo.variables import misc, user_defined
     from torch._guards import TracingContext
 
@@ -40,7 +40,7 @@ def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
 def observed_cached_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
     """Collects the frames, outermost first, of calls of cached random functions in traces of this thread.
 
-    Dynamo ignores ``functools.cache`` and ``lru_cache``.
+    Such functions have ``functools.cache`` or ``lru_cache``, which Dynamo ignores.
     """
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
     from torch._guards import TracingContext

@@ -13,10 +13,10 @@ import torch
 
 @contextlib.contextmanager
 def made_leaves() -> Iterator[None]:
-    """Lets traces of this thread set ``requires_grad`` to True on computed values.
+    """Makes traces of this thread accept ``requires_grad = True`` on computed values.
 
-    The graph does not change: backward leads from the loss to parameters only. Dynamo still refuses values older than the
-    trace, their possible aliases, and values with a ``grad_fn``.
+    The graph is the same, because backward leads only to parameters. Dynamo still refuses values from before the trace,
+    their possible aliases, and values with a ``grad_fn``.
     """
     from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
 

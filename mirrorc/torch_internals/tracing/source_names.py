@@ -1,4 +1,4 @@
-"""The user's words for Dynamo's expressions."""
+"""Translates Dynamo's expressions to the user's words."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ class _Reader(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _name(self, node: ast.AST) -> str | None:
-        """Empty for expressions that users do not name; None for unknown expressions."""
         match node:
             case ast.Subscript(ast.Name("L"), ast.Constant("self")):
                 return ""
@@ -176,7 +175,7 @@ class _Reader(ast.NodeTransformer):
         return False
 
     def _note_place(self, function: ast.expr) -> None:
-        """Keeps the first place, because the innermost function comes first."""
+        """Keeps the first scope, because the innermost function comes first."""
         self.place = self.place or self._place_of(function)
 
     def _place_of(self, function: ast.expr) -> str:

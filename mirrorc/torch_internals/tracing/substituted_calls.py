@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 @contextlib.contextmanager
 def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Makes traces of this thread enter Python functions in place of torch's."""
+    """Makes traces of this thread enter substitutes for torch's functions."""
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -46,9 +46,9 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
 
 @contextlib.contextmanager
 def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[None]:
-    """Makes traces of this thread call these Python functions with constants, instead of entering them.
+    """Makes traces of this thread call these Python functions with constants, without tracing them.
 
-    A function must return a constant, or a function that the trace enters when it is called.
+    A function must return a constant, or a function that is traced when it is called.
     """
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import UserFunctionVariable
@@ -86,8 +86,8 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
 def asked_for_class(kind: type) -> Iterator[None]:
     """Makes traces of this thread treat objects of ``kind`` as Python does.
 
-    isinstance() uses ``__class__``; Dynamo does so only for a single class, not for a tuple. Attributes are looked up in
-    ``kind``; Dynamo searches ``__class__``.
+    isinstance() uses ``__class__``, but Dynamo ignores it if given a tuple of classes. Attributes are looked up in
+    ``kind``, but Dynamo looks them up in ``__class__``.
     """
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 

@@ -1,4 +1,4 @@
-"""Detects changes to containers that a trace has built itself."""
+"""Detects changes to containers that a trace has built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mirrorc.torch_internals.tracing.tracked_values import content_of
 
 
 class MadeContainer(NamedTuple):
-    """The state of a container just built by the tracer.
+    """The initial state of a container built by the tracer.
 
     Attributes:
         items: a list's items, or a dict's keys and values, in order; None for other kinds.
@@ -54,7 +54,7 @@ def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[Chan
 
 
 def _without_defaults(variable: Any, before: Sequence[Any] | None, items: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Leaves out the items that reads add to a defaultdict: the next read adds them again."""
+    """Without the items that reads add to a defaultdict, because the next read adds them again."""
     factory = _realized(getattr(variable, "default_factory", None))
     if before is None or items is None:
         return items

@@ -23,7 +23,7 @@ class _Method:
 
 
 class TracedMethods:
-    """Checks that traced methods, the code of traced functions, and classes in closures are unchanged."""
+    """Checks that traced methods, code of traced functions, and classes in closures are unchanged."""
 
     def __init__(self, values: Iterable[Any], codes: Sequence[CodeType]) -> None:
         self._traced = set(codes)
@@ -79,7 +79,7 @@ class TracedMethods:
         return not self._others or all(method.is_same() for method in self._others)
 
     def broken(self) -> str:
-        """The first change, in words; may be empty."""
+        """Describes the first change; may be empty."""
         for method in (*(_Method(*entry) for entry in self._plain), *self._others):
             if not method.is_same():
                 return f"{method.owner.__name__}.{method.name} was replaced"
@@ -91,7 +91,7 @@ class TracedMethods:
 
 
 def _owners(kind: type, name: str, traced_in: Sequence[type]) -> Sequence[type]:
-    """The classes in which to watch a method: the class itself, or its MRO if ``super()`` may have found it."""
+    """The classes in which to watch a method: the class itself, or its MRO if ``super()`` may have been used."""
     first = next(base for base in kind.__mro__ if name in vars(base))
     if [first] == traced_in:
         return [kind]

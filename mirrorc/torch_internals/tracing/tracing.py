@@ -1,4 +1,4 @@
-"""Captures graphs with Dynamo and AOTAutograd; finds the user's line of a failure."""
+"""Captures graphs with Dynamo and AOTAutograd, and locates failures in the user's code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from mirrorc.torch_internals.tracing.source_names import source_words
 
 @contextlib.contextmanager
 def restored_tracing_state() -> Iterator[None]:
-    """Restores torch's tracing state. Ctrl-C may interrupt torch's own cleanup, and later traces would fail."""
+    """Restores torch's tracing state. Otherwise, later traces could fail after Ctrl-C in torch's own cleanup."""
     is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     with torch._guards.tracing(None):
         try:
@@ -73,10 +73,10 @@ def trace_full_graph(
 
     Args:
         leaves: the tensor arguments; dimensions marked by `mark_symbolic` get symbols.
-        makes_arguments: forward's function that builds the containers of its arguments, or None.
-        constants: the numbers of numpy that cannot be inputs; None for all.
-        guards_results: whether to guard Python values that forward returns without reading them.
-        takes_draws: whether Python's random draws become inputs, read from the module's list ``drawn``.
+        makes_arguments: builds the containers of forward's arguments; or None.
+        constants: numpy's numbers that cannot be inputs; None for all.
+        guards_results: guard Python values that forward only returns.
+        takes_draws: Python's random draws become inputs, read from the module's list ``drawn``.
 
     Raises:
         GuardsChange: forward reads a value that changes with each read.
@@ -121,7 +121,7 @@ def trace_full_graph(
 
 @contextlib.contextmanager
 def _without_new_graphs(names: dict[str, Any]) -> Iterator[None]:
-    """Removes Dynamo's new graphs from a function's globals, where they would keep the model alive."""
+    """Removes Dynamo's new graphs from a function's globals, which would keep the model alive."""
     before = set(names)
     try:
         yield
@@ -141,7 +141,7 @@ def _prepare_for_export(traced: fx.GraphModule) -> None:
 
 
 def _add_builtins(traced: fx.GraphModule) -> None:
-    """Adds the builtins that torch 2.11 leaves out of the globals of Dynamo's code."""
+    """Adds builtins that torch 2.11 omits from the globals of Dynamo's code."""
     replays: tuple[Any, ...] = (traced._dynamo_bytecode_flatten, traced._dynamo_bytecode_unflatten)
     for replay in replays:
         replay.f_globals = {**vars(builtins), **replay.f_globals}
@@ -172,7 +172,6 @@ def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
 
 
 def leaf_of_placeholder(node: fx.Node) -> int | None:
-    """The index of a placeholder in ``*leaves``; None if it is a variable."""
     match = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
     return int(match[1]) if match else None
 
@@ -266,7 +265,7 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient:
 
 
 def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
-    """The trace's fake tensors, by leaf: with real tensors, joint export would drop the symbols."""
+    """The trace's fake tensors, by leaf. Joint export on real tensors would lose the symbols."""
     results: Any = traced.graph.output_node().args[0]
     if any(isinstance(node, fx.Node) and is_symbolic(node.meta.get("example_value")) for node in results):
         raise SizesGivenUp("forward returns a number that is computed of sizes")
@@ -286,7 +285,6 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def failing_node(error: BaseException) -> fx.Node | None:
-    """The node that failed on fake tensors, or None."""
     failing, traced = None, error.__traceback__
     while traced is not None:
         nodes = [value for value in traced.tb_frame.f_locals.values() if isinstance(value, fx.Node)]

@@ -1,4 +1,4 @@
-"""Compares a tracer's variables with the Python objects from before the trace."""
+"""Compares a tracer's variables with Python objects from before the trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 MISSING = object()
-"""Marks an absent or unknown value."""
 
 
 def content_of(variable: Any) -> Any:
@@ -69,7 +68,6 @@ def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
 
 
 def _written_in_place(variable: Any) -> str:
-    """The source name of the tensor that in-place operators, such as ``x += 1``, have written and returned."""
     from torch._dynamo.variables import TensorVariable
 
     if not isinstance(variable, TensorVariable):
@@ -144,7 +142,7 @@ def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def replace_items(real: Any, items: Iterable[Any]) -> None:
-    """Bypasses methods of a subclass; ``items`` is a dict if the container is one."""
+    """Bypasses methods of a subclass. ``items`` is a dict if the container is one."""
     base: Any = next(base for base in (list, deque, OrderedDict, dict, set) if isinstance(real, base))
     base.clear(real)
     if isinstance(items, dict):

@@ -1,1 +1,1 @@
-"""Value numbering, for the comparison of programs."""
+"""Value numbering, to compare programs."""

@@ -25,12 +25,12 @@ from mirrorc.verifier.expressions.rows_and_columns import Number, NumberedColumn
 
 
 class Expressions:
-    """Numbers a program's expressions. Programs that share ``numbers`` and ``roots`` number equal expressions alike.
+    """Value numbers of a program. Programs that share ``numbers`` and ``roots`` give equal expressions equal numbers.
 
     Args:
         numbers: operation and numbers of its arguments -> number of its result.
-        roots: number and layout of a view -> those of its original; number of a reshaped value -> the original's number
-            and shape.
+        roots: number and layout of a view -> number and layout of its base; number of a reshaped value -> number and
+            shape of its base.
         makers: filled with the first node of each number.
     """
 
@@ -62,7 +62,7 @@ class Expressions:
         return self.number("microbatch_seed", ("value", seed), index)
 
     def applied(self, target: Any, *args: Any) -> int:
-        """Arguments are value numbers (`int`), lists of value numbers, or floats."""
+        """Arguments are value numbers (`int`), lists of them, or floats."""
         wrapped = [Number(a) if type(a) is int else [Number(i) for i in a] if isinstance(a, list) else a for a in args]
         return self._number_application(target, tuple(wrapped), {}, {})
 
@@ -131,7 +131,7 @@ class Expressions:
         return inside[body.output_node().args[0]]  # type: ignore[index]
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """The original's number if a chain of views restores its shape and strides; else another number."""
+        """The base's number if a chain of views restores its shape and strides; else another number."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         viewed = (numbered[source], _layout(source))
@@ -213,7 +213,6 @@ class Expressions:
 
 @functools.cache
 def _is_plain(target: Any) -> bool:
-    """False for an operator with a numbering rule of its own."""
     may_be_other = any(target in some for some in (LAYOUT_ONLY, DECOMPOSITIONS, REARRANGEMENTS, ROW_READERS))
     return not may_be_other and not writes_argument(target)
 
@@ -228,7 +227,7 @@ def _shape(value: Any) -> Any:
 
 
 def _layout(node: fx.Node) -> Any:
-    """Strides without effect (size 0 or 1) are zero. None if the value is not a tensor."""
+    """None for values other than tensors. Strides without effect (of dimensions of size 0 or 1) are zero."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

@@ -22,9 +22,8 @@ aten = torch.ops.aten
 def accumulated_results(program: Program, expressions: Expressions) -> Iterator[tuple[int, str, str, int]]:
     """Yields replica, kind, name and value number of each result of each replica's shard.
 
-    Losses of microbatches are added, weighted by examples unless the loss is a sum. Each microbatch reads buffers as the
-    previous microbatch wrote them, except that `Aggregation.SAME` buffers keep their original value until the end. A
-    buffer gets the last microbatch's value.
+    Losses of microbatches are added; mean losses are weighted by examples. Each microbatch reads the buffers that the
+    previous one wrote; only `Aggregation.SAME` buffers keep their original value until the end.
     """
     for replica, shards in enumerate(program.shard_of_microbatch):
         sizes = program.microbatches[replica]

@@ -1,4 +1,6 @@
-"""Numbers rewritten row reads (`graph.one_hot_rows`) and padded products (`graph.padded_products`) like the originals."""
+"""Gives rewritten row reads (`graph.one_hot_rows`) and padded products (`graph.padded_products`) the numbers of the
+originals.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class NumberedRows:
             self._op_of[number] = _op_of(node, numbered) if is_of_rows else node
 
     def by_elements(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """None if the value depends on more than one element of a row."""
+        """The row element's number; None if the value depends on more than one element of a row."""
         element = by_elements(self, _op_of(node, numbered))
         return element.number if element is not None else None
 
@@ -63,7 +65,7 @@ def _op_of(node: fx.Node, numbered: Mapping[fx.Node, Any]) -> ValueOp[Number]:
 
 
 class NumberedColumns:
-    """Notes the columns before the padding of each padded value: their count, and their value number."""
+    """The value numbers of padded values before padding, and their numbers of columns."""
 
     def __init__(self, number: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number = number
@@ -76,7 +78,7 @@ class NumberedColumns:
             self._first[numbered[node]] = (columns, numbered[node.args[0]])  # type: ignore[index]
 
     def first_columns(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The unpadded value's number if the node slices exactly its columns from a padded value; else None."""
+        """The unpadded value's number, if the node slices off exactly the padding; else None."""
         wanted = first_columns(node)
         if wanted is None:
             return None

@@ -1,4 +1,4 @@
-"""Rules on gradients that a call leaves, to a later one or to the user."""
+"""Rules on gradients that a call keeps for a later call, or leaves to the user."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.UPDATED)
 def gradients_are_accumulated_once(program: Program) -> Iterator[Violation]:
-    """In a program that accumulates, each replica adds each packed bucket to its sums once, and nothing is communicated. No
-    other program adds to the sums.
+    """In a program that accumulates gradients, each replica adds each packed bucket to its accumulated gradients once,
+    and communicates nothing. No other program adds to the accumulated gradients.
     """
     yield from _wrong_uses(program, ops.accumulate, Accumulation.ADDS)
     for where, graph, _ in scopes(program) if program.accumulates else ():
@@ -30,8 +30,8 @@ def gradients_are_accumulated_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def accumulated_gradients_are_added_once(program: Program) -> Iterator[Violation]:
-    """In a program that ends an accumulation, each replica adds its sums to each packed bucket once, and nothing else takes
-    that bucket. No other program takes the sums.
+    """In a program that ends an accumulation, each replica adds its accumulated gradients to each packed bucket once,
+    and nothing else uses that bucket. No other program reads the accumulated gradients.
     """
     yield from _wrong_uses(program, ops.add_accumulated, Accumulation.ENDS)
     for where, graph, _ in scopes(program) if program.accumulation is Accumulation.ENDS else ():
@@ -45,8 +45,8 @@ def accumulated_gradients_are_added_once(program: Program) -> Iterator[Violation
 
 @rule(since=Stage.UPDATED)
 def gradients_are_left_once(program: Program) -> Iterator[Violation]:
-    """In a program that leaves gradients to the user, replica 0, whose parameters are the user's, adds each bucket once, from
-    its sum over all replicas. No other replica, and no other program, adds to the user's gradients.
+    """In a program that leaves gradients to the user, replica 0 adds the sum of each bucket over all replicas to
+    ``grad`` once. No other replica, and no other program, writes ``grad``.
     """
     parts = BucketParts(program)
     for i, (where, graph, replicas) in enumerate(scopes(program)):

@@ -1,4 +1,4 @@
-"""Rules on examples, symbolic sizes, outputs, evaluations, and on values that forward keeps for backward."""
+"""Rules on examples, symbolic sizes, outputs, evaluations, and values that forward saves for backward."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.k
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def some_replica_has_examples(program: Program) -> Iterator[Violation]:
-    """At least one replica has examples, unless other workers may. Before replication, exactly the replicas with examples run a
-    graph.
+    """At least one replica of the worker, or another worker, has examples. Before replication, exactly the replicas
+    with examples have a graph.
     """
     if not program.present and not program.workers.are_several:
         yield Violation(f"the numbers of examples are {program.num_examples}: there is nothing to learn from")
@@ -37,8 +37,8 @@ def some_replica_has_examples(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED, order=Order.REFERENCES)
 def replicas_without_examples_run_nothing(program: Program) -> Iterator[Violation]:
-    """A replica without examples has no arguments, regions, slots, factors, checks, meetings, outputs, buffer writes or loss.
-    All replicas take part in collectives, commits and updates.
+    """A replica without examples has no arguments, regions, slots, factors, checks, collectives of the model, outputs,
+    buffer writes or loss. All replicas take part in reductions, commits and updates.
     """
     for where, graph, _ in scopes(program):
         for node in graph.nodes:
@@ -64,8 +64,8 @@ def _is_of_forward_or_backward(node: fx.Node) -> bool:
 
 @rule(since=Stage.CAPTURED)
 def losses_are_for_training(program: Program) -> Iterator[Violation]:
-    """A program with a loss weight trains, and returns a loss unless it takes tangents of outputs. Any other evaluates: it has no
-    buckets, update rules, losses or gradients, and regions of backward only if it takes tangents.
+    """A program with a loss weight trains. It returns a loss, or begins with gradients of outputs. Any other program
+    evaluates: it has no buckets, update rules, losses, gradients or regions of backward.
     """
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
@@ -107,8 +107,8 @@ _Key = tuple[str, str, object, object]
 
 @rule(since=Stage.CAPTURED, order=Order.OWNERS)
 def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
-    """Every replica with examples gathers the same outputs once, in one way and dtype. Parts of a concatenated output have a
-    row for each example and agree in other dimensions. Parts of an averaged or summed output have one shape.
+    """Every replica with examples gathers the same outputs once, in one way and dtype. Parts of a concatenated output
+    have a row for each example, and agree in other dimensions. Parts of an averaged or summed output have one shape.
     """
     each: list[tuple[str, list[fx.Node], int | None]] = []
     sizes = program.num_examples if len(program.num_examples) == program.num_replicas else ()
@@ -119,7 +119,7 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
         gathers = list(calls_to(graph, ops.gather))
         for r in replicas:
             if (i if r is None else r) not in program.present:
-                continue  # `replicas_without_examples_run_nothing` speaks of it
+                continue  # `replicas_without_examples_run_nothing` reports it
             size = sizes[i if r is None else r] if sizes else None
             each.append((name_of_replica(r), [node for node in gathers if replica_of(node) == r], size))
     first: dict[str, _Key] | None = None
@@ -128,7 +128,7 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
         for node in nodes:
             name = str(node.kwargs.get("output"))
             if not node.all_input_nodes:
-                continue  # `operations_have_their_arguments` speaks of it
+                continue  # `operations_have_their_arguments` reports it
             if name in keys:
                 yield Violation(f"{where} gathers {name} twice", node)
             keys[name] = _key(node)
@@ -177,8 +177,8 @@ def _key(node: fx.Node) -> _Key:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def sizes_are_arguments(program: Program) -> Iterator[Violation]:
-    """A captured graph takes each symbol in the sizes of its values as an argument of the program. Operators take values of
-    such arguments, never symbols.
+    """Each symbol in the sizes of a captured graph is an argument of the program. Operators use the values of such
+    arguments, never symbols.
     """
     if program.stage is Stage.CAPTURED:
         size_names = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SIZE}
@@ -188,8 +188,8 @@ def sizes_are_arguments(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED, scope=Scope.GRAPH, order=Order.REFERENCES)
 def regions_take_their_sizes(program: Program, graph: fx.Graph) -> Iterator[Violation]:
-    """A region takes each symbol in the sizes of its values as an argument. Its operators take values of such arguments, never
-    symbols.
+    """Each symbol in the sizes of a region is an argument of the region. Operators use the values of such arguments,
+    never symbols.
     """
     name = next((name for name, region in program.regions.items() if region.graph_module.graph is graph), None)
     if name is not None:
@@ -210,8 +210,8 @@ def _unknown_sizes(graph: fx.Graph, where: str, names: set[str] | None) -> Itera
 
 @rule(since=Stage.CAPTURED, order=Order.OWNERS)
 def values_are_kept_alike(program: Program) -> Iterator[Violation]:
-    """Every replica with examples keeps the same values of forward, numbered from 0 in the order of the graph, with one dtype
-    and rank each. A program with a backward keeps none.
+    """Every replica with examples saves the same values for backward, numbered from 0 in the order of the graph, with
+    equal dtypes and ranks. A program that has a backward itself saves none.
     """
     first: tuple[str, list[fx.Node]] | None = None
     for where, nodes in _kept(program):
@@ -255,7 +255,9 @@ def _kept_type(node: fx.Node) -> str:
 
 @rule(since=Stage.CAPTURED)
 def kept_values_have_memory_of_their_own(program: Program) -> Iterator[Violation]:
-    """What forward keeps shares no memory with variables, arguments or reserved memory, which may be written before backward."""
+    """A value saved for backward shares no memory with variables, arguments or reserved memory, because these may be
+    written before backward.
+    """
     variables = ViewedVariables(program)
     for graph in program.graphs():
         for node in calls_to(graph, ops.keep):
@@ -267,7 +269,7 @@ def kept_values_have_memory_of_their_own(program: Program) -> Iterator[Violation
 
 @rule(since=Stage.CAPTURED)
 def gradients_of_outputs_are_used(program: Program) -> Iterator[Violation]:
-    """In each graph of a backward that begins with gradients of outputs, something reads each of them."""
+    """A backward that begins with gradients of outputs reads each of them."""
     names = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.TANGENT}
     for i, graph in enumerate(program.shard_graphs):
         for node in placeholders_of(graph, program.arguments, ArgumentKind.TANGENT):

@@ -42,8 +42,8 @@ def _changes_something(node: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
-    """If a step is checked, each replica's commit takes `is_finite` of its loss (unless the loss is scaled) and of all inputs
-    of its updates. Nothing else takes these truth values. All replicas have the same ``otherwise``.
+    """In a checked step, each replica's commit takes `is_finite` of all inputs of its updates, and of its unscaled
+    loss. Nothing else uses these booleans. All replicas have the same ``otherwise``.
     """
     commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
     for _, graph, _ in scopes(program):
@@ -68,7 +68,7 @@ def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
 def _missed(graph: fx.Graph, replica: int | None, where: str, is_scaled: bool) -> Iterator[Violation]:
     commit = next((node for node in calls_to(graph, ops.commit) if replica_of(node) == replica), None)
     if commit is None:
-        return  # `a_step_commits_once` speaks of it
+        return  # `a_step_commits_once` reports it
     takers = [node for node in gradient_takers(graph) if replica_of(node) == replica]
     losses: Any = graph.output_node().args[0]
     loss = losses if replica is None else losses["losses"][replica]
@@ -90,7 +90,7 @@ def _missed(graph: fx.Graph, replica: int | None, where: str, is_scaled: bool) -
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def nothing_is_in_flight_at_a_checked_commit(program: Program) -> Iterator[Violation]:
-    """Launches and sends before the commit of a checked step are waited for before it, because the step may end there."""
+    """In a checked step, launches and sends before the commit are waited for before it, because the step may end there."""
     commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit) if is_checked(node)]
     ends = {(commit.graph, replica_of(commit)): commit for commit in commits}
 

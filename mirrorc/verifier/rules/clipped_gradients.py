@@ -33,7 +33,7 @@ _CLIP_VALUE, _UNSCALE = ops.clip_value.__name__, "unscale"
 
 @rule(since=Stage.SCHEDULED)
 def commits_exchange_norms_alike(program: Program) -> Iterator[Violation]:
-    """All commits exchange equally many norms. Norms at one position have one type."""
+    """All commits exchange the same number of norms. Norms at one position have one type."""
     commits = [(where, node) for where, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
     rows = [[number.kwargs["norm_type"] for number in numbers_of(commit)] for _, commit in commits]
     for (where, commit), row in zip(commits, rows, strict=True):
@@ -47,8 +47,8 @@ def commits_exchange_norms_alike(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def gradients_are_unscaled_once(program: Program) -> Iterator[Violation]:
-    """If the loss is scaled, the input of each update is divided by the scale once, as is each norm that is reported or
-    bounded. Otherwise nothing is.
+    """If the loss is scaled, the input of each update is divided by the scale once, and so is each norm that is
+    reported or bounded. Otherwise nothing is divided.
     """
     is_scaled = Property.UNSCALED in program.properties
     for where, graph, _ in scopes(program):
@@ -67,8 +67,9 @@ def gradients_are_unscaled_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
-    """A norm that is reported or scales gradients counts each element of whole buckets once, summed over all replicas. If
-    workers have parts of sums, commits exchange the norms of the parts. A reported name means the same buckets on all replicas.
+    """A norm that is reported or scales gradients counts each element of whole buckets once, summed over all replicas.
+    If workers have parts of sums, commits exchange the norms of the parts. A reported name means the same buckets on
+    all replicas.
     """
     norms, reported = Norms(program), dict[object, tuple[fx.Node, frozenset[int]]]()
     for where, graph, _ in scopes(program):
@@ -126,8 +127,8 @@ def _is_whole(program: Program, bucket: int, measured: NormOperands) -> bool:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
-    """A bucket's gradient is scaled at most once, by a factor that follows from its own norm, and alike on all replicas. All
-    buckets of a norm are scaled by its factor. All elements have one bound, or none has.
+    """A bucket's gradient is scaled at most once, by a factor computed from its own norm, equally on all replicas. All
+    buckets of a norm are scaled by its factor. Either all elements have one bound, or none has a bound.
     """
     norms = Norms(program)
     scaled: dict[int, set[Any]] = defaultdict(set)  # the clippings of each bucket: there must be one
@@ -168,7 +169,6 @@ def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
 
 
 def _rescaling(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
-    """The operation, its bound, the buckets of its norm, and the norm's type."""
     words = {key: value for key, value in node.kwargs.items() if key != "replica"}
     if node.target is ops.clip_value:
         return (_CLIP_VALUE, tuple(words.items()), None, None)
@@ -185,7 +185,7 @@ def _rescaling(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def rescaled_memory_is_not_read_again(program: Program) -> Iterator[Violation]:
-    """All readers of a scaled or clipped gradient come before the scaling, which may write its memory."""
+    """All other reads of a scaled or clipped gradient come before the scaling, because it may overwrite the gradient."""
     for where, graph, _ in scopes(program):
         owners = owners_of(graph)
         for node in calls_to(graph, *ops.RESCALING, ops.update):

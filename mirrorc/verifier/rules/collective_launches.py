@@ -32,7 +32,9 @@ from mirrorc.verifier.rules.rule import Order, rule
 
 @rule(since=Stage.REDUCED)
 def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
-    """Each participating replica waits for a pending value exactly once, under its tag; nothing else uses it."""
+    """Each participating replica waits for a pending value exactly once, with the launch's tag. Nothing else uses the
+    value.
+    """
     for where, graph, replicas in scopes(program):
         for node in calls_to(graph, *ops.LAUNCHES):
             waits = Counter(replica_of(user) for user in node.users if user.target is ops.wait)
@@ -52,7 +54,7 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
-    """A packed bucket, and values computed from it on the way, are used only by its reduction."""
+    """A packed bucket, and values computed from it before its reduction, are used only by the reduction."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS, ops.gather_factors):
             for operand in node.all_input_nodes:
@@ -82,10 +84,10 @@ def _leads_to(node: fx.Node, operand: fx.Node) -> bool:
 
 @rule(since=Stage.REDUCED)
 def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
-    """After a `pack`, no region of its replica writes into its slots. A sent value is not written any more."""
+    """After a `pack`, no region of its replica writes into its slots. After a `send`, nothing writes the sent value."""
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
-        closed: dict[tuple[int | None, str], str] = {}  # by replica and slot, the node behind which no write may come
+        closed: dict[tuple[int | None, str], str] = {}  # by replica and slot, the node after which no write may come
         sent: dict[tuple[int | None, _Memory], str] = {}
         for node in graph.nodes:
             if node.op == "placeholder" or node.target is operator.getitem:
@@ -135,7 +137,7 @@ def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Me
 
 
 def _written(node: fx.Node) -> Iterator[_Memory]:
-    """The memory that a node writes. A reduction writes its buckets until it is waited for."""
+    """The memory that a node writes. A reduction writes its buckets until its wait."""
     yield from ((PARAMETERS, index, 0) for index in written_buckets(node))
     if node.target in (ops.pack, ops.add_accumulated) or node.target in ops.EXCHANGES or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node), pack_of(node)
@@ -152,8 +154,8 @@ def _say_memory(memory: _Memory) -> str:
 
 @rule(since=Stage.REDUCED)
 def collectives_match_their_tags(program: Program) -> Iterator[Violation]:
-    """Reductions compute sums. A value broadcast or sent is a part of the bucket in its tag: gradients summed so far, each
-    once, or new parameters.
+    """Reductions compute sums. A broadcast or sent value is a part of the bucket in its tag: gradients summed so far,
+    each once, or new parameters.
     """
     parts = BucketParts(program)
     for _, graph, _ in scopes(program):
@@ -177,8 +179,8 @@ def collectives_match_their_tags(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
-    """A collective of the mirrored graph joins every replica once. Each bucket or pack is reduced once, or by sends, or
-    computed from the factors of all workers. A program that accumulates gradients reduces none.
+    """A collective of the mirrored graph joins every replica once. Each bucket or pack is reduced once: by a
+    collective, by sends, or from the factors of all workers. A program that accumulates gradients reduces none.
     """
     if program.graph is None or (program.num_replicas == 1 and not program.accumulates):
         return
@@ -199,7 +201,7 @@ def all_replicas_take_part(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.LOWERED)
 def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
-    """Every collective of a lowered program names a link. Broadcasts are sends and receipts."""
+    """Every collective of a lowered program names a link. Broadcasts have become sends and receives."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             if not node.kwargs.get("link") or node.target is ops.broadcast:
@@ -249,7 +251,7 @@ def packs_make_up_their_buckets(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED, order=Order.OWNERS)  # rules on updates explain the same better, once there are some
 def packs_keep_their_order(program: Program) -> Iterator[Violation]:
-    """The packed values in the output of the mirrored graph are the packs of all buckets, by their numbers. A cut bucket is
+    """The packed values in the output of the mirrored graph are the packs of all buckets, by number. A cut bucket is
     joined from its own packs, in the order of elements.
     """
     for graph in program.graphs():

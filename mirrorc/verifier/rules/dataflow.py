@@ -33,12 +33,12 @@ Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 @rule(scope=Scope.PASS, is_about_dataflow=True)
 def dataflow_is_preserved(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
-    """On every replica, the expressions of the loss, of each gradient, check, output, value for a meeting and written buffer,
-    and the operators on each bucket before its update, stay the same, unless the pass has the attribute changes_dataflow =
-    True.
+    """On every replica, a pass keeps the expressions of the loss, gradients, checks, outputs, written buffers and
+    operands of the model's collectives, and the operators on each bucket before its update, unless the pass has the
+    attribute changes_dataflow = True.
 
-    Expressions are compared by structure: over region calls if the regions are unchanged, else over the regions' operators. A
-    value equals its copy in another memory format, except for an operator that may read memory in order.
+    Expressions are compared by structure. Unchanged regions are compared as calls, others by their operators. A value
+    equals its copy in another memory format, except where an operator may read memory in order.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged
@@ -82,7 +82,7 @@ class KnownFlows:
         """The results of each replica as expressions.
 
         Args:
-            left_out: operations to skip on gradients' ways to updates.
+            left_out: operations between gradients and updates to skip.
         """
         if left_out:
             self._last = None
@@ -102,7 +102,7 @@ class KnownFlows:
     def first_difference(
         self, before: Program, after: Program, inlined: bool, old: int, new: int
     ) -> tuple[fx.Node | None, str]:
-        """The new program's node at the first difference, and a text on it; None and empty if unknown."""
+        """The new program's first node that differs, and a description; None and empty if unknown."""
         keys = {number: key for key, number in self._numbers.items()}
         there, here = self._makers(before, inlined), self._makers(after, inlined)
         differing: list[tuple[int, int]] = []
@@ -201,9 +201,9 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
 def _way(
     parts: BucketParts, expressions: Expressions, value: fx.Node, left_out: Container[str], *, scales: bool = False
 ) -> int:
-    """The number of the operators on a packed or summed bucket; ``scales`` adds a scaling by its user."""
+    """The value number of the operators on a packed or summed bucket. ``scales`` adds a scaling."""
     part = parts.of(value)
-    if part is None:  # it leads to nothing that can be told: `collectives` and `updates` speak of it
+    if part is None:  # its elements are unknown: rules on collectives and updates report it
         return expressions.number("way", value.name)
     all_steps = (*part.steps, named_step(ops.scale, ("value",))) if scales else part.steps
     steps = [step for step in all_steps if step[0] not in left_out]

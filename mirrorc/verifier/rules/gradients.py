@@ -37,8 +37,8 @@ from mirrorc.verifier.rules.rule import Scope, rule
 
 @rule(since=Stage.CAPTURED)
 def sparse_tables_have_separate_buckets(program: Program) -> Iterator[Violation]:
-    """The bucket of a table with a row-wise optimizer has no other gradient and is not updated element by element: its sum has
-    only the looked-up rows.
+    """The bucket of a table with a row-wise optimizer has no other gradient, and no element-wise update, because its
+    sum has only the looked-up rows.
     """
     for bucket in program.buckets:
         if bucket.rule.takes_rows and (
@@ -125,7 +125,7 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
-    """No gradient is packed twice, except in the packs of its bucket that it spans. Nothing but `pack` uses it."""
+    """A gradient is packed once, or once for each pack of its bucket that it spans. Nothing but `pack` uses it."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
             for gradient in node.all_input_nodes:
@@ -171,7 +171,9 @@ def gradients_are_in_their_slots(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
-    """All replicas with examples leave the same gradients of a bucket as factors, which cannot be added to a whole gradient."""
+    """All replicas with examples leave the same gradients of a bucket as factors, because factors cannot be added to a
+    whole gradient.
+    """
     expected: dict[int, tuple[set[str], str]] = {}
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
@@ -190,8 +192,8 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def factors_are_not_variables(program: Program) -> Iterator[Violation]:
-    """A factor of a gradient is neither a variable nor a view of one, which an update may write before the gradient is
-    computed.
+    """A factor of a gradient is not a variable or a view of one, because an update may write the variable before the
+    gradient is computed.
     """
     variables = ViewedVariables(program)
     for graph in program.graphs():
@@ -205,7 +207,9 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def slots_are_for_their_gradients(program: Program) -> Iterator[Violation]:
-    """A region that takes a variable's slot writes that variable's gradient into it, and belongs to the slot's replica."""
+    """A region that takes a variable's slot belongs to the slot's replica, and writes the variable's gradient into the
+    slot.
+    """
     for graph in program.graphs():
         for call in region_calls(graph):
             yield from _wrong_slots(program, call)
@@ -213,7 +217,7 @@ def slots_are_for_their_gradients(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED, scope=Scope.GRAPH)
 def regions_hold_operators_alone(program: Program, graph: fx.Graph) -> Iterator[Violation]:
-    """A region's body has operators of torch and items of their results: no operation of mirrorc, no call of a region."""
+    """A region's body has only operators of torch and `getitem`: no operation of mirrorc, and no call of a region."""
     region = next((region for region in program.regions.values() if region.graph_module.graph is graph), None)
     for node in graph.nodes if region is not None else ():
         is_allowed = is_compute(node) or node.target is operator.getitem
@@ -224,8 +228,8 @@ def regions_hold_operators_alone(program: Program, graph: fx.Graph) -> Iterator[
 
 @rule(since=Stage.CAPTURED)
 def regions_write_only_their_memory(program: Program) -> Iterator[Violation]:
-    """A region writes only into its slots, its reserved memory, and arguments that die there: results of other regions in
-    memory of their own, read by no other node and not returned. Their old content is not read after the write. Operators
+    """A region writes only into its slots, its reserved memory, and arguments that die there: results of other regions
+    in memory of their own, without other readers, and not returned. Old values are not read after the write. Operators
     outside of regions write nothing.
     """
     writes = {name: list(_writes(region.graph_module.graph)) for name, region in program.regions.items()}

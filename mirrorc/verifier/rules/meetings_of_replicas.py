@@ -1,4 +1,4 @@
-"""Rules on meetings, the collectives of the model."""
+"""Rules on collectives of the model, such as `mirrorc.all_reduce`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def say_meeting(node: fx.Node) -> str:
 
 @rule(since=Stage.REPLICATED, order=Order.OWNERS)
 def replicas_meet_alike(program: Program) -> Iterator[Violation]:
-    """All replicas with examples meet in the same order, each time under another number, and with values of one type. Gathered
-    values may differ in their numbers of rows, which add up to the announced total, as do the replicas' rows of a sum.
+    """All replicas with examples run the same collectives of the model in the same order, with distinct numbers and
+    with values of one type. Gathered values may differ in their numbers of rows, which add up to the total in the
+    operation.
     """
     meetings: _Meetings = {replica: [] for replica in program.present}
     for _, graph, _ in scopes(program):
@@ -58,9 +59,7 @@ def replicas_meet_alike(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED, order=Order.OWNERS)
 def workers_without_examples_attend(program: Program) -> Iterator[Violation]:
-    """Only a worker without examples attends the meetings of other workers' replicas: in a training step, on its first device,
-    each under another number.
-    """
+    """Only a worker without examples has `attend`: in a training step, on its first device, once for each number."""
     numbers: Counter[object] = Counter()
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.attend):
@@ -77,8 +76,8 @@ def workers_without_examples_attend(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def workers_meet_before_they_wait(program: Program) -> Iterator[Violation]:
-    """If the replicas of all workers meet, no device waits for other workers before its last meeting. So no two workers
-    deadlock.
+    """If the model has collectives over all workers, no device waits for other workers before the last of them, so that
+    no two workers deadlock.
     """
     if not program.meets_workers:
         return
@@ -97,8 +96,8 @@ def workers_meet_before_they_wait(program: Program) -> Iterator[Violation]:
 
 @rule(scope=Scope.PASS, order=Order.REFERENCES)
 def meetings_of_workers_are_preserved(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
-    """A pass keeps the meetings with other workers, and their order, because all workers wait there. A worker without examples
-    attends the meetings of the graph that stands in.
+    """A pass keeps the model's collectives over workers, and their order, because all workers wait in them. A worker
+    without examples attends the collectives of the graph that stands in.
     """
     expected, actual = _met_with_workers(before), _met_with_workers(after)
     if expected != actual:

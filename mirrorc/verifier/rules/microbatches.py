@@ -1,4 +1,4 @@
-"""Rules on microbatches, which add their gradients to the same slots."""
+"""Rules on microbatches, whose gradients are added in the same slots."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ADDING = (out_products.addmm_into, out_products.add_rows_into)
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def microbatches_make_up_the_shards(program: Program) -> Iterator[Violation]:
-    """The microbatches of a replica have all of its examples, and each has some. Before they are joined, each runs a graph;
-    afterwards none does.
+    """The microbatches of a replica have all of its examples, and none is empty. A shard graph runs for each
+    microbatch, until a pass joins them.
     """
     if program.microbatches and len(program.microbatches) != program.num_replicas:
         yield Violation(f"{program.num_replicas} replicas have microbatches of {program.microbatches}")
@@ -50,7 +50,7 @@ def microbatches_make_up_the_shards(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED, order=Order.OWNERS)
 def each_microbatch_is_taken_once(program: Program) -> Iterator[Violation]:
-    """A replica takes each of its microbatches of an argument once, or none of them."""
+    """A replica uses either each of its microbatches of an argument once, or none of them."""
     for where, graph, replicas in scopes(program):
         for replica in replicas:
             place = replica_of_graph(program, graph) if replica is None else replica
@@ -75,7 +75,7 @@ def each_microbatch_is_taken_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED)
 def each_microbatch_gives_its_factors(program: Program) -> Iterator[Violation]:
-    """A gradient left as factors has the factors of each microbatch of its replica once."""
+    """A gradient left as factors has, once, the factors of each microbatch of its replica."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *FORMS):
             parts, replica = FORMS[node.target].parts(node.args), replica_at(program, node)
@@ -90,8 +90,8 @@ def each_microbatch_gives_its_factors(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def gradients_are_added_where_they_are(program: Program) -> Iterator[Violation]:
-    """A region reads its slot only if an earlier microbatch or region has written a gradient there. It then adds to that
-    gradient, which nothing else uses any more.
+    """A region reads its slot only if an earlier microbatch or region has written a gradient there. It then adds to
+    that gradient, which has no other user.
     """
     reading = {name: _slots_read(region.graph_module.graph) for name, region in program.regions.items()}
     for graph in program.graphs():

@@ -1,4 +1,4 @@
-"""Rules on lowered programs, which hold under every interleaving of the devices' threads."""
+"""Rules on lowered programs, which hold for every interleaving of the devices' threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ Step = tuple[str, fx.Node]  # a device, and a node of its program
 
 @rule(since=Stage.LOWERED)
 def collectives_have_the_same_order(program: Program) -> Iterator[Violation]:
-    """Every device launches the same collectives, of one tag, type and link, in one order, and waits for them in one order."""
+    """All devices launch the same collectives (with equal tags, types and links) in one order, and wait for them in one
+    order.
+    """
     orders = {
         name: [node for node in calls_to(module.graph, *ops.COLLECTIVES, ops.wait) if _is_collective(node)]
         for name, module in program.device_graphs.items()
@@ -44,7 +46,7 @@ def collectives_have_the_same_order(program: Program) -> Iterator[Violation]:
 
 
 def _is_collective(node: fx.Node) -> bool:
-    """Tests for a collective or its wait. A `recv` is none: only one device has it."""
+    """A `recv` is no collective: only one device has it."""
     return node.target in ops.COLLECTIVES or any(n.target in ops.COLLECTIVES for n in node.all_input_nodes)
 
 
@@ -69,7 +71,9 @@ def _describe(node: fx.Node) -> str:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def waits_are_on_the_same_side_of_the_commit(program: Program) -> Iterator[Violation]:
-    """All replicas wait for a collective before their commits, or all after them: its link may need all of them in a wait."""
+    """All replicas wait for a collective before their commits, or all after them, because a link may need all of them
+    in a wait.
+    """
     first: dict[tuple[str, int], tuple[bool, str]] = {}
     for where, graph, _ in scopes(program):
         commits = {replica_of(node): node for node in calls_to(graph, ops.commit)}
@@ -90,7 +94,7 @@ def waits_are_on_the_same_side_of_the_commit(program: Program) -> Iterator[Viola
 
 @rule(since=Stage.REDUCED)
 def every_send_is_received(program: Program) -> Iterator[Violation]:
-    """Each send has one receipt, under the same tag, at its destination and over its link. Each receipt has one send."""
+    """Each send has one receive, with the same tag and link, on its destination. Each receive has one send."""
     sent: Counter[tuple[Route, Any]] = Counter()
     received: Counter[tuple[Route, Any]] = Counter()
     nodes: dict[tuple[Route, Any], fx.Node] = {}
@@ -114,8 +118,8 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.LOWERED)
 def no_device_waits_forever(program: Program) -> Iterator[Violation]:
-    """Waits form no cycle. A wait comes after earlier nodes of its device, and after all launches and sends that it needs. A
-    commit, or a meeting, comes after earlier nodes of all devices.
+    """Waits form no cycle. A wait follows earlier nodes of its device, and all launches and sends that it needs. A
+    commit, or a collective of the model, follows earlier nodes of all devices.
     """
     import networkx as nx
 
@@ -147,7 +151,7 @@ def no_device_waits_forever(program: Program) -> Iterator[Violation]:
 
 
 def _places(device: str, node: fx.Node) -> list[tuple[str, str]]:
-    """A commit or a meeting has two places in the graph of waits: its arrival and its end."""
+    """A node's vertices in the graph of waits. A commit or a collective of the model has two: arrival and end."""
     arrives = node.target is ops.commit or node.target in ops.MEETINGS
     arrival = [(device, f"before {node.name}")] if arrives else []
     return [*arrival, (device, node.name)]

@@ -1,4 +1,4 @@
-"""Rules on updates of a bucket's part by each worker, and of a share in parts."""
+"""Rules on optimizers sharded over workers, and on updates of a share in parts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.SCHEDULED)
 def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Violation]:
-    """If workers shard the optimizer, a bucket with an element-wise update has as many equal parts as there are workers, and
-    each worker updates the part of its rank. No other bucket has parts.
+    """If workers shard the optimizer, buckets with element-wise updates have as many equal parts as there are workers,
+    and each worker updates the part of its rank. Other buckets have no parts.
     """
     is_due = program.workers.shards_optimizer and _is_sharded(program)
     for bucket in program.buckets:
@@ -34,7 +34,6 @@ def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Viol
 
 
 def _is_sharded(program: Program) -> bool:
-    """True if the optimizer is sharded by now, in a program that updates."""
     is_there = Property.SHARDED in program.properties or program.stage is Stage.LOWERED
     return is_there and program.updates
 
@@ -49,7 +48,7 @@ def _part_of(program: Program, bucket: Bucket) -> Elements | None:
 
 @rule(since=Stage.SCHEDULED)
 def sums_reach_their_updates(program: Program) -> Iterator[Violation]:
-    """A worker gets the sum of the elements that it updates: of its part of the bucket, or of all."""
+    """A worker gets the sum of the elements that it updates: of its part of the bucket, or of the whole bucket."""
     is_there = _is_sharded(program)
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.EXCHANGES_OF_SUMS, ops.scatter_sums):
@@ -63,8 +62,8 @@ def sums_reach_their_updates(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def new_parameters_are_gathered_once(program: Program) -> Iterator[Violation]:
-    """A bucket updated by parts is gathered once, in the reverse order of the plan, the same for all workers, and after each
-    replica's own update of it. No other bucket is gathered.
+    """A bucket updated by parts is all-gathered once, after each replica's own update of it. All workers gather in the
+    reverse order of the plan. No other bucket is gathered.
     """
     is_there = _is_sharded(program)
     wanted = [bucket.index for bucket in reversed(program.buckets) if bucket.part is not None] if is_there else []
@@ -92,8 +91,8 @@ def new_parameters_are_gathered_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def updates_in_parts_take_shares_alone(program: Program) -> Iterator[Violation]:
-    """An update in parts takes a share of a bucket with factors, which nothing else takes: there is no gradient to read or
-    scale. It computes at least one element at a time.
+    """An update in parts takes a share of a bucket with factors. Nothing else uses this share, because it has no gradient
+    in memory. A part has at least one element.
     """
     for where, graph, _ in scopes(program):
         for update in calls_to(graph, ops.update):

@@ -1,4 +1,4 @@
-"""Rules on backwards that run as plain PyTorch, where a parameter may have no gradient."""
+"""Rules on backwards that run as plain PyTorch. A parameter may have no gradient there."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.CAPTURED)
 def updates_leave_out_unused_parameters(program: Program) -> Iterator[Violation]:
-    """If backward runs as plain PyTorch, updates leave out the parameters that no replica has used. In any other program, each
-    step computes each gradient.
+    """If backward runs as plain PyTorch, updates leave out the parameters that no replica has used. In other programs,
+    each step computes each gradient.
     """
     runs_plain = any(next(calls_to(graph, take_gradient), None) is not None for graph in _bodies(program))
     for bucket in program.buckets:
@@ -32,7 +32,7 @@ def updates_leave_out_unused_parameters(program: Program) -> Iterator[Violation]
 
 @rule(since=Stage.CAPTURED)
 def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
-    """Each gradient of a backward that runs as plain PyTorch is taken once. All are taken with the same gradient of the loss,
+    """Each gradient of a plain PyTorch backward is used once. All are computed from the same gradient of the loss, and
     from the forward of their token.
     """
     for graph in program.graphs():
@@ -50,8 +50,8 @@ def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def regions_take_gradients_by_tokens(program: Program) -> Iterator[Violation]:
-    """A region takes gradients of a plain PyTorch backward by a token and tangents among its arguments, so that its caller can
-    wait for them.
+    """A region that uses gradients of a plain PyTorch backward takes its token and tangents as arguments. Its caller
+    can therefore wait for the gradients.
     """
     for region in program.regions.values():
         for taken in taken_gradients(region.graph_module.graph):

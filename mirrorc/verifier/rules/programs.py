@@ -24,7 +24,7 @@ class Violation:
 
 
 def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.Graph, list[int | None]]]:
-    """Yields graphs with operations of the IR, each with its replicas and a function that names a replica."""
+    """Yields each graph with operations of the IR, its replicas, and a function that names a replica in messages."""
     if program.graph is not None:
         yield lambda replica: str(program.devices[replica or 0]), program.graph, list(range(program.num_replicas))
     for name, module in program.device_graphs.items():
@@ -32,7 +32,7 @@ def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.G
 
 
 def losses_of(graph: fx.Graph) -> list[fx.Node]:
-    """Empty in an evaluation; without losses of replicas that have no examples."""
+    """Losses of the replicas with examples; empty in an evaluation."""
     output: Any = graph.output_node().args[0]
     return [loss for loss in (output["losses"] if isinstance(output, dict) else [output]) if loss is not None]
 
@@ -64,7 +64,6 @@ def writes_variables(node: fx.Node) -> bool:
 
 
 def written_buckets(node: fx.Node) -> list[int]:
-    """Buckets whose parameters a node writes, in gradient order."""
     if node.target not in ops.UPDATES:
         return []
     return [bucket_of(node)] if "bucket" in node.kwargs else list(node.kwargs["buckets"])  # type: ignore[arg-type]

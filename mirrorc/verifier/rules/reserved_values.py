@@ -22,8 +22,9 @@ _INTO = (out_products.mm_into, out_products.linear_into)
 
 @rule(since=Stage.OUTLINED)
 def reserved_values_do_not_overlap(program: Program) -> Iterator[Violation]:
-    """Reserved memory is an argument of one region call of its own replica. The region computes one result into the whole
-    memory before reading it. No reader returns a view of the result, and its last reader comes before the memory's next value.
+    """Reserved memory is an argument of one region call of its own replica. The region computes one result into the
+    whole memory before it reads it. No reader returns a view of the result. The last reader comes before the memory's
+    next value.
     """
     for graph in program.graphs():
         # the last reader of each memory's value, and the memory's node

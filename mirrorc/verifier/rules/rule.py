@@ -19,13 +19,13 @@ class Scope(enum.Enum):
 
 
 class Order(enum.IntEnum):
-    """First rules on which others depend; last rules whose faults others often explain better."""
+    """Rules that others depend on come first. Last come rules whose violations often follow from another violation."""
 
     FORM = 0  # graphs are well-formed
     REFERENCES = 1  # references of nodes are valid, and operations have their arguments
     MEANING = 2  # everything else
     OWNERS = 3  # values stay on their replica, a step commits; another rule often explains such a fault better
-    TYPES = 4  # the same is true of a wrong type
+    TYPES = 4  # another rule often explains a wrong type better, too
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Rule:
 
     @property
     def applies(self) -> str:
-        """``to every stage``, ``from PACKED on`` or ``to every pass``."""
+        """Where the rule applies: ``to every stage``, ``from PACKED on`` or ``to every pass``."""
         if self.scope is Scope.PASS:
             return "to every pass"
         return "to every stage" if self.since is None else f"from {self.since.name} on"
@@ -62,7 +62,6 @@ class Rule:
         return self.since is None or self.since <= stage
 
     def when(self, program: Program) -> str:
-        """For error messages."""
         if self.scope is Scope.PASS:
             return "on passes"
         if self.since is None:
@@ -104,12 +103,11 @@ def rule(
 
 
 def withdraw(check: Callable[..., Any]) -> None:
-    """For tests."""
     _RULES[:] = [registered for registered in _RULES if registered.check is not check]
 
 
 def rules() -> list[Rule]:
-    """In checking order; rules on passes are last."""
+    """All rules in checking order; rules on passes are last."""
     return list(_RULES)
 
 

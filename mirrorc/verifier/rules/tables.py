@@ -21,7 +21,9 @@ from mirrorc.verifier.rules.rule import Order, Scope, rule
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
-    """Up to OUTLINED there is a graph per shard shape, up to SCHEDULED the mirrored graph, in LOWERED one per device."""
+    """Up to OUTLINED there is a graph per shard shape, up to SCHEDULED the mirrored graph, in LOWERED a graph per
+    device.
+    """
     actual = (bool(program.shard_graphs), program.graph is not None, bool(program.device_graphs))
     expected = (
         program.stage < Stage.REPLICATED,
@@ -45,7 +47,7 @@ def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def references_lead_somewhere(program: Program) -> Iterator[Violation]:
-    """Variables, buckets, regions and gradients that nodes and slots name are in the program. No bucket is empty."""
+    """Variables, buckets, regions and gradients named by nodes and slots are in the program. No bucket is empty."""
     for bucket in program.buckets:
         if not bucket.slots:
             yield Violation(f"bucket {bucket.index} has no slots")
@@ -89,7 +91,7 @@ def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
-    """An operation has its keywords and takes as many values as it needs."""
+    """An operation has its required keywords and number of operands."""
     for graph in program.graphs():
         for node in graph.nodes:
             operation = operation_of(node.target)
@@ -153,8 +155,8 @@ def slots_fit_their_variables(program: Program) -> Iterator[Violation]:
 
 @rule(scope=Scope.PASS, order=Order.REFERENCES)
 def tables_are_preserved(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
-    """A pass keeps the devices, the arguments, the variables, the numbers of examples of replicas and microbatches, and the
-    accumulation of gradients.
+    """A pass keeps the devices, the arguments, the variables, the numbers of examples of replicas and microbatches, and
+    the kind of accumulation.
     """
     for name in ("devices", "arguments", "variables", "num_examples", "microbatches", "accumulation"):
         if getattr(before, name) != getattr(after, name):

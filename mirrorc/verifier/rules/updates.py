@@ -38,8 +38,8 @@ _WANTED: dict[Any, str] = {
 
 @rule(since=Stage.UPDATED)
 def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
-    """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket. A program that
-    accumulates gradients, or leaves them to the user, updates none.
+    """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket. A
+    program that accumulates gradients, or leaves them to the user, updates none.
     """
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
@@ -90,9 +90,9 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
 
 @rule(since=Stage.UPDATED, order=Order.OWNERS)
 def a_step_commits_once(program: Program) -> Iterator[Violation]:
-    """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and their waits,
-    operators on variables), and before every write of a variable. Only waits for sums over workers may follow an early commit.
-    All replicas commit early, or none does, and only if workers exchange sums.
+    """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and
+    their waits, operators on variables), and before every write of a variable. Only waits for sums over workers may
+    follow an early commit. All replicas commit early, or none does; early commits need exchanges between workers.
     """
     variables = ViewedVariables(program)
     yield from _early_alike(program)
@@ -148,8 +148,8 @@ def _is_sum_over_workers(node: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED)
 def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
-    """A bucket of shared parameters with an element-wise update is reduced by shares, a bucket with an owner to its owner
-    alone, and any other whole. Rows for a row-wise optimizer are gathered by all replicas.
+    """A bucket of shared parameters with an element-wise update is reduced by shares. A bucket with an owner is reduced
+    to its owner, any other bucket to all replicas. Rows for a row-wise optimizer are gathered by all replicas.
     """
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
@@ -169,7 +169,7 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def owners_update_alone(program: Program) -> Iterator[Violation]:
-    """Only its owner updates a bucket with an owner. All other replicas store the owner's result after the update."""
+    """Only the owner of a bucket updates it. All other replicas then store the owner's result."""
     owned = {bucket.index: bucket for bucket in program.buckets if bucket.has_owner}
     if not owned:
         return
@@ -204,8 +204,8 @@ def _owner(program: Program, bucket: Bucket) -> str:
 
 @rule(since=Stage.UPDATED)
 def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
-    """A replica writes a variable, or lets other workers write it, only after its own uses of the variable and of views of it.
-    Its loss is not a view of a written variable.
+    """A replica writes a variable, or lets other workers write it, only after its own uses of the variable and of views
+    of it. Its loss is not a view of a written variable.
     """
     variables = ViewedVariables(program)
     for where, graph, replicas in scopes(program):
@@ -239,8 +239,9 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
-    """Before a device writes shared parameters, it waits for a reduction, or passes an early commit, which each device reaches
-    after its last use of variables. If messages make sums, synchronous devices may pass any commit.
+    """Before a device writes shared parameters, it waits for a reduction that each device launches after its last use of
+    variables, or passes an early commit after all these uses. If sends make up the sums, synchronous devices may pass
+    any commit.
     """
     shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:
@@ -269,7 +270,7 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
 
 
 def _sums_by_messages(program: Program) -> bool:
-    """Messages make the sum of a bucket, so no reduction of it is waited for."""
+    """Sends make up the sum of a bucket, so there is no wait for a reduction."""
     reduced = {
         bucket_of(node)
         for _, graph, _ in scopes(program)
@@ -279,7 +280,10 @@ def _sums_by_messages(program: Program) -> bool:
 
 
 def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node], meets: bool) -> set[tuple[str, int]]:
-    """A device's reductions after its last use of a variable; and its commit, if that is early or ``meets`` all other devices."""
+    """A device's reductions after its last use of a variable.
+
+    Includes its commit if that is early, or if ``meets``: the commit is then a barrier of all devices.
+    """
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     for i, node in enumerate(nodes[last + 1 :], last + 1):
         if node.op != "output" and node.target is not operator.getitem:

@@ -52,7 +52,7 @@ def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Viola
 
 @rule(order=Order.OWNERS)
 def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
-    """In the mirrored graph, a node's arguments belong to its own replica, except for collectives, which join all replicas."""
+    """In the mirrored graph, a node's arguments belong to its own replica. Only collectives join replicas."""
     if program.graph is None:
         return
     owners = owners_of(program.graph)
@@ -69,8 +69,8 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED)
 def results_belong_to_their_replicas(program: Program) -> Iterator[Violation]:
-    """The mirrored graph's result for a replica belongs to that replica, and its result for a bucket is that bucket. A replica
-    without examples has None in place of a loss, of gradients and of written values.
+    """In the mirrored graph's output, a result for a replica belongs to that replica, and a result for a bucket is that
+    bucket. A replica without examples has None in place of a loss, of gradients and of written values.
     """
     output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
     rows: list[tuple[str, int | None, Any]] = (

@@ -24,8 +24,8 @@ _ADDS_WHOLE = (ops.all_reduce, ops.reduce_scatter, *ops.EXCHANGES_OF_SUMS, ops.s
 
 @rule(since=Stage.PACKED)
 def rows_stay_rows(program: Program) -> Iterator[Violation]:
-    """Replicas pack the gradient of a table with a row-wise optimizer as rows and indices. These are gathered, and never added
-    up whole: rows that are zero, or cancel each other, are updated, too.
+    """For a table with a row-wise optimizer, replicas pack the gradient as rows and indices. These are gathered and never
+    summed to a whole gradient, because the optimizer also updates rows with a gradient of zero.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack, *_ADDS_WHOLE):
@@ -48,8 +48,8 @@ def rows_stay_rows(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def devices_gather_their_factors(program: Program) -> Iterator[Violation]:
-    """A bucket is gathered if the plan says so, and only then. An all_gather takes each replica's own packed bucket, with all
-    gradients left as factors. A replica without examples packs none.
+    """A bucket is all-gathered if and only if the plan says so. The all_gather takes each replica's own packed bucket,
+    with all gradients left as factors. A replica without examples packs none.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
@@ -67,8 +67,8 @@ def devices_gather_their_factors(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def stored_rows_are_those_of_the_step(program: Program) -> Iterator[Violation]:
-    """Only if the optimizer writes just the gradient's rows of a table may these rows be taken of its result. Every replica
-    that stores them has gathered that gradient, and so their indices.
+    """Rows may be stored from an update only if the optimizer writes no others. Every replica that stores them has
+    gathered the gradient, and so has the rows' indices.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.updated_rows, ops.store_rows):
@@ -108,8 +108,8 @@ def _is_left(gradient: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED)
 def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
-    """A compressed sum goes only into the exchange of its bucket, or pack. All replicas of a worker compress theirs. The sum
-    over workers is decompressed before anything else takes it, and nothing else is decompressed.
+    """Only the exchange of its bucket or pack uses a compressed sum. All replicas of a worker compress their parts. The
+    sum over workers is decompressed before any other use, and nothing else is decompressed.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.compress):
@@ -145,8 +145,8 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def parts_include_the_residual(program: Program) -> Iterator[Violation]:
-    """If workers exchange parts of their sums, each replica adds the residual of earlier steps first. Only the exchange of its
-    bucket, or pack, takes the result, and keeps the new residual.
+    """If workers exchange parts of their sums, each replica first adds the residual of earlier steps. Only the exchange
+    of its bucket or pack uses the result; it keeps the new residual.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.add_unsent):

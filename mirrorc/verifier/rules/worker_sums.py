@@ -20,7 +20,9 @@ from mirrorc.verifier.rules.rule import Order, rule
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def a_program_belongs_to_a_worker(program: Program) -> Iterator[Violation]:
-    """A program of several workers is that of one worker, and has as many devices as that worker. Each worker has a device."""
+    """A program of several workers belongs to one worker, and has as many devices as that worker. Each worker has at
+    least one device.
+    """
     workers = program.workers
     if not workers.devices_per_worker and not workers.rank:
         return
@@ -35,8 +37,8 @@ def a_program_belongs_to_a_worker(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def buckets_are_exchanged_in_the_order_of_the_plan(program: Program) -> Iterator[Violation]:
-    """A worker exchanges each bucket or pack once, in the order of the plan that all workers share, so no two deadlock. Without
-    other workers, or updates, nothing is exchanged.
+    """A worker exchanges each bucket or pack once, in the order of the plan. All workers share the plan, so no two
+    deadlock. Without other workers, or without updates, nothing is exchanged.
     """
     is_exchanged = Property.EXCHANGED in program.properties or program.stage is Stage.LOWERED
     updates = program.workers.are_several and program.trains and not program.accumulates
@@ -64,8 +66,8 @@ def buckets_are_exchanged_in_the_order_of_the_plan(program: Program) -> Iterator
 
 @rule(since=Stage.SCHEDULED)
 def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
-    """An exchange takes each replica's part of its worker's sum of the bucket: its share, or all of it on the only device.
-    Nothing else uses this value.
+    """An exchange takes each replica's part of its worker's sum of the bucket: its share, or the whole sum on a
+    worker's only device. Nothing else uses this value.
     """
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
@@ -87,8 +89,8 @@ def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def workers_send_their_factors(program: Program) -> Iterator[Violation]:
-    """A gather of factors takes each replica's own packed bucket, with all gradients left as the factors that all workers send.
-    A replica without examples packs none.
+    """A gather of factors takes each replica's own packed bucket, with all gradients left as the factors that all
+    workers send. A replica without examples packs none.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.gather_factors):

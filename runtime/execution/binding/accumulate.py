@@ -1,4 +1,4 @@
-"""Functions of nodes that accumulate gradients over calls, or leave them to the user."""
+"""Nodes that accumulate gradients over calls, or leave them to the user."""
 
 from __future__ import annotations
 

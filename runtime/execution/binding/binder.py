@@ -48,29 +48,29 @@ from mirrorc.runtime.workers.buckets.replica_values import WorkerValues
 from mirrorc.torch_internals import copy_each
 
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
-"""For each operation, a handler that returns the function to run a node on a replica, or a `Constant`.
+"""By operation, handlers that return the function of a node on a replica, or a `Constant`.
 
-The function is called with the node's operands and keywords.
+The function gets the node's operands and keywords.
 """
 
 binds_waits: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("wait for")
-"""Handlers as in ``binds`` for waits, by launch operation; only for waits that need a function of their own."""
+"""Handlers for waits, by launch operation, if these need a function of their own."""
 
 
 class Binder:
-    """Provides the functions that run the nodes of a lowered program, for the present layout of memory.
+    """The functions of a lowered program's nodes, for the current layout of memory.
 
     Args:
         constants: see `Executor`.
-        progress: records the updates; None as in `progress_of`.
+        progress: see `progress_of`.
         unused: see `UsedVariables.unused`.
 
     Attributes:
-        visitors: (wait, node that reads its share) -> the visitor that does the node's work part by part.
-        deferred: wait -> its embedding-table gradients that are deferred until the update.
-        all_deferred: the values of ``deferred`` for the present layout.
-        pieces: pieces of all shares with gradients left as factors.
-        summed_pieces: the subset of ``pieces`` that a reduction sums; other workers' sums may overwrite their memory.
+        visitors: (wait, node that reads its share) -> the visitor that runs the node part by part.
+        deferred: wait -> its gradients of embedding tables that are deferred until the update.
+        all_deferred: the values of ``deferred`` for the current layout.
+        pieces: pieces of all shares with factored gradients.
+        summed_pieces: the ``pieces`` whose memory other workers' sums may overwrite.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Binder:
         self.parts = BucketParts(program)
 
     def few_made(self, replica: int, gradient: Any) -> MadeShare:
-        """The finished share behind a gradient; empty unless all sources of the gradient's reduction are packs."""
+        """The finished share of a gradient; empty if the gradient's reduction has other sources than packs."""
         value = before_rescaling(gradient)
         sources = [value]
         if value.target is ops.wait and value.all_input_nodes[0].target in (ops.reduce_scatter, ops.gather_factors):
@@ -213,7 +213,7 @@ class Binder:
         return pack
 
     def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        """The function sums sparse rows, unless all users of the pack read factors."""
+        """The function sums sparse rows if a user of the pack needs the sum."""
         flat, is_left = self.state.buckets[bucket_of(node)], is_left_to_shares(node)
         whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
 
@@ -436,7 +436,7 @@ class Binder:
 
 
 def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Moves a constant to a device of its own type. Others stay: a region may take a number on the host beside a GPU."""
+    """Moves a constant only between devices of one type: a region on a GPU may use a CPU scalar."""
     return constant.to(device) if constant.device.type == device.type else constant
 
 

@@ -17,7 +17,7 @@ from mirrorc.runtime.profiling.recorder import Recorder
 
 
 class BoundFunctions:
-    """One function per replica, bound anew for each memory layout. Functions in ``pausing`` yield at `pauses_at`."""
+    """One function per replica, bound again for each memory layout. Functions in ``pausing`` yield at `pauses_at`."""
 
     def __init__(self, program: Program, binder: Binder, recorder: Recorder | None) -> None:
         self._program, self._binder, self._recorder = program, binder, recorder

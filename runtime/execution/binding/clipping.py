@@ -1,4 +1,4 @@
-"""Functions of nodes that measure and scale gradients, in place if no other node reads them."""
+"""Nodes that measure and scale gradients, in place if no other node reads them."""
 
 from __future__ import annotations
 

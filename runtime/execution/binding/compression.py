@@ -1,4 +1,4 @@
-"""Functions of nodes that compress and decompress sums for other workers."""
+"""Nodes that compress and decompress sums for other workers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def _launching(binder: Binder, node: fx.Node, launch: Callable[..., None]) -> Ca
 
 @binds_waits(*ops.EXCHANGES_OF_PARTS)
 def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-    """The sum goes into the bucket's gradients. A replica that does not write there uses new memory, if a node needs the sum."""
+    """Writes the sum into the bucket's gradients. A replica that may not write there uses new memory, if a node needs
+    the sum.
+    """
     launch: Any = node.args[0]
     exchanges, (bucket, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
     (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)

@@ -19,10 +19,10 @@ from mirrorc.runtime.codegen.graph_function import GraphFunction
 
 
 class Asked:
-    """A request for gradients of an eager backward, made before the call of the region that reads these gradients.
+    """A request for gradients of an eager backward. The region that reads them is called when they are there.
 
     Args:
-        are_last: True to wait for the end of the backward, so that its exceptions precede the region's call.
+        are_last: wait for the end of the backward, so that its exceptions are raised before the region's call.
         token, *tangents: the values of ``taken.sources``.
     """
 
@@ -61,10 +61,11 @@ def waits_between(program: Program, graph: fx.Graph) -> set[fx.Node]:
 
 
 def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
-    """The call of a function that requests gradients, with the eager backwards that compute these gradients.
+    """Runs a function that requests gradients, and the eager backwards that compute them.
 
-    Each backward starts at its first request, in the same thread. When a request is met, the function resumes within the
-    backward, until the next unmet request. While a backward blocks other replicas, the function does not wait for them.
+    Each backward starts at its first request, in the same thread. When a request is met, the function resumes within
+    the backward, until the next unmet request. While other replicas wait for a backward, the function does not wait for
+    them.
     """
     call: Any = function.call
     if function.pauses:
@@ -115,7 +116,7 @@ class _Driven:
             self.request, self.result, self.has_ended = None, end.value, True
 
     def run_backward(self, asked: Asked) -> None:
-        """Resumes the function while the backward runs. The backward's exceptions are raised at the request."""
+        """Resumes the function while the backward runs. The request raises the backward's exceptions."""
         try:
             asked.backward.run(functools.partial(self._go_on_within, asked))
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Interleaves the replicas of a small step in the caller's thread, because waking threads takes longer than computing."""
+"""Interleaves the replicas of a small step in the caller's thread, because waking threads takes longer than the step."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from mirrorc.runtime.devices.uninterrupted import is_raised_by_signal
 LONGEST_SECONDS = 1e-3  # a longer step is never interleaved: it computes for longer than waking threads takes
 _NUM_UNCOUNTED, _NUM_TRIED = 3, 9  # steps of each way: the first ones are warm-up, the others are compared
 NUM_TRIAL_STEPS = 2 * (_NUM_UNCOUNTED + _NUM_TRIED)
-"""The number of steps after which the choice between threads and interleaving is final."""
+"""After so many steps, the choice between threads and interleaving is final."""
 
 PausingStep = Generator[None, None, Any]
-"""A replica's step, a generator that yields at `pauses_at` and returns the step's result."""
+"""A replica's step as a generator, which yields at `pauses_at` and returns the step's result."""
 
 
 def pauses_at(node: fx.Node) -> bool:
-    """True for nodes before which a replica's step yields: its commit, and waits before the commit."""
+    """True for nodes before which a replica yields: its commit, and waits before the commit."""
     if node.target is ops.commit:
         return True
     return node.target is ops.wait and any(node < commit for commit in calls_to(node.graph, ops.commit))
 
 
 def can_interleave(program: Program) -> bool:
-    """True if a program's replicas never block in one thread, when each yields at `pauses_at`.
+    """True if replicas that yield at `pauses_at` never block in one thread.
 
-    All replicas must wait for the same buckets in the same order. Each wait must need only launches of other replicas, as that of
-    an `all_reduce` does in one thread; but replicas that update would read a sum that an optimizer of another may have written.
+    All replicas must wait for the same buckets in the same order, and waits must need only launches of other replicas, as for
+    an `all_reduce` in one thread. Replicas that update must not share its sum: an optimizer may write its gradients.
     """
     if len(program.devices) == 1 or any(device.is_asynchronous for device in program.devices):
         return False
@@ -54,9 +54,9 @@ def can_interleave(program: Program) -> bool:
 
 
 def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] | None]) -> None:
-    """Runs all replicas' steps in turns, each to its next pause, and fills ``results``.
+    """Runs all replicas' steps in turn, each to its next pause, and fills ``results``.
 
-    A failure ends all steps and is put into ``results``. An interrupt ends all steps and is raised.
+    A failure ends all steps and is recorded in ``results``. An interrupt ends all steps and is raised.
     """
     results.extend([(False, Aborted())] * len(replicas))
     left = dict(enumerate(replicas))
@@ -80,7 +80,7 @@ def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] |
 class InterleavingTrial:
     """Chooses between threads and interleaving by the times of the first steps.
 
-    The first steps run in threads. If they are short, the next are interleaved, and the faster way stays.
+    The first steps run in threads. If they are short, the next ones are interleaved, and the faster way is kept.
     """
 
     def __init__(self, can_interleave: bool) -> None:

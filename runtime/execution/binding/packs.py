@@ -1,4 +1,4 @@
-"""Functions of `pack` and `unpack` of buckets that are cut into packs."""
+"""`pack` and `unpack` of buckets that are cut into packs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from mirrorc.torch_internals import copy_each
 def pack_of_cut_bucket(
     node: fx.Node, bucket: Bucket, slots: Sequence[torch.Tensor], whole: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
-    """The function of a `pack` in a bucket that is cut into several packs.
-
-    The first pack with elements of a gradient copies the whole gradient into its slot, unless a region has written it there.
-    Later packs must not copy the gradient again: elements of earlier packs may be sums by then.
+    """The first pack with elements of a gradient copies the whole gradient into its slot, unless a region has written
+    it there. Later packs must not copy it again, because elements of earlier packs may be sums by then.
     """
     pack = next(candidate for candidate in bucket.packs if candidate.number == pack_of(node))
     elements = whole[pack.start : pack.stop]
@@ -44,7 +42,7 @@ def _is_copied_before(gradient: Any, pack: fx.Node) -> bool:
 
 
 def side_by_side(packs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Consecutive packs as one tensor: a view if the packs are adjacent in memory, otherwise a copy."""
+    """A view if consecutive packs are adjacent in memory, else a copy."""
     first = packs[0]
     end = first.data_ptr()
     for pack in packs:

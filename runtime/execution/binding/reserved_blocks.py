@@ -1,4 +1,4 @@
-"""Functions of nodes that reserve persistent memory for regions."""
+"""Nodes that reserve persistent memory for regions."""
 
 from __future__ import annotations
 

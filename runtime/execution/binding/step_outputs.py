@@ -1,4 +1,4 @@
-"""Outputs of a step's replicas beside the loss."""
+"""Outputs of a step's replicas, other than the loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Output:
 
 
 class StepOutputs:
-    """Joins the replicas' outputs. On CPUs, each replica writes its part of a concatenated output while the step runs."""
+    """Joins the replicas' outputs. On CPUs, replicas write their parts of concatenated outputs during the step."""
 
     def __init__(self, program: Program) -> None:
         self._devices = [device.torch_device for device in program.devices]
@@ -85,12 +85,12 @@ class StepOutputs:
         return lambda value, **_: self._kept[replica].append(value)
 
     def take_kept(self) -> list[list[torch.Tensor]]:
-        """The values that each replica has kept, in the order of the graph."""
+        """The values that each replica saves for backward, in the order of the graph."""
         kept, self._kept = self._kept, []
         return kept
 
     def take(self, num_examples: Sequence[int] = ()) -> dict[str, Any]:
-        """Outputs by name; an output kept apart is a list of the replicas' values."""
+        """Outputs by name. An output that is not combined is a list of the replicas' values."""
         for parts in self._parts.values():
             for part in parts.values():
                 reserve_for_caller(part)

@@ -1,4 +1,4 @@
-"""Functions of nodes that update parameters."""
+"""Nodes that update parameters."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _in_parts(
 
 
 def _usual(factor: torch.Tensor) -> float | None:
-    """A CPU factor as a number; None if it is 1, or if dividing by its inverse may change the result."""
+    """A CPU factor as a number. None if it is 1, or if division by its inverse may change the result."""
     if factor.device.type != "cpu":
         return None
     number = factor.item()

@@ -1,1 +1,1 @@
-"""Commit of a step: barrier, finite checks, and updates deferred behind it."""
+"""The commit of a step: barrier, finite checks, deferred updates."""

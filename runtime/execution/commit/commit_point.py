@@ -29,7 +29,7 @@ class OtherWorkers:
     """The other workers at the commit.
 
     Attributes:
-        vote: see `Team.vote`; once called, nothing on this worker stops the step.
+        vote: see `Team.vote`. After the call, nothing on this worker stops the step.
         exchange_texts: returns each worker's name and text.
     """
 
@@ -44,11 +44,11 @@ def _nothing() -> None:
 class CommitPoint:
     """Commits a step on all replicas or on none, or skips it.
 
-    The first replica past the barrier decides the step, unless the step was stopped before. Deciding and stopping are atomic
-    for threads and signals.
+    The first replica past the barrier decides, unless the step was stopped before. Deciding and stopping are atomic for
+    threads and signals.
 
     Args:
-        settle: called by each replica when the step is committed, before the updates.
+        settle: called by each replica after the commit, before the updates.
         workers: None for a process that trains alone.
     """
 
@@ -65,7 +65,7 @@ class CommitPoint:
         self._decision: dict[str, str] = {}
         self._numbers: list[_Numbers] = [_Numbers()] * len(devices)  # of each replica that has arrived
         self._is_suspended = False
-        self._agreed_numbers: torch.Tensor | None = None  # the numbers with which all workers go on
+        self._agreed_numbers: torch.Tensor | None = None  # the numbers that all workers use
         self._voting = threading.Lock()
         self._rendezvous = self._make_rendezvous()
 
@@ -74,12 +74,11 @@ class CommitPoint:
 
     @property
     def is_committed(self) -> bool:
-        """True if the present step or, between steps, the last one has committed."""
+        """True if the current step (between steps, the last one) has committed."""
         return self._decision.get("step") is TAKES_PLACE
 
     @property
     def is_skipped(self) -> bool:
-        """True if all replicas leave out the step's updates. The loss is still returned."""
         return self._decision.get("step") is SKIPPED
 
     @property
@@ -88,7 +87,7 @@ class CommitPoint:
 
     @property
     def is_binding(self) -> bool:
-        """True if the step cannot be stopped: it is decided, or workers vote on it."""
+        """True if the step cannot be stopped any more: it is decided, or workers vote on it."""
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _VOTING)
 
     def begin(self) -> None:
@@ -137,26 +136,26 @@ class CommitPoint:
         return Vote(decision is TAKES_PLACE, numbers=numbers)
 
     def _refuse(self) -> None:
-        """Called when some worker cannot commit; raises an error, or lets all skip the step."""
+        """Called if a worker cannot commit. Raises an error, or lets all workers skip the step."""
 
     def abort(self) -> None:
         self._rendezvous.abort()
 
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
-        """Records that a replica is past everything that can fail, and its numbers for all replicas. Never blocks."""
+        """Records that a replica can no longer fail, and its numbers for other replicas. Never blocks."""
         if numbers:
             self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
         self._rendezvous.announce(replica)
 
     def leave(self, replica: int) -> torch.Tensor | None:
-        """Waits for all replicas and decides the step.
+        """Waits for all replicas, and decides the step.
 
         Returns the replicas' numbers, [number, replica], or the workers' numbers, see
         `mirrorc.runtime.workers.protocol.vote.Columns`; None without numbers.
 
         Raises:
             Aborted: the step is stopped.
-            CommunicationError: the others did not arrive in time.
+            CommunicationError: other replicas did not arrive in time.
         """
         self._rendezvous.await_replicas(replica, self._all)
         met = self._met(replica)
@@ -165,12 +164,10 @@ class CommitPoint:
         return self._numbers_for_all(met)
 
     def _numbers_for_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
-        """Calls ``settle``; returns numbers that are bitwise equal on all workers."""
         self._settle()
         return met if self._agreed_numbers is None or met is None else self._agreed_numbers.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:
-        """The numbers of all replicas, [number, replica], on this replica's device; None without numbers."""
         if not self._numbers[replica].values:
             return None
         device = self._devices[replica].torch_device

@@ -1,4 +1,4 @@
-"""Commits that need finite losses and finite reduced gradients."""
+"""Commits that need finite losses and finite gradients."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from mirrorc.runtime.workers.protocol.vote import Vote
 
 @dataclass(frozen=True)
 class Examined:
-    """A value and the sum of its elements. A finite sum proves finite elements; a non-finite one may be an overflow."""
+    """A value and the sum of its elements. A finite sum proves finite elements; an infinite sum may be an overflow."""
 
     value: torch.Tensor
     total: torch.Tensor
 
 
 def examined(value: torch.Tensor) -> Examined:
-    """Sums without synchronizing with a GPU."""
+    """Does not synchronize with a GPU."""
     return Examined(value, sum_of(value))
 
 
 def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool) -> bool:
-    """True if all sums are finite; ``at_once`` synchronizes a GPU only once."""
+    """``at_once`` synchronizes with a GPU only once."""
     totals = [value.total for value in values if isinstance(value, Examined)]
     totals += sums_of_all([value.visitor for value in values if isinstance(value, ExaminedShare)])
     if at_once and totals:
@@ -50,7 +50,7 @@ def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool
 
 @dataclass(frozen=True)
 class ExaminedShare:
-    """A share whose visitor has summed its parts, except for ``deferred`` tables, if any."""
+    """A share whose parts are summed by a visitor, except for ``deferred`` tables."""
 
     value: torch.Tensor
     visitor: SumVisitor
@@ -63,7 +63,7 @@ class Fault:
 
     Attributes:
         variable: the gradient's variable; empty for the loss.
-        place: offset of the elements in their bucket; equal if several replicas examined the same elements.
+        place: offset in the bucket; equal if several replicas checked the same elements.
     """
 
     variable: str
@@ -75,7 +75,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements of a checked value that belong to one gradient, and their offset in the bucket. A loss has no variable."""
+    """Elements of a checked value that belong to one gradient, or to a loss if ``variable`` is empty."""
 
     variable: str
     place: int
@@ -95,7 +95,7 @@ def _faults(ranges: Sequence[_Range], value: torch.Tensor, replica: int) -> Iter
 class CheckedCommit(CommitPoint):
     """Commits a step if no replica has found a non-finite value.
 
-    Replicas record their faults before the barrier. Past the barrier each knows all faults, so all decide alike.
+    Replicas record their faults before the barrier. After it, each knows all faults, so all decide equally.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class CheckedCommit(CommitPoint):
         shares = [check.deferred for check in checks if isinstance(check, ExaminedShare) and check.deferred is not None]
         DeferredTables.settle(shares)
         if not sums_are_finite(checks, at_once=self._devices[replica].is_asynchronous):
-            for share in shares:  # elements are looked at, and what is not made yet is of an earlier step
+            for share in shares:  # elements are read, and shares that are not made yet have those of an earlier step
                 share.make()
             pairs = zip(self._ranges[replica], checks, strict=True)
             faults = [fault for ranges, check in pairs for fault in _faults(ranges, check.value, replica)]
@@ -146,12 +146,12 @@ class CheckedCommit(CommitPoint):
         return False if self.is_skipped else self._numbers_for_all(met)
 
     def _make_vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
-        """Reports only sums that all workers have: losses, parts of sums and accumulated gradients are local."""
+        """Reports only sums over workers. Losses, parts of sums and accumulated gradients are local."""
         has_sound_sums = not any(fault.variable in self._known_to_all for fault in self._all_faults())
         return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)
 
     def _refuse(self) -> None:
-        """Raises an error, equal on all workers, unless all skip the step."""
+        """Lets all workers skip the step, or raises an error that is equal on all workers."""
         if self._skips:
             return
         assert self._workers is not None, "alone, a fault raises before the decision"
@@ -181,7 +181,6 @@ class CheckedCommit(CommitPoint):
                 yield f"the loss on {self._program.devices[fault.replica]} is {fault.example}"
 
     def _gradient_messages(self, faults: Sequence[Fault]) -> Iterator[str]:
-        """A message about the first gradient that is not finite. An element that several replicas have seen counts once."""
         names = {fault.variable for fault in faults}
         first = next((name for name in self._program.variables if name in names), None)
         if first is not None:

@@ -1,4 +1,4 @@
-"""Measures or bounds a share's parts while they are in cache."""
+"""Measures or bounds the parts of a share while they are in cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMALL_ELEMENTS = 2**14
 
 
 class Visitor(ABC):
-    """Does a node's work on a share, part by part; ``writes`` is True if it changes the parts."""
+    """Runs a node on a share, part by part. ``writes``: it changes the parts."""
 
     writes: ClassVar[bool] = False
 
@@ -85,7 +85,7 @@ def sum_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of_all(visitors: Sequence[SumVisitor]) -> list[torch.Tensor]:
-    """Sums of the visited parts; of small parts, sums of absolute values."""
+    """Sums of the visited parts. Small parts have sums of absolute values."""
     small: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for part in (part for visitor in visitors for part in visitor.take_small()):
         small[part.dtype].append(part)
@@ -110,7 +110,7 @@ class BoundVisitor(Visitor):
 
 
 def visitors_of(wait: fx.Node) -> dict[fx.Node, Visitor]:
-    """Visitors for norms and finite checks of a wait's share, and for a clip by value if nothing else reads the share."""
+    """Visitors for norms and finite checks of a wait's share; for a clip by value if nothing else reads the share."""
     visitors: dict[fx.Node, Visitor] = {}
     for user in wait.users:
         if user.target is ops.norm:
@@ -137,7 +137,7 @@ def visiting(
     visitors: Sequence[Visitor],
     deferred: DeferredTables | None = None,
 ) -> Callable[..., torch.Tensor]:
-    """A function that waits for a share; visitors process its parts in order, except for deferred tables."""
+    """A function that waits for a share. Visitors process its parts in order, except for deferred tables."""
     visit = visit_of_all(visitors) if deferred is None else deferred.visit
 
     def wait(pending: Any, **_: Any) -> torch.Tensor:

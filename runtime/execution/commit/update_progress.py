@@ -1,4 +1,4 @@
-"""Progress of a step's updates, for failures after its commit."""
+"""The progress of a step's updates, for failures after the commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.messages.wording import numbered
 
 
 class UpdateProgress:
-    """Records the updates of a step; the devices' threads call it."""
+    """Records the updates of a step. Thread-safe."""
 
     def __init__(self, program: Program) -> None:
         self._num_buckets = len(program.buckets)
@@ -43,7 +43,7 @@ class UpdateProgress:
         return run
 
     def clause(self) -> str:
-        """The updated buckets, as a clause: "buckets 0 and 1 of 4 were updated, bucket 2 in part"."""
+        """A clause such as "buckets 0 and 1 of 4 were updated, bucket 2 in part"."""
         done = Counter(self._done)
         whole = sorted(bucket for bucket, number in self._wanted.items() if done[bucket] == number)
         in_part = sorted(set(self._begun) - set(whole))
@@ -60,7 +60,7 @@ class UpdateProgress:
 
 
 def progress_of(program: Program) -> UpdateProgress | None:
-    """The record of a program's updates; None if it neither commits early nor gathers parameters from other workers."""
+    """None for programs that cannot fail after their commit: those without early commits and gathered parameters."""
     nodes = [node for graph in program.graphs() for node in calls_to(graph, ops.commit, ops.gather_parameters)]
     is_due = any(node.target is ops.gather_parameters or is_early(node) for node in nodes)
     return UpdateProgress(program) if is_due else None

@@ -1,4 +1,4 @@
-"""Parameters that no replica of a step has used: their updates are left out."""
+"""The parameters that no replica of a step has used. Updates leave them out."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mirrorc.runtime.state.evaluation_state import EvaluationState
 
 
 class UsedVariables:
-    """Determines the used parameters when a step commits; updates leave out the others.
+    """Determines at the commit which parameters were used.
 
-    An accumulated gradient counts as use. So does a parameter in a bucket with partial exchange, since the sent elements
-    may be of an earlier step.
+    A parameter with an accumulated gradient counts as used. So does a parameter in a bucket with partial exchange,
+    because sent elements may be of an earlier step.
 
     Attributes:
-        next: for the next run, which fills it.
-        last: that of the last run.
+        next: filled by the next run.
+        last: filled by the last run.
     """
 
     def __init__(self, program: Program, state: ProgramState) -> None:
@@ -46,7 +46,7 @@ class UsedVariables:
         self._begun, self._num_users = begun if self._places else None, None
 
     def tell(self) -> torch.Tensor | None:
-        """This process's used parameters as ones and zeros, float64 [number]; None if none can be unused."""
+        """This process's used parameters as ones and zeros, float64 [number]; None if all are always used."""
         used = self._begun
         if used is None:
             return None
@@ -62,7 +62,7 @@ class UsedVariables:
         self._num_users = num_users
 
     def settle(self) -> None:
-        """Called by each replica when the step is decided, before it updates."""
+        """Called by each replica after the decision, before its updates."""
         with self._lock:
             num_users = self.tell() if self._num_users is None else self._num_users
             if num_users is None:
@@ -77,5 +77,5 @@ class UsedVariables:
                 self._state.accumulated.note_unused(left_out)
 
     def unused(self, bucket: int) -> Set[int]:
-        """Indices of a bucket's slots whose updates the last committed step leaves out."""
+        """Indices of a bucket's slots without an update in the last committed step."""
         return self._unused.get(bucket, frozenset())

@@ -19,12 +19,12 @@ from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_vi
 
 @dataclass(frozen=True)
 class Examples:
-    """Example counts of a call, on this worker and on all.
+    """Numbers of examples of a call, on this worker and on all.
 
     Attributes:
-        calls_elsewhere: examples of the calls that other workers have accumulated.
+        calls_elsewhere: examples accumulated by other workers.
         present_before: replicas with examples on workers of lower rank.
-        num_present: replicas with examples on all workers; 0 without other workers, where the local count applies.
+        num_present: replicas with examples on all workers; 0 without other workers.
     """
 
     local: int
@@ -49,13 +49,13 @@ class _Sums:
 
 
 def _power_below(part: float) -> float:
-    """The largest power of two at most ``part``; multiplication by it is exact."""
+    """Multiplication by a power of two is exact."""
     return math.ldexp(0.5, math.frexp(part)[1])
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """The calls and variables in the gradient sums. ``unit`` is the factor of each example's loss; with
+    """Accumulated calls and used variables. ``unit`` is the weight of each example's loss; with
     ``loss_reduction="sum"``, of each call's loss.
     """
 
@@ -67,15 +67,15 @@ class _Counts:
 
 
 class AccumulatedGradients:
-    """Sums of gradients on each replica, over the calls since the last update, in the dtype of their parameters.
+    """Gradients that each replica has summed since the last update, in the dtype of their parameters.
 
-    All examples' losses have the same weight, so that the first call's loss has weight 1. With loss scaling, the first
-    call's loss has the scale times the call's fraction of the last update's examples, rounded down to a power of two.
-    float16 gradients then overflow as in a loop that divides losses. The updating step corrects the weights.
+    All examples have the same weight. The first call's loss has weight 1; the updating step corrects this. With loss
+    scaling, its weight is the scale times the call's fraction of the last update's examples, rounded down to a power of
+    two, so that float16 gradients overflow as in a loop that divides losses.
 
     Attributes:
         share: the factor of the sums in the running step.
-        is_torn: True after a failed addition, so that sums may be incomplete.
+        is_torn: an addition has failed, so sums may be incomplete.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -100,7 +100,7 @@ class AccumulatedGradients:
 
     @property
     def used(self) -> frozenset[str]:
-        """Variables that a call has used; the sums of others are zeros in place of None."""
+        """Variables used in any call; the sums of others are zeros instead of None."""
         return self._counts.used
 
     def sums_of(self, bucket: int) -> Sequence[torch.Tensor]:
@@ -126,7 +126,7 @@ class AccumulatedGradients:
             )
 
     def fit(self, plan: tuple[Bucket, ...]) -> None:
-        """Lays the sums out for a bucket plan. A failure changes nothing."""
+        """Allocates the sums for a bucket plan. A failure changes nothing."""
         if self._sums.plan == plan:
             return
         old = {name: sums for name, sums in self._sums.of_variables().items() if name in self._counts.names}
@@ -144,7 +144,7 @@ class AccumulatedGradients:
             self._sums = _Sums()
 
     def begin_call(self, program: Program, examples: Examples, scale: float) -> float:
-        """Begins an accumulating call; returns the factor of its loss before backward."""
+        """Begins an accumulating call; returns the factor of its loss."""
         size, counts = examples.of_all if program.loss_reduction == "mean" else 1, self._counts
         part = _power_below(size / max(size, self._last_update)) if scale != 1.0 else 1.0
         unit = counts.unit if counts.num_calls else scale * part / size
@@ -181,7 +181,7 @@ class AccumulatedGradients:
         self.is_torn = True
 
     def clear(self) -> None:
-        """Drops the sums, but not their memory; idempotent."""
+        """Drops the sums, but keeps their memory; idempotent."""
         self._counts, self.is_torn = _Counts(), False
         if self._sums.aside:
             self._sums = _Sums(self._sums.plan, self._sums.flat)

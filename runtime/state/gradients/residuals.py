@@ -19,9 +19,9 @@ class _Unsent:
     """Residuals by bucket, in the bucket's layout. The ``new`` fields belong to the running step.
 
     Attributes:
-        aside: residuals of variables in no bucket.
+        aside: residuals of variables without a bucket.
         new_scale: the running step's loss scale; None between steps.
-        state: payload results by variable; equal on all workers. New ones may be in flight.
+        state: payloads' states by variable; equal on all workers. New ones may be in flight.
     """
 
     plan: tuple[Bucket, ...] = ()
@@ -35,9 +35,9 @@ class _Unsent:
 
 
 class UnsentGradients:
-    """Error feedback of this worker: one for all of its devices, and for all programs of a step.
+    """Error feedback of this worker, for all of its devices and all programs of a step.
 
-    A step reads the present residuals and writes new ones to separate memory; `finish` swaps the two.
+    A step reads the old residuals and writes new ones to separate memory; `finish` swaps the two.
 
     Attributes:
         num_loads: the number of calls of `load`; equal on all workers.
@@ -74,14 +74,14 @@ class UnsentGradients:
         self._unsent = replace(unsent, new_scale=scale if is_sent else None, new_state=dict(unsent.state))
 
     def add(self, bucket: int, elements: slice, share: torch.Tensor) -> torch.Tensor:
-        """The share plus these elements' residual, rescaled to the step's loss scale; in the memory of `new`."""
+        """The share plus the residual of these elements, at the step's loss scale; in the memory of `new`."""
         unsent = self._unsent
         assert unsent.new_scale is not None, "the step has begun"
         residual = unsent.residuals[bucket][elements]
         return torch.add(share, residual, alpha=unsent.new_scale / unsent.scale, out=unsent.new[bucket][elements])
 
     def new(self, bucket: int) -> torch.Tensor:
-        """The memory of `add`'s results for a bucket; the caller zeroes the sent elements."""
+        """The memory of `add`'s results for a bucket. The caller zeroes the sent elements."""
         return self._unsent.new[bucket]
 
     @property
@@ -115,7 +115,7 @@ class UnsentGradients:
         self._unsent, self._program = _Unsent(aside=aside, state=dict(state)), None
 
     def forget(self) -> None:
-        """Drops everything, on all workers, after a step that only some completed."""
+        """Drops all residuals, on all workers, after a step that only some workers completed."""
         self._replace({}, {})
 
     def _of_variables(self) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ def add_up_rows(
 ) -> torch.Tensor:
     """The sum over replicas of a table's gradient, as rows sorted by index; `FlatBucket.touched` gets the indices.
 
-    Rows of one index are added in order of replicas. Zero rows stay if a replica has looked them up.
+    Rows with the same index are added in the order of replicas. Looked-up rows stay even if they are zero.
     """
     (slot,), device = flat.bucket.slots, flat.gradients[replica].device
     rows = [rows.reshape(-1, slot.shape[1]) for rows, _ in _parts(buckets)]
@@ -39,7 +39,7 @@ def note_rows(flat: FlatBucket, buckets: Sequence[FactoredBucket], replica: int,
 
 
 def rows_written(flat: FlatBucket, replica: int) -> torch.Tensor:
-    """A copy of the table rows that the step updates, 1-D, sorted by index."""
+    """A copy of the updated rows of the table, 1-D, sorted by index."""
     (table,) = slot_views(flat.parameters[replica], flat.bucket)
     return table.index_select(0, flat.touched[replica]).reshape(-1)
 
@@ -64,5 +64,5 @@ def _counted(places: torch.Tensor, details: Mapping[str, Any]) -> torch.Tensor |
 
 
 def bytes_of_rows(bucket: Bucket, num_bytes: int) -> tuple[int, int]:
-    """Maximal bytes of a sum of rows, and temporary bytes of `add_up_rows`; ``num_bytes`` counts all replicas."""
+    """Upper bounds for the bytes of a sum of rows, and for temporary bytes. ``num_bytes`` counts all replicas."""
     return min(num_bytes, bucket.num_bytes + bucket.slots[0].shape[0] * torch.int64.itemsize), 2 * num_bytes

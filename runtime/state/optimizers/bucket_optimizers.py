@@ -1,4 +1,4 @@
-"""The user's optimizers over buckets: flat if element-wise, otherwise their own `step`."""
+"""The user's optimizers over buckets: flat if element-wise, else by their own `step`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class BucketOptimizers:
     views of replica 0's flat state, so ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
-        is_captured: True for CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as torch's fused
-            kernels require.
+        is_captured: with CUDA graphs. The learning rate is then a 32-bit tensor on the first device, for torch's fused
+            kernels.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class BucketOptimizers:
 
     @property
     def leave_gradients(self) -> bool:
-        """Test for updates that leave gradients unchanged; torch's foreach implementations may write them."""
+        """True if updates leave gradients unchanged; torch's foreach implementations may write them."""
         return not any(group.get("foreach") for group in self.groups.hyperparameters)
 
     def lay_out(self, buckets: Sequence[FlatBucket]) -> Laid:
-        """Prepares flat optimizers with the user's present state, which stays unchanged until `adopt`."""
+        """Prepares flat optimizers with the user's state. The user's state stays until `adopt`."""
         self._write_rates_for_graphs()
         elementwise = [flat for flat in buckets if flat.bucket.rule.elementwise]
         if self._keeps_dealt_state(elementwise):
@@ -88,7 +88,7 @@ class BucketOptimizers:
         return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
 
     def are_dealt_otherwise(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for state sharded by a different bucket plan. Such state must be gathered first."""
+        """True if the state is sharded by another bucket plan. It must then be gathered first."""
         elementwise = [bucket for bucket in buckets if bucket.rule.elementwise]
         are_others = self.are_sharded and elementwise != [flat.bucket for flat in self._state.buckets]
         return are_others and self.is_dealt and not self.is_stale()
@@ -126,7 +126,7 @@ class BucketOptimizers:
         return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for equal state entries and scalars within element-wise buckets. Buckets with optional parameters always fit."""
+        """True if all parameters of each element-wise bucket have equal state entries and scalars, or are optional."""
         return all(
             len({state_signature(state) for state in self._user_states(bucket)}) == 1
             for bucket in buckets
@@ -190,7 +190,7 @@ class BucketOptimizers:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Makes flat optimizers capturable, as torch's Adam requires; outside of captures torch would warn."""
+        """Makes flat optimizers capturable, as torch's Adam requires. Outside of captures, torch would warn."""
         groups = [flat.optimizer.param_groups[0] for flat in self._state.optimizers.values()]
         groups = [group for group in groups if "capturable" in group]
         for group in groups:
@@ -230,11 +230,11 @@ class BucketOptimizers:
 
     @property
     def is_dealt(self) -> bool:
-        """Test for state with shards on other workers."""
+        """True if other workers have shards of the state."""
         return any(map(has_dealt_state, self.groups.optimizers))
 
     def gather(self, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Publishes the whole state in the user's optimizers until the next step; collective over all workers."""
+        """Puts the whole state into the user's optimizers until the next step; collective over all workers."""
         self._gathered = {(bucket, key): all_gather(part) for bucket, key, part in self._state.parts()}
         self._show(self._state.shown(self._gathered))
 
@@ -267,7 +267,7 @@ class BucketOptimizers:
         return update_memory(optimizer, index, bucket.dtype, first.device, state)
 
     def user_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
-        """Bytes of these buckets' state in optimizers whose own `step()` runs; None without state before their first step."""
+        """Bytes of the state in optimizers whose own `step()` runs; None before their first step."""
         states = [
             self.groups[bucket.rule.group][0].state.get(parameter, {})
             for bucket, parameters in buckets
@@ -281,7 +281,7 @@ class BucketOptimizers:
     def step_by_itself(
         self, buckets: Sequence[int], *gradients: torch.Tensor, unused: Sequence[Collection[int]] = ()
     ) -> None:
-        """Steps the user's optimizers of these buckets on replica 0's parameters, as a training loop would.
+        """Steps the user's optimizers of these buckets on replica 0's parameters.
 
         Args:
             unused: for each bucket, the indices of slots without a gradient.
@@ -324,7 +324,7 @@ def _gradients(flat: FlatBucket, reduced: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _dense_parts(value: Any) -> list[torch.Tensor]:
-    """A state entry's dense tensors: the momentum of sparse gradients is sparse."""
+    """Dense tensors only, because the momentum of sparse gradients is sparse."""
     if not isinstance(value, torch.Tensor):
         return []
     return [value._indices(), value._values()] if value.is_sparse else [value]

@@ -18,7 +18,7 @@ _TRIED_ELEMENTS = 4096  # enough that tensors of one element are negligible
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """Memory of an element-wise update besides parameters and gradients.
+    """Memory of an element-wise update, other than parameters and gradients.
 
     Attributes:
         state: entry -> dtype, for tensors of bucket length.
@@ -32,7 +32,7 @@ class UpdateMemory:
 
 
 class FlatOptimizer:
-    """An optimizer of the user's class whose single parameter is a replica's bucket, or a shard of it."""
+    """An optimizer of the user's class. Its single parameter is a replica's bucket, or a shard of it."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, group: int, flat: torch.Tensor, rate: torch.Tensor | None = None
@@ -76,7 +76,7 @@ class FlatOptimizer:
         return self.optimizer.state[self.parameter]
 
     def make_state(self) -> None:
-        """Creates the state that the class's constructor creates, such as Adagrad's in torch 2.11, for `update_memory`."""
+        """Creates the state that the class creates in its constructor, such as Adagrad's in torch 2.11."""
         kind = type(self._source)
         taken = inspect.signature(kind).parameters
         group = {
@@ -96,14 +96,14 @@ class FlatOptimizer:
         self._step(self.optimizer)
 
     def update_divided(self, gradient: torch.Tensor, divisor: float) -> None:
-        """Runs one step on ``gradient / divisor``; the fused kernel divides, possibly in place."""
+        """Runs a step on ``gradient / divisor``. The fused kernel divides, possibly in place."""
         self.parameter.grad = gradient
         with dividing_gradients(self.optimizer, divisor):
             self._step(self.optimizer)
 
 
 class PartOptimizer:
-    """Runs a step of a flat optimizer in parts, each with a copy of the step count and its range of the state."""
+    """Runs a step of a flat optimizer in parts. Each part has a copy of the step count, and its range of the state."""
 
     def __init__(self, whole: FlatOptimizer) -> None:
         self._whole = whole
@@ -120,7 +120,7 @@ class PartOptimizer:
         """Runs one step.
 
         Args:
-            parts: takes a function, and calls it with the first element and the 1-D tensor of each part, in order.
+            parts: calls its argument with the first element and the 1-D tensor of each part, in order.
             divisor: as in `FlatOptimizer.update_divided`.
         """
         whole, part = self._whole.state, self._part
@@ -157,7 +157,7 @@ class PartOptimizer:
         numbers: Mapping[str, torch.Tensor] | None,
         divisor: float | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Runs one step on elements with equal step counts; returns the scalars of the state after it.
+        """Runs a step on elements with equal step counts; returns the new scalars of the state.
 
         Args:
             ranges: start and stop of each range. Without ranges, only the scalars advance.
@@ -182,7 +182,7 @@ class PartOptimizer:
         return {key: value for key, value in part.state.items() if key in SCALAR_STATE}
 
     def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
-        """Stores the state of a range's first update. Elements without an update have zeros."""
+        """Stores the state of a range's first update. Elements that were not updated have zeros."""
         whole = self._whole.state
         for key, value in made.items():
             if key in SCALAR_STATE or not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Flat state of element-wise optimizers."""
+"""State of element-wise optimizers in flat tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 from mirrorc.user.optimizer_kinds import SCALAR_STATE, flat_entries
 
 UserState = Mapping[str, Any]
-"""The user's state of a parameter; may be empty."""
 
 
 @dataclass
 class Shown:
-    """The user's view of flat state, prepared for an atomic switch.
+    """Views of flat state for the user, prepared so that the switch is atomic.
 
     Attributes:
-        states: new entries by parameter name; None to leave the present ones.
+        states: new entries by parameter name; None for no change.
     """
 
     states: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -33,8 +32,6 @@ class Shown:
 
 
 class FlatState:
-    """Flat optimizers, one per bucket and replica, with the user's state."""
-
     def __init__(
         self,
         buckets: Sequence[FlatBucket],
@@ -87,7 +84,7 @@ class FlatState:
                 continue
             whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=home)
             for view, state in zip(slot_views(whole, bucket), known, strict=True):
-                if key in state:  # else without an update so far
+                if key in state:  # otherwise not updated yet
                     view.copy_(state[key])
             if bucket.part is not None:
                 whole = whole[bucket.part.start : bucket.part.stop].clone()
@@ -110,7 +107,9 @@ class FlatState:
             optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Replicas with the first updating replica's parameters get views of their ranges. Others get a copy of ``whole``."""
+        """Replicas that share the first updating replica's parameters get views of their ranges; others get a copy of
+        ``whole``.
+        """
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
         home = flat.bucket.owner_of_parameters(next(iter(replicas)))
@@ -145,12 +144,12 @@ class FlatState:
         return all(self._first(flat).state for flat in self.buckets)
 
     def entries(self) -> list[int]:
-        """Ids of the present state entries, and counts of slots with state. New state changes the list."""
+        """Ids of the state entries, and counts of slots with state. New state changes the list."""
         made = [sum(slots.made) for slots in self.by_slot.values()]
         return [*made, *(id(value) for flat in self.buckets for value in self._first(flat).state.values())]
 
     def parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """Sharded state as (bucket, entry, this worker's part), in one order on all workers."""
+        """This worker's parts of sharded state, as (bucket, entry, part), in the same order on all workers."""
         for flat in self.buckets:
             if flat.bucket.part is not None:
                 for key in sorted(self.whole.get(flat.bucket.index, {})):
@@ -160,7 +159,7 @@ class FlatState:
         """Views of replica 0's state, for the user's optimizer.
 
         Args:
-            gathered: whole tensors of all `parts`; without it, `DealtState` stands for each.
+            gathered: whole tensors of all `parts`; without them, `DealtState` takes their place.
         """
         by_slot = {flat.bucket.index: slots[0] for flat in self.buckets if (slots := self._slots_of(flat))}
         numbers = {

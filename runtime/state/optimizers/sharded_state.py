@@ -1,4 +1,4 @@
-"""Placeholders for sharded optimizer state, so that no shard passes for the whole."""
+"""Placeholders for sharded optimizer state, so that a shard is not taken for the whole."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def refuse_dealt_state(optimizer: torch.optim.Optimizer, use: str) -> None:
 def watch_dealt_state(optimizer: torch.optim.Optimizer, internal_steps: InternalSteps) -> None:
     """Makes ``state_dict()`` and ``step()`` of an optimizer raise an error while its state is incomplete.
 
-    A class that skips ``Optimizer.__init__`` takes no hooks, but its state is never sharded.
+    A class that skips ``Optimizer.__init__`` has no hooks, but its state is never sharded.
     """
     if optimizer not in _watched and calls_step_hooks(optimizer):
         _watched[optimizer] = weakref.WeakSet()

@@ -23,7 +23,7 @@ class SlotOptimizer:
 
     Attributes:
         numbers: scalar state entries, one value per slot, 1-D.
-        made: by slot, True if its parameter has state.
+        made: for each slot, True if its parameter has state.
     """
 
     def __init__(self, whole: FlatOptimizer, bucket: Bucket, elements: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""State in the user's optimizers, and detection of changes to it."""
+"""State in the user's optimizers, and detection of writes to it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from mirrorc.torch_internals import copy_each
 
 
 class ShownNumbers:
-    """Scalars of buckets, each repeated for every parameter of its bucket.
+    """Scalars of buckets, repeated for every parameter of a bucket.
 
-    A write to a scalar may not count a version, so the values are compared before every step. Scalars of one dtype and
-    device are adjacent, next to a reference copy.
+    A write to a scalar may leave its version unchanged, so the values are compared before every step.
     """
 
     def __init__(self, scalars: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -40,14 +39,14 @@ class ShownNumbers:
         copy_each(self._written, self._compared)
 
     def are_as_written(self) -> bool:
-        """True if the values on the CPU are unchanged. GPUs' values are not compared, since this would synchronize."""
+        """True if the values on the CPU are unchanged. Values on GPUs are not compared, because this would synchronize."""
         return all(map(torch.equal, self._compared, self._written))
 
 
 class ShownState:
-    """Snapshot of the state in the user's optimizers after mirrorc's last write.
+    """A snapshot of the state in the user's optimizers after mirrorc's last write.
 
-    The comparison before every step loops in C over identities and names. Version counters reveal writes in place.
+    Each step compares identities, names and version counters with the snapshot, by loops in C.
     """
 
     def __init__(self) -> None:
@@ -66,10 +65,10 @@ class ShownState:
         states: Iterable[tuple[torch.optim.Optimizer, torch.Tensor, Mapping[str, Any]]],
         counted: Iterable[torch.Tensor],
     ) -> None:
-        """Adds entries to the state of parameters; the dicts keep their identity. Idempotent.
+        """Adds entries to the state of parameters, in the same dicts. Idempotent.
 
         Args:
-            counted: tensors whose version counters reveal writes to these entries.
+            counted: tensors whose versions show writes to these entries.
         """
         for optimizer, parameter, entries in states:
             optimizer.state.setdefault(parameter, {}).update(entries)
@@ -107,5 +106,5 @@ class ShownState:
 
 
 def are_the_same(now: list[Any], then: list[Any]) -> bool:
-    """Compares identities, since a comparison of tensors by value would be element-wise."""
+    """Compares identities, because a comparison of tensors is element-wise."""
     return len(now) == len(then) and all(map(is_, now, then))

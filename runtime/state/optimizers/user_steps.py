@@ -1,4 +1,4 @@
-"""Detection of optimizer steps outside of the compiled step."""
+"""Detects optimizer steps outside of the compiled step."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ class InternalSteps:
 
 
 class UserSteps:
-    """Watches, by hooks, the user's steps of these optimizers and of all others.
+    """Observes the user's steps of these and all other optimizers, by hooks.
 
-    Version counters are not enough: torch's fused implementations write without a count. A class that skips
-    ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do.
+    Version counters are not enough, because torch's fused implementations do not increment them. A class that skips
+    ``Optimizer.__init__`` runs no hooks, but optimizers inside its ``step`` do.
 
     Attributes:
-        have_written: True after a step of these optimizers with gradients, or of others over the same parameters, until
-            `mark_mirrored`.
-        of_others: ids of stepped parameters that these optimizers do not have, until the writes are mirrored.
+        have_written: the parameters were updated since `mark_mirrored`, by these optimizers or others.
+        of_others: ids of parameters outside of these optimizers that others have updated since `mark_mirrored`.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], internal_steps: InternalSteps) -> None:
@@ -91,7 +90,7 @@ class UserSteps:
         self.of_others |= stepped - parameters
 
     def tell_when_idle(self, callback: Callable[[], bool]) -> None:
-        """Registers a callback. Each step without gradients runs the callbacks until one returns True."""
+        """Registers a callback. Each step without gradients runs callbacks until one returns True."""
         self._when_idle = [*(other for other in self._when_idle if other() is not None), weakref.WeakMethod(callback)]
 
     def forget(self, callback: Callable[[], bool]) -> None:

@@ -1,1 +1,1 @@
-"""State shared by several steps, and its owner in a call."""
+"""State shared by several steps, and its owner during a call."""

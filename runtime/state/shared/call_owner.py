@@ -13,7 +13,7 @@ class Callers:
     """Serializes the calls of steps over common variables; see `mirrorc.calls.call_lock.ExclusiveCalls`.
 
     Attributes:
-        now: the running call's thread and owner, under the key "now"; all these steps share the dict.
+        now: a dict that all these steps share: thread and owner of the running call, under the key "now".
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Callers:
         _callers.add(self)
 
     def join(self, others: Sequence[Callers]) -> None:
-        """Serializes the calls of several groups of steps; raises an error if several run now."""
+        """Serializes the calls of several groups of steps. Raises an error if several of them run now."""
         apart = {id(callers.now): callers.now for callers in (self, *others)}.values()
         running = [calls for calls in apart if calls]
         if len(running) > 1:

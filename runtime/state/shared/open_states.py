@@ -24,7 +24,7 @@ _held: weakref.WeakSet[HeldState] = weakref.WeakSet()
 def held_state(
     tensors: Mapping[str, torch.Tensor], devices: Sequence[Device], groups: OptimizerGroups, *, is_captured: bool
 ) -> HeldState:
-    """The state for a new step: the state of open steps over the same variables if possible, or a new one."""
+    """The state for a new step: shared with open steps over the same variables if possible, else new."""
     user_tensors, updated = tensors.values(), groups.parameters()
     known = [held for held in list(_held) if held.is_open]
     written = [tensor for tensor in user_tensors if id(tensor) in updated or not isinstance(tensor, torch.nn.Parameter)]
@@ -59,7 +59,7 @@ def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, i
 
 
 def begin_use(held: HeldState) -> None:
-    """Refuses a call on torn state, or on variables that an open step has on other devices."""
+    """Refuses a call if the state is partly updated, or if an open step has the variables on other devices."""
     refuse_torn(held.store.names.keys())
     held.free_forgotten()
     if not held.is_used:
@@ -95,7 +95,7 @@ def _first_elsewhere(
 
 
 def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
-    """Records tensors that a step reads as constants. Serializes the step with open steps that may write them."""
+    """Records tensors that a step reads as constants. Serializes the step with open steps that may write these."""
     held.note_reads(tensors)
     held.callers.join([other.callers for other in list(_held) if other.is_open and other.first_in_common(tensors)])
 
@@ -103,7 +103,7 @@ def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
 def take_in(
     hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
 ) -> None:
-    """Adds variables of modules outside of the model to a step. Merges the states of open steps over them, if possible."""
+    """Adds variables of modules outside of the model to a step. Merges the states of open steps over them if possible."""
     held, ids = hold.held, {id(tensors[name]) for name in written if name in tensors}
     _refuse_elsewhere(held, tensors.values(), ids)
     either = held.trained() | ids
@@ -115,7 +115,6 @@ def take_in(
 
 
 def _merge(states: Sequence[HeldState], *, is_running: bool = False) -> HeldState | None:
-    """Merges states into the first; None for incompatible states, or for a state in use without ``is_running``."""
     is_ready = is_running or len(states) == 1 or not any(held.callers.now for held in states)
     if not states or not is_ready or not all(a.can_merge_with(b) for a, b in combinations(states, 2)):
         return None

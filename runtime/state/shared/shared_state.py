@@ -21,7 +21,7 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Hold:
-    """A step's reference to a shared state, until the step ends. A merge of states replaces its attributes."""
+    """A step's reference to a shared state. A merge of states replaces its attributes."""
 
     def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, model_name: str) -> None:
         self.held, self.store, self.optimizers, self.model_name = held, store, optimizers, model_name
@@ -30,13 +30,13 @@ class Hold:
 class HeldState:
     """Variables of one or more steps, and the state of their optimizers.
 
-    Steps take turns in one memory without copies. Their optimizers update equal or disjoint sets of parameters.
+    Steps take turns in one memory without copies. Their optimizers must update equal or disjoint sets of parameters.
 
     Attributes:
-        layout: number of the layout; a change makes steps bind their functions anew.
-        was_behind: True if a user's write since the last training step was already mirrored.
+        layout: the layout's number; after a change, steps bind their functions again.
+        was_behind: a user's write since the last training step is already mirrored.
         gradients_writer: the writer of the gradients in the buckets; None after a failure.
-        remark: the reason for copies between steps; empty without copies.
+        remark: why steps copy between each other; empty without copies.
     """
 
     def __init__(self, store: VariableStore, is_captured: bool, remark: str) -> None:
@@ -72,7 +72,9 @@ class HeldState:
         return self.trained() | (buffers - self._unwritten)
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
-        """Name of the first common variable that either side may write, or None; ``written``: ids that the other side writes."""
+        """The first common variable that either side may write; or None. ``written`` has the ids that the other side
+        writes.
+        """
         either = self.written().union(written)
         common = (tensor for tensor in tensors if id(tensor) in self.store.names)
         return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
@@ -135,9 +137,9 @@ class HeldState:
         return are_same and not (self.is_captured or other.is_captured) and self.trained().isdisjoint(other.trained())
 
     def absorb(self, other: HeldState) -> None:
-        """Merges another state into this one; an interrupt leaves both unchanged, or merged.
+        """Merges another state into this one. An interrupt leaves both unchanged, or merged.
 
-        Per-replica buffers stay in place, and parameters until the next layout.
+        Per-replica buffers stay in place; parameters stay until the next layout.
         """
         holds = {optimizers: list(open_holds) for optimizers, open_holds in other._optimizers.items() if open_holds}
         model_name = next((hold.model_name for open_holds in holds.values() for hold in open_holds), "model")
@@ -190,7 +192,9 @@ class HeldState:
             self.store.free_buckets(optimizers.owner)
 
     def free_forgotten(self) -> None:
-        """Frees the state of unreachable steps. The garbage collector may run in any thread, so it only empties sets of holds."""
+        """Frees the state of unreachable steps. The garbage collector may run in any thread, so it only empties sets of
+        holds.
+        """
         for optimizers, holds in list(self._optimizers.items()):
             if not holds:
                 self._free(optimizers)

@@ -1,4 +1,4 @@
-"""Torn state: parameters and optimizer state between two steps."""
+"""State after a partial update: some parameters and optimizer state are updated, others are not."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _torn: weakref.WeakSet[TornState] = weakref.WeakSet()
 class TornState:
     """Parameters and optimizers after a partial update.
 
-    Calls of steps over them are refused until the user has written or replaced every parameter and every entry of the
-    optimizers' state. `guard` adds refusals of reads and saves.
+    Steps refuse calls until the user has written or replaced every parameter and every entry of the optimizers'
+    state. `guard` also refuses saves.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TornState:
         return list(dict.fromkeys(left))
 
     def guard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Makes copies and pickles of the model, its modules' `state_dict`, and the optimizers' `state_dict` raise an error."""
+        """Makes copies and pickles of the model, and `state_dict` of its modules and the optimizers, raise an error."""
         refusal = _Refusal(self)
         owners = [owner for owner in model.modules() if self.concerns([*map(id, owner.parameters(recurse=False))])]
         self._handles += [module.register_state_dict_pre_hook(refusal) for module in owners]
@@ -96,7 +96,7 @@ class TornState:
 
 
 class _Refusal:
-    """Raises an error when torn state is saved, or when the model with this hook is copied."""
+    """A hook that raises an error when torn state is saved, or when the model with this hook is copied."""
 
     def __init__(self, torn: TornState) -> None:
         self._torn = torn

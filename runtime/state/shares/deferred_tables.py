@@ -1,4 +1,4 @@
-"""Deferred gradients of embedding tables: their rows are scattered after the commit, right before the update."""
+"""Deferred gradients of embedding tables: rows are scattered after the commit, right before the update."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DeferredTable:
 
 
 class DeferredTables:
-    """The tables that a wait defers: checks before the commit need only the rows."""
+    """The tables that a wait defers. Checks before the commit need only their rows."""
 
     def __init__(self, visit: Visit) -> None:
         self.visit = replace(visit, defer=self._defer)
@@ -59,7 +59,7 @@ class DeferredTables:
 
     @staticmethod
     def measure(shares: Sequence[DeferredTables]) -> float | None:
-        """The norm of the tables; None without tables, or after non-finite tables were made and visited."""
+        """The norm of the tables. None without tables; if it is not finite, the tables are made and visited."""
         tables = [table for share in shares for table in share._tables]
         norm = norm_of_tables(tables) if tables else None
         for share in shares:
@@ -81,7 +81,7 @@ def bytes_of_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence
 
 
 def bytes_to_measure_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """Bytes of all shares' rows, which lie side by side during selection and measurement."""
+    """Bytes of the rows of all shares, which are adjacent during selection and measurement."""
     total = 0
     for piece in pieces:
         if isinstance(piece, TablePiece):
@@ -101,7 +101,7 @@ def select_rows(tables: Iterable[DeferredTable]) -> list[torch.Tensor]:
 
 
 def are_finite(tables: Iterable[DeferredTable]) -> bool:
-    """Tests by a bound: no sum of rows exceeds the rows' norm times the square root of their number."""
+    """Tests a bound: no sum of rows exceeds the rows' norm times the square root of their number."""
     rows = select_rows(tables)
     norms = torch.stack(norms_of_each(rows)).tolist()
     return all(
@@ -111,7 +111,7 @@ def are_finite(tables: Iterable[DeferredTable]) -> bool:
 
 
 def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
-    """The norm, or None for possibly non-finite elements. Each table gets its summed rows."""
+    """The norm of the tables; None if elements may not be finite. Each table gets its summed rows."""
     norms = []
     for group in _by_width(tables):
         places, rows = _selected(group)
@@ -124,7 +124,7 @@ def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
 
 
 def _by_width(tables: Iterable[DeferredTable]) -> list[list[DeferredTable]]:
-    """Groups tables by row width and dtype for common calls: threads lose time on the interpreter with many small operators."""
+    """Groups tables by row width and dtype, for fewer calls: many small operators cost threads time in the interpreter."""
     groups: dict[tuple[int, torch.dtype], list[DeferredTable]] = defaultdict(list)
     for table in tables:
         rows, _ = table.factors[0]
@@ -158,7 +158,7 @@ def _assign(tables: Sequence[DeferredTable], places: torch.Tensor, rows: torch.T
 
 
 def _numbers(tables: Sequence[DeferredTable]) -> torch.Tensor:
-    """Columns of first row, end row, padding row, and offset to row numbers among all pieces."""
+    """Columns: first row, end row, padding row, and offset to row numbers among all pieces."""
     columns, end = [], 0
     for piece in (table.piece for table in tables):
         first, stop = piece.rows.start, piece.rows.stop

@@ -63,13 +63,13 @@ def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visi
 
 @dataclass(frozen=True)
 class MadeShare:
-    """A finished share in memory; ``pieces`` is empty for unknown content."""
+    """A finished share in memory. ``pieces`` is empty if the share's content is unknown."""
 
     pieces: Sequence[Piece] = ()
     start: int = 0
 
     def visit(self, share: torch.Tensor, visit: Visit) -> bool:
-        """Visits this step's elements if they are less than half of the share; returns True if so."""
+        """Visits this step's elements if they are less than half of the share. Returns True if so."""
         if not self.pieces or 2 * sum(piece.num_made for piece in self.pieces) >= share.numel():
             return False
         for piece in self.pieces:
@@ -79,11 +79,11 @@ class MadeShare:
 
 @dataclass(frozen=True)
 class UnmadeShare:
-    """A share of a sum that is not added up yet, with complete inputs.
+    """A share of a sum that is not computed yet; its inputs are complete.
 
     Attributes:
-        buckets: of all participating replicas; the first one takes the sum, except parts with other memory.
-        start, stop: the share's elements. Gaps between slots are in no piece.
+        buckets: of all participating replicas. The sum is made in the first one, except for parts in other memory.
+        start, stop: the share's elements. Pieces leave out gaps between slots.
         change: applied to each finished part.
     """
 
@@ -97,7 +97,7 @@ class UnmadeShare:
         return replace(self, change=bounding_by(max_value))
 
     def largest_part(self, num_elements: int) -> int:
-        """Elements of memory for `make_parts`; 0 if all parts lie in the bucket."""
+        """Elements of memory for `make_parts`; 0 if all parts are made in the bucket."""
         return max((piece.largest_part(num_elements, self._factors) for piece in self.pieces), default=0)
 
     def make(self) -> torch.Tensor:
@@ -149,12 +149,12 @@ def largest_part_of_share(
 
 
 def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
-    """Makes one replica's gradients in its own bucket; ``is_summed``: True if other replicas' gradients are added later."""
+    """Computes one replica's gradients in its own bucket. ``is_summed``: other replicas' gradients are added later."""
     if is_summed:
         forget_writes(bucket.pieces)
     make_share([bucket], 0)
 
 
 def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """Peak temporary bytes of `make_share`; ``factors`` (maybe fake) by replica, factored gradient and microbatch."""
+    """Peak temporary bytes of `make_share`. ``factors`` (maybe fake) are by replica, factored gradient and microbatch."""
     return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

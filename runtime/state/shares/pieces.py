@@ -1,4 +1,4 @@
-"""Pieces of a share: ranges of elements, made by a class for each form of gradient."""
+"""Pieces of a share: ranges of elements. Each form of gradient has a class of pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.ir.buckets import Slot
 from mirrorc.ir.operation import Handlers
 
 CACHED_ELEMENTS = 2**18
-"""A part that stays in the cache: 1 MiB of 32 bits each."""
+"""A part that stays in the cache: 1 MiB of 32-bit elements."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Visit:
 
     Attributes:
         function: takes a 1-D part, without zero rows of a table.
-        writes: True if the function may write the part; zeros must stay zero.
+        writes: the function may write the part; zeros must stay zero.
         defer: takes a piece that may be made later; None without deferral.
     """
 
@@ -43,15 +43,15 @@ def bounding_by(max_value: float) -> Visit:
 
 
 Take = Callable[[int, torch.Tensor], None]
-"""Takes a part's first element, counted from the bucket's, and the 1-D part."""
+"""Receives the index of a part's first element in the bucket, and the 1-D part."""
 
 Factors = tuple[torch.Tensor, ...]
-"""In the order of the form's `factor_names`."""
+"""Factors of one microbatch, in the order of the form's `factor_names`."""
 
 
 @dataclass(frozen=True)
 class FactoredBucket:
-    """A replica's bucket, 1-D. Slots of factored gradients are not written; ``factors`` is by gradient and microbatch."""
+    """A replica's bucket, 1-D. Slots of factored gradients are unwritten; ``factors`` is by gradient and microbatch."""
 
     tensor: torch.Tensor
     factors: Sequence[Sequence[Factors]]
@@ -60,17 +60,17 @@ class FactoredBucket:
 
 @dataclass
 class Piece(ABC):
-    """A range of a bucket's elements that a replica makes together."""
+    """A range of a bucket that a replica computes together."""
 
     start: int
     stop: int
 
     @abstractmethod
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
-        """Makes the sum over all replicas in ``total``, 1-D, part of the first replica's bucket."""
+        """Computes the sum over all replicas in ``total``, a 1-D part of the first replica's bucket."""
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """As `make`, and visits the elements in parts. A part may be visited before the next one is made."""
+        """Like `make`, and visits the elements in parts. A part may be visited before the next one is made."""
         self.make(buckets, total)
         self.visit_made(total, visit)
 
@@ -82,17 +82,17 @@ class Piece(ABC):
         return self.stop - self.start
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """Upper bound of a part of `make_parts`, in elements; 0 for a piece made in the bucket."""
+        """Upper bound for parts of `make_parts`, in elements; 0 for a piece made in the bucket."""
         return 0
 
     def make_parts(
         self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
     ) -> None:
-        """Makes the sum in parts, in reused memory; passes each part to ``take`` before the next is made."""
+        """Makes the sum in parts, in reused memory. Passes each part to ``take`` before it makes the next."""
         raise NotImplementedError(f"{type(self).__name__} is made in the bucket")
 
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
-        """Drops the record of writes, since the bucket may have been overwritten."""
+        """Drops the record of writes, because the bucket may have been overwritten."""
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         return 0
@@ -100,7 +100,7 @@ class Piece(ABC):
 
 @dataclass
 class SumPiece(Piece):
-    """Elements of complete gradients, added in order of replicas."""
+    """Elements of whole gradients, added in the order of replicas."""
 
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
         for bucket in buckets[1:]:
@@ -127,8 +127,6 @@ def add_visited(total: torch.Tensor, others: Sequence[torch.Tensor], visit: Visi
 
 @dataclass
 class FactoredPiece(Piece):
-    """Elements of the ``factored``-th factored gradient of the bucket."""
-
     factored: int
 
     @classmethod
@@ -138,7 +136,7 @@ class FactoredPiece(Piece):
 
     @abstractmethod
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Overwrites ``total``, 1-D, which has the last step's content; ``factors`` by replica and microbatch."""
+        """Overwrites ``total``, 1-D, with its content of the last step. ``factors`` are by replica and microbatch."""
 
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
         self.add_up(self.factors_in(buckets), total)
@@ -153,7 +151,7 @@ def visit_parts(total: torch.Tensor, visit: Visit) -> None:
 
 
 Defer = Callable[[FactoredPiece, Sequence[Factors], torch.Tensor], None]
-"""Takes a piece, its factors and its 1-D elements, and later calls `FactoredPiece.add_up` on them."""
+"""Receives a piece, its factors and its 1-D elements, and later calls `FactoredPiece.add_up`."""
 
 makes_shares_of: Handlers[type[FactoredPiece]] = Handlers("make shares of the gradients of")
-"""The `FactoredPiece` subclass for each gradient form's operation; as a decorator, it registers a class."""
+"""The `FactoredPiece` subclass by operation of the gradient form. As a decorator, it registers a class."""

@@ -34,7 +34,7 @@ class Rectangle(FactoredPiece):
 
     @classmethod
     def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
-        """Cuts a range of elements into the end of a row, whole rows, and the beginning of a row."""
+        """Cuts a range into the end of a row, whole rows, and the beginning of a row."""
         width = slot.shape[1]
         while first < last:
             row, column = divmod(first - slot.offset, width)
@@ -52,7 +52,7 @@ class Rectangle(FactoredPiece):
 @dataclass
 class ProductPiece(Rectangle):
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Copies factors for a single product if this moves less memory than several products on the same result."""
+        """Concatenates factors for a single product if this moves less memory than several products."""
         joined = _joined(self._pairs(factors))
         _add_products(joined, total.view(-1, self._sizes()[1]))
 

@@ -15,15 +15,15 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Factors, Visit, 
 from mirrorc.runtime.state.shares.product_pieces import Rectangle
 
 OwnRows = tuple[torch.Tensor, torch.Tensor]
-"""Row indices in a rectangle, int64 in separate memory, and the rows to add there."""
+"""Row indices in a rectangle (int64, in separate memory), and the rows to add there."""
 
 
 @makes_shares_of(ops.index_add)
 @dataclass
 class TablePiece(Rectangle):
-    """A rectangle of a table's gradient, in memory that is zero except for the few rows of a step.
+    """A rectangle of a table's gradient, in memory that is zero except for a step's rows.
 
-    ``written``: the last step's row indices, from the rectangle's first row; None for unknown content.
+    ``written``: the last step's row indices within the rectangle; None for unknown content.
     """
 
     padding_idx: int = -1
@@ -102,7 +102,7 @@ class TablePiece(Rectangle):
 
     @property
     def num_made(self) -> int:
-        """A row may count several times."""
+        """The number of written rows; repeated rows count each time."""
         if self.written is None:
             return self.stop - self.start
         return sum(map(len, self.written)) * self._sizes()[1]

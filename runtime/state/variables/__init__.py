@@ -1,1 +1,1 @@
-"""Memory of variables, and writes to them by the user."""
+"""Memory of variables, and detection of the user's writes."""

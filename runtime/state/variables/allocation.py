@@ -82,7 +82,7 @@ def allocate_per_replica(
 
 
 def shared_copies(tensor: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
-    """One tensor per replica: the user's, and one copy per other torch device."""
+    """A tensor per replica: the user's, and a copy per other torch device."""
     original, copies = tensor.detach(), {}
     copies[original.device] = original
     for device in devices:

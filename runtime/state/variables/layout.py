@@ -1,4 +1,4 @@
-"""Layout of variables in flat buffers, one per bucket and replica."""
+"""The layout of variables in flat buffers, one per bucket and replica."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
 
 @dataclass
 class FlatBucket:
-    """Memory of a bucket on every replica.
+    """A bucket's memory on every replica.
 
     Attributes:
         parameters: replica -> 1-D parameters; one tensor for all replicas that share it.
-        gradient_slots: replica -> views of the gradients in order of the slots; empty for sparse rows.
+        gradient_slots: replica -> views of the gradients by slot; empty for sparse rows.
         touched: replica -> row indices of the step's sparse gradient; see `gradients.sparse_rows`.
     """
 
@@ -38,9 +38,9 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 
 
 def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """A bucket's memory, empty for sparse rows. Gaps between slots are zero.
+    """A bucket's memory, with zeros in gaps between slots; empty for sparse rows.
 
-    Slots are not initialized, so unused pages stay untouched.
+    Slots are not initialized, so that unused pages take no memory.
     """
     if bucket.rule.takes_rows:
         return torch.empty(0, dtype=bucket.dtype, device=device)
@@ -59,16 +59,14 @@ class Moved(enum.Enum):
 
 @dataclass
 class Layout:
-    """Memory of all variables. Until `VariableStore.adopt` puts it in place, the user's tensors are unchanged.
+    """New memory of all variables. The user's tensors change only in `VariableStore.adopt`.
 
     Attributes:
-        moved: variables with new memory since the layout before.
-        planned: owner (the number of a step's optimizers) -> its buckets. Owners with common parameters share the
-            memory of equal buckets.
-        aggregates: per-replica buffers' aggregates in the user's model.
+        moved: variables with new memory since the previous layout.
+        planned: owner (the number of a step's optimizers) -> its buckets. Owners share the memory of equal buckets.
+        aggregates: aggregates of per-replica buffers, as in the user's model.
         separate: variables with a tensor on every replica.
-        homes: variable laid out here -> the future memory of the user's tensor; None if the tensor does not move.
-        program: the last program of the layout.
+        homes: variable -> the new memory of the user's tensor; None if it does not move.
     """
 
     moved: Moved = Moved.NOTHING
@@ -98,7 +96,9 @@ class Layout:
         )
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
-        """A copy with the other layout's variables, renamed, without its buckets; and the former names of those added."""
+        """A copy with another layout's variables, renamed, without its buckets; and the former names of added
+        variables.
+        """
         taken = {name for name in other.values if names[name] not in self.values or name in other.separate}
         both = replace(
             self,
@@ -110,7 +110,9 @@ class Layout:
         return both, taken
 
     def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
-        """A copy with these variables, any that share memory with them, and all buckets; and the names of its variables."""
+        """A copy with these variables, others that share memory with them, and all buckets; and the names of its
+        variables.
+        """
         aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
         remaining = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
         values = {name: values for name, values in self.values.items() if name in remaining}
@@ -120,7 +122,7 @@ class Layout:
     def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
         """Removes buckets that conflict with a new plan.
 
-        Returns another owner's buckets of equal layout, to be shared, or None.
+        Returns another owner's buckets to share, if their layout is equal.
         """
         self.planned.pop(owner, None)
         for other, flats in list(self.planned.items()):

@@ -12,12 +12,12 @@ _COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class Members:
-    """The tensors of a store. Immutable, since a call in another thread may iterate over them.
+    """The tensors of a store. Immutable, because a call in another thread may iterate over them.
 
     Attributes:
         names: id of a tensor -> its name.
-        guarded: variables under guards of shape and dtype, so that a change compiles a new program.
-        counters: id of a statistic -> id of its counter; forwards write such statistics without a version count.
+        guarded: variables with guards on shape and dtype; a change compiles a new program.
+        counters: id of a statistic -> id of its counter; forwards do not change the statistic's version.
     """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Members:
     def with_added(
         self, tensors: Mapping[str, torch.Tensor], counters: Mapping[int, int], *, are_guarded: bool = False
     ) -> Members:
-        """A copy; some tensors may be members already, under the same name."""
+        """Adds tensors. Members may be among them, under the same names."""
         new = tensors.keys() - self.tensors.keys()
         return Members(
             {**self.tensors, **tensors},

@@ -16,7 +16,7 @@ class MirroredVariable:
     """A read-only variable with a value on every device.
 
     Attributes:
-        name: name in the model.
+        name: in the model.
         synchronization: mirrored or per-replica.
         aggregation: reduction of a per-replica variable to one value.
     """
@@ -30,7 +30,6 @@ class MirroredVariable:
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
-        """Views of the value on every device, in order."""
         return tuple(self._store.values(self.name))
 
     @property
@@ -58,7 +57,7 @@ class MirroredVariable:
 
 
 def mirrored_variables(program: Program, store: StepVariables, names: Mapping[str, str]) -> dict[str, MirroredVariable]:
-    """The variables of a program by name, tied weights under each of their names.
+    """Variables of a program by name. Tied weights have an entry for each name.
 
     Args:
         names: further name -> the program's name.

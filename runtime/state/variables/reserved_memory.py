@@ -9,11 +9,11 @@ import torch
 from mirrorc.ir.devices import Device
 
 OF_PARTS = -1
-"""The number of the block for parts of gradients."""
+"""The block for parts of gradients."""
 
 
 class ReservedMemory:
-    """Blocks of memory by replica and number, reused by all programs of a step in turn.
+    """Blocks of memory by replica and number, which all programs of a step reuse.
 
     A block is allocated at its first use, grows on demand, and stays until the step is closed.
     """

@@ -1,4 +1,4 @@
-"""Per-replica buffers in a checkpoint: the model's state_dict has only their aggregate."""
+"""Per-replica buffers in a checkpoint; the model's state_dict has only their aggregate."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MODEL, _REPLICAS = "model", "replicas"
 
 
 class SavedBuffers:
-    """Per-replica buffers of a checkpoint, until a training program has memory for them.
+    """Per-replica buffers of a checkpoint, until a training program allocates them.
 
     Replicas get the saved values only if the model's buffer equals the checkpoint's. Steps over one model share loaded
-    buffers: the first step to run restores them for all.
+    buffers.
     """
 
     def __init__(self) -> None:
         self._unknown: dict[str, Mapping[str, Any]] = {}  # loaded for variables that the step's first call adds
 
     def state_dict(self, store: StepVariables) -> dict[str, dict[str, Any]]:
-        """Copies of the buffers whose replicas differ from the model's, by name."""
+        """Copies of the buffers whose replicas differ from the model, by name."""
         saved: dict[str, dict[str, Any]] = {
             name: _copied(buffer) for name, buffer in (self._unknown | store.loaded_buffers).items()
         }
@@ -41,7 +41,7 @@ class SavedBuffers:
         """Loads the result of `state_dict`.
 
         Raises:
-            TypeError, ValueError: the argument is not such a result, or is of another model or number of devices.
+            TypeError, ValueError: the state is malformed, or of another model or number of devices.
         """
         self.check(state, store)
         copies = {name: _copied(buffer) for name, buffer in state.items()}
@@ -118,7 +118,7 @@ def _check(name: str, buffer: Any, store: StepVariables) -> None:
 
 
 def have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compares bits on any devices; NaN equals itself."""
+    """Compares bits, on any devices; NaN equals itself."""
     one, other = one.detach().cpu().contiguous(), other.detach().cpu().contiguous()
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

@@ -18,7 +18,7 @@ from mirrorc.runtime.state.variables.variables import VariableStore
 
 
 class StepVariables:
-    """A step's view of a store that it shares: its variables, and the buckets of its optimizers.
+    """A step's view of a shared store: its variables, and the buckets of its optimizers.
 
     Args:
         names: the step's name -> the store's name.
@@ -79,7 +79,7 @@ class StepVariables:
 
     @property
     def loaded_buffers(self) -> dict[str, Mapping[str, Any]]:
-        """The buffers of a checkpoint that wait for memory, by name; steps over one variable share its buffer."""
+        """Loaded buffers that wait for memory, by name. Steps over one variable share its buffer."""
         loaded = self._store.loaded_buffers
         return {name: loaded[other] for name, other in self._names.items() if other in loaded} if loaded else {}
 
@@ -139,9 +139,9 @@ class StepVariables:
 
 
 def names_in_store(tensors: Mapping[str, torch.Tensor], store: VariableStore, model_name: str) -> dict[str, str]:
-    """The store's name for each of a step's tensors: the present name, or a new one.
+    """The store's name for each of a step's tensors; may be new.
 
-    If a new name is taken, all new names get the model's name as a prefix, which keeps a module's variables together.
+    If a new name is in use, all new names get the model's name as a prefix, to keep a module's variables together.
     """
     new = [name for name, tensor in tensors.items() if id(tensor) not in store.names]
     prefix = ""

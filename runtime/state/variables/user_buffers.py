@@ -1,4 +1,4 @@
-"""Per-replica buffers: the user's model shows their aggregate, and what the user writes goes to all replicas."""
+"""Per-replica buffers: the user's model has their aggregate, and the user's writes go to all replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Member:
-    """A buffer's range of the aggregate (``now``) and of its copy (``then``); ``is_counted`` if its module counts forwards."""
+    """A buffer's range in the aggregate (``now``) and in its copy (``then``). ``is_counted``: its module counts
+    forwards.
+    """
 
     name: str
     place: slice
@@ -32,13 +34,13 @@ class _Member:
 class ShownBuffers:
     """Buffers of one dtype side by side, so that one addition aggregates them all.
 
-    Batch normalization writes its statistics without a version count, so a copy of the last aggregate reveals the user's
-    writes. On a GPU, a comparison would synchronize. For modules that count their forwards (``num_batches_tracked``),
-    `VariableStore` reads the counter instead.
+    Batch normalization does not change the versions of its statistics, so the user's writes are detected by comparison
+    with a copy of the last aggregate. On a GPU, this would synchronize. For modules that count forwards
+    (``num_batches_tracked``), `VariableStore` compares the counter instead.
 
     Args:
         sizes: the number of elements of each buffer, by name, in order.
-        shown: the aggregate in the user's model, 1-D.
+        shown: the user's aggregate, 1-D.
         flats: the values of each replica, 1-D.
         counted: names of buffers whose module counts its forwards.
     """
@@ -68,9 +70,10 @@ class ShownBuffers:
         return other
 
     def aggregate(self, written: Mapping[str, Aggregation], present: Sequence[int]) -> None:
-        """Aggregates the present replicas' values. Unwritten buffers keep their bits: a mean of equal numbers may be rounded.
+        """Aggregates the present replicas' values. Unwritten buffers keep their bits, because a mean of equal numbers
+        may be rounded.
 
-        What was the same on all replicas and is the same on all present ones stays the same on all, such as a counter.
+        A value such as a counter, equal on all replicas before and on all present ones now, is copied to all.
         """
         kinds = {written[name] for name in self.names if name in written}
         if not kinds or not present:
@@ -133,7 +136,7 @@ class CopiesOfShown:
 
 
 def _are_equal(tensors: Sequence[torch.Tensor], *, is_rounded: bool = False) -> bool:
-    """``is_rounded``: the first one is a mean of numbers that may be equal."""
+    """``is_rounded``: the first tensor is a mean of values that may be equal."""
     first, *others = tensors
     if is_rounded and first.is_floating_point():
         rtol = 4 * torch.finfo(first.dtype).eps

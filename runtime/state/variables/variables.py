@@ -1,4 +1,4 @@
-"""Store of all replicas' variables, with detection of the user's writes."""
+"""The store of all replicas' variables, which detects the user's writes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class VariableStore:
     """Memory of every variable on every replica.
 
     The user's parameters are views of replica 0's flat buffers. Devices with common memory share variables that no step
-    writes. A buffer that forward writes has a copy on each replica; after every step, the user's buffer shows their
+    writes. A buffer that forward writes has a copy on each replica; after every step, the user's buffer gets their
     aggregate. The user's writes between steps are detected and mirrored.
 
     Several steps may hold a store, see `step_variables`; ``owner`` is the number of a step's optimizers.
 
     Attributes:
-        loaded_buffers: a checkpoint's buffers by name, until replicas have memory for them; see `SavedBuffers`.
+        loaded_buffers: see `SavedBuffers`.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
@@ -70,9 +70,10 @@ class VariableStore:
         self._members = self._members.with_added(tensors, counters, are_guarded=are_guarded)
 
     def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
-        """Prepares a merge with another store under new names. The result makes it, and may be called again after an interrupt.
+        """Prepares a merge with another store under new names. Returns the function that merges; after an interrupt it
+        may be called again.
 
-        Per-replica variables stay in place. Common variables must be equal in both stores.
+        Per-replica variables stay in place. Common variables must be equal.
         """
         members = self._members.joined(other._members, names)
         layout, taken = self._layout.joined(other._layout.without_buckets(other.tensors), names)
@@ -87,7 +88,7 @@ class VariableStore:
         return put_in_place
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Keeps the variables with these tensor ids, any that share memory with them, and all variables in buckets."""
+        """Keeps variables with these tensor ids, others that share memory with them, and all variables in buckets."""
         layout, names = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
         watched = {name: watched for name, watched in self._watched.items() if name in names}
         self._copies.keep_only(names)
@@ -115,7 +116,7 @@ class VariableStore:
         return name in self._layout.separate and not isinstance(self.tensors[name], torch.nn.Parameter)
 
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
-        """The tensors that a program reads, in order of replicas.
+        """The tensors that a program reads, by replica.
 
         A program that does not write a per-replica buffer reads its aggregate.
         """
@@ -130,8 +131,8 @@ class VariableStore:
     def lay_out(self, program: Program, owner: int = 0) -> Layout:
         """Allocates memory for a program's variables and copies their values; the user's tensors stay in place.
 
-        Parameters with new memory from the user get new flat memory, since the user may hold the old one. Another owner's
-        buckets stay unless the new ones contain its parameters, or the user has moved one.
+        If the user has given a parameter new memory, it gets new flat memory, because the user may hold the old one.
+        Another owner's buckets stay, unless the new buckets contain its parameters or the user has moved one.
 
         Raises:
             ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or process.
@@ -179,7 +180,7 @@ class VariableStore:
         new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
 
     def _moved_by_user(self) -> set[str]:
-        """Names of parameters with new memory from the user, not from other steps over the same model."""
+        """Parameters moved by other steps over the same model do not count."""
         moved = [watched.tensor for trained in self._trained.values() for watched in trained if watched.has_moved()]
         if not moved:
             return set()
@@ -188,7 +189,7 @@ class VariableStore:
         return {self.names[id(tensor)] for tensor in moved if memory_of(tensor) not in others}
 
     def adopt(self, layout: Layout) -> None:
-        """Puts a layout in place: the user's tensors get its memory as their ``.data``."""
+        """Gives the user's tensors the memory of a layout, as their ``.data``."""
         for name, home in layout.homes.items():
             if home is not None:
                 self.tensors[name].data = home
@@ -209,11 +210,11 @@ class VariableStore:
         return has_plan and all(name in self._layout.values for name in names)
 
     def has_changes(self) -> bool:
-        """Test for writes with a version count, or new memory. `mirror_changes` also finds uncounted writes to buffers."""
+        """Detects writes by version and memory. `mirror_changes` also finds writes that leave versions unchanged."""
         return any(watched.has_changed() for watched in self._watched.values())
 
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
-        """Mirrors the user's writes since the last step; returns True if a variable has new memory.
+        """Mirrors the user's writes since the last step. Returns True if a variable has new memory.
 
         Parameters with ids in ``stepped`` count as written.
 
@@ -242,7 +243,7 @@ class VariableStore:
         return any(has_moved)
 
     def _keeps_its_bits(self, name: str) -> bool:
-        """Test for an aggregate with unchanged bits. BatchNorm writes its counter unchanged if a state_dict lacks it."""
+        """True for an aggregate with unchanged bits: BatchNorm writes its counter if a state_dict lacks it."""
         return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
 
     def written(self, owner: int) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Watched:
-    """A tensor when mirrorc last used it. ``home`` is its memory in mirrorc's buffers, or None."""
+    """A tensor as mirrorc last used it. ``home`` is its memory in mirrorc's buffers, or None."""
 
     tensor: torch.Tensor
     version: int
@@ -32,7 +32,7 @@ class Watched:
 
 
 def count_write(written: Collection[Watched]) -> None:
-    """Increments the versions of tensors that mirrorc has written, and marks the tensors as unchanged."""
+    """Increments versions of tensors that mirrorc has written, and marks the tensors as unchanged."""
     torch.autograd.graph.increment_version([watched.tensor for watched in written])
     for watched in written:
         watched.version = watched.tensor._version
@@ -43,7 +43,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def leave_homes_of_others(changed: Collection[Watched], watched: Collection[Watched]) -> None:
-    """Gives memory to each tensor that the user put into another variable's home, as in a swap."""
+    """Allocates memory for tensors that the user put into other variables' homes, as in a swap."""
     homes = {memory_of(entry.home) for entry in watched if entry.home is not None}
     for entry in changed:
         is_home = entry.home is not None and entry.tensor.data_ptr() == entry.home.data_ptr()

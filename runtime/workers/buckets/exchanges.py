@@ -29,12 +29,12 @@ from mirrorc.runtime.workers.team.team import Team
 class Exchanges(Communicator):
     """Exchanges the buckets of a program over gloo.
 
-    Each device first adds up one share of the gradients, in the first replica's memory. The last device to launch sends the
-    whole bucket, or the factors of all devices. All workers send in the order of the bucket plan.
+    Each device first adds up one share of the gradients, in the first replica's memory. The last device to launch sends
+    the bucket, or the factors of all devices.
 
     Args:
         packs: numbers of the exchanged packs, or of the buckets if none is cut.
-        made: for each pack of factors, the range of elements that each device computes.
+        made: for each pack of factors, the elements that each device computes, as (start, stop).
     """
 
     link = "gloo"
@@ -161,7 +161,9 @@ class Exchanges(Communicator):
 
 
 class ExchangesOfGpus(Exchanges):
-    """As `Exchanges`, over NCCL. The host waits for each sum; ``end_collectives`` ends sums that wait for a lost worker."""
+    """Like `Exchanges`, over NCCL. The CPU waits for each sum; ``end_collectives`` ends sums that wait for a lost
+    worker.
+    """
 
     link = "nccl-workers"
     end_collectives: Callable[[], object]
@@ -179,7 +181,7 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
     """Communicators between workers, by link; empty without exchanges or without a team.
 
     Raises:
-        ExecutionError: the link between workers is unknown, or the devices' link does not add up buckets in one place.
+        ExecutionError: the link between workers is unknown, or the devices' link has no common sum.
     """
     graph = next(iter(program.device_graphs.values())).graph
     launches = list(calls_to(graph, *ops.BETWEEN_WORKERS))

@@ -1,4 +1,4 @@
-"""Messages between workers for gradients that are left as factors."""
+"""Messages with the factors of gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class FactorMessage:
         return views
 
     def _pieces(self, num_rows: NumRows) -> Iterator[tuple[tuple[int, int, int], int, int, RowType]]:
-        """Yields in message order: (gradient, replica, microbatch), factor, number of rows, type of rows."""
         for replica in range(len(num_rows[0])):
             for place, gradient in enumerate(self.gradients):
                 for part, number in enumerate(num_rows[place][replica]):
@@ -76,7 +75,7 @@ class FactorMessage:
 
 
 class Gathering:
-    """An all-gather of factor messages; ``num_rows`` is by rank."""
+    """An all-gather of factor messages. ``num_rows`` is by rank."""
 
     def __init__(
         self, message: FactorMessage, num_rows: Sequence[NumRows], rank: int, replicas: Sequence[ReplicaFactors]
@@ -89,13 +88,12 @@ class Gathering:
 
     @functools.cached_property
     def replicas(self) -> list[ReplicaFactors]:
-        """The factors of all workers' replicas by rank, once the all-gather is done."""
+        """Factors of all workers' replicas, by rank, once the all-gather is done."""
         each = zip(self.gathered.unbind(), self._num_rows, strict=True)
         return [replica for message, num_rows in each for replica in self._layout.read(message, num_rows)]
 
 
 RowsOf = Callable[[int], Sequence[NumRows]]
-"""Returns a pack's numbers of rows in this step, by rank."""
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Collectives between workers that the devices of a worker launch together."""
+"""Collectives between workers that one device launches for all devices of its worker."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, Pa
 from mirrorc.torch_internals import GlooGroup
 
 Launch = Callable[[Callable[[GlooGroup], object], Done], None]
-"""Launches a collective between the workers, as `mirrorc.runtime.workers.transport.lane.Lane.launch` does."""
+"""Launches a collective between workers, like `mirrorc.runtime.workers.transport.lane.Lane.launch`."""
 
 _SLACK_SECONDS = 2.0  # a lane has a timeout of its own, with a better message
 
 
 class JointLaunches:
-    """Lets the last device to arrive launch a collective for all devices. Each device then waits for the end.
+    """The last device to arrive launches a collective for all devices. Each device then waits for its end.
 
     Args:
         tags: keys of the collectives; each is launched once in a step.
 
     Attributes:
-        lock: to hold from `is_last` until the launch.
+        lock: must be held from `is_last` to the launch.
     """
 
     def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:
@@ -48,7 +48,7 @@ class JointLaunches:
         return True
 
     def send(self, tag: Hashable, collective: Callable[[GlooGroup], object] | None) -> None:
-        """Launches a collective, whose end wakes all devices; None if there is nothing to send."""
+        """Launches a collective that wakes all devices at its end; None if there is nothing to send."""
         inboxes = self._inboxes[tag]
         self.under_way.add(tag)
 

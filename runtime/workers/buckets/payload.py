@@ -14,13 +14,13 @@ from mirrorc.torch_internals import GlooGroup
 
 
 class SentPart(Protocol):
-    """The sent part of a pack, made when all devices of the worker have written their shares."""
+    """The part of a pack that is sent, made when all devices of the worker have written their shares."""
 
     def launch(self, group: GlooGroup) -> Any:
         """Launches the exchange; returns a work."""
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Writes elements ``start:stop`` of the sum over all workers into ``into``, 1-D. Each element is taken once.
+        """Writes elements ``start:stop`` of the sum over all workers into ``into``, 1-D, once for each element.
 
         With ``keeps_rest``, the pack may keep the residual of these elements.
         """
@@ -29,8 +29,8 @@ class SentPart(Protocol):
 class SentPayload(SeveralRounds):
     """A `SentPart` that a user's `mirrorc.compression.Payload` encodes.
 
-    ``whole`` is the pack's sum in this worker, with the residual of earlier steps added. The lane's thread encodes, exchanges
-    and decodes, so all workers launch the rounds of all packs in the same order.
+    ``whole`` is this worker's sum of the pack plus the residual. The lane's thread encodes, exchanges and decodes, so
+    that all workers launch the rounds of all packs in the same order.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SentPayload(SeveralRounds):
         self._sum = torch.zeros_like(whole)
 
     def launch(self, group: GlooGroup) -> Any:
-        """Returns this object as the work, whose `wait` launches the rounds."""
+        """Returns this object; its `wait` launches the rounds."""
         self._group = group
         return self
 

@@ -19,11 +19,10 @@ _SENT_AS = {torch.int16: torch.int64}  # what gloo cannot add; the sum wraps aro
 
 
 class WorkerValues:
-    """Exchanges values with other workers' replicas within a program's forward and backward.
+    """Exchanges values with other workers' replicas during forward and backward.
 
-    The last present replica launches the sum over all workers. A gather is a sum of integers, too: each worker writes its
-    rows in their place, and zeros elsewhere. Every replica waits for all others, so all workers launch the sums in the
-    program's order.
+    The last present replica launches the sum over all workers. A gather is a sum of integers, in which each worker has
+    its rows and zeros elsewhere. Every replica waits for all others, so all workers launch the sums in program order.
     """
 
     def __init__(self, program: Program, timeout_seconds: float, launch: Launch) -> None:
@@ -46,7 +45,7 @@ class WorkerValues:
         self._rows: dict[int, dict[int, int]] = {number: {} for number in self._meetings}
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor | None = None) -> None:
-        """Leaves a copy of a value, since the next region may overwrite it; never blocks."""
+        """Leaves a copy of a value, because the next region may overwrite it; never blocks."""
         number = _number(node)
         copy = value.clone(memory_format=torch.contiguous_format) if value is not None else None
         with self._joint.lock:
@@ -58,7 +57,7 @@ class WorkerValues:
                 self._joint.send(number, (lambda group: group.all_reduce(message)) if message.numel() else None)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor | None:
-        """The result over the present replicas of all workers, contiguous and not shared."""
+        """The result over the present replicas of all workers: contiguous, and not shared."""
         number = _number(node)
         meeting = self._meetings[number]
         self._joint.wait(number, self._present.index(replica), f"{meeting.name} {number}")

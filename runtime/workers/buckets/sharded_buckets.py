@@ -1,4 +1,4 @@
-"""Buckets with updates sharded over workers."""
+"""Buckets whose updates are sharded over workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SUMS, _PARAMETERS = "sums", "parameters"
 class ShardedBuckets:
     """Reduce-scatters sums and all-gathers new parameters, in shards of equal length, in the order of ranks.
 
-    Gradients go through an all_to_all, and each worker adds them in the order of ranks. This sends half the bytes of an
-    all_reduce; gloo's reduce_scatter is slower.
+    Gradients are sent by an all_to_all, and added in the order of ranks. This sends half the bytes of an all_reduce;
+    gloo's reduce_scatter is slower.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Top-k elements of a pack, sent with their indices."""
+"""The top-k elements of a pack, sent with their indices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at t
 
 
 class LargestElements:
-    """A `SentPart` of the top-k elements of a worker's pack, 1-D. Sets these elements to zero in the pack. NaN is the largest."""
+    """A `SentPart` of the top-k elements of a worker's pack, 1-D. It zeroes these elements in the pack. NaN is the
+    largest.
+    """
 
     def __init__(self, whole: torch.Tensor, count: int, num_workers: int) -> None:
         self._count, self._dtype, self._places = count, whole.dtype, index_dtype(whole.numel())
@@ -33,7 +35,7 @@ class LargestElements:
         return group.all_gather(self.message, self.gathered)
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Adds up the workers' elements in the order of ranks. The residual is in the pack already."""
+        """Adds up the workers' elements in the order of ranks. The pack already has the residual."""
         into.zero_()
         for elements, places in self.of_workers():
             if stop - start < self._num_elements:
@@ -53,10 +55,11 @@ class LargestElements:
 
 
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the ``count`` largest of ``magnitudes``, 1-D and non-negative, in any order; NaN is the largest.
+    """Indices of the ``count`` largest of ``magnitudes`` (1-D, non-negative), in any order; NaN is the largest.
 
-    On a CPU, ``torch.topk`` on all elements takes five times as long, as it moves pairs. So a bound from a sample first selects
-    a few candidates too many. Only with too few or far too many candidates, ``torch.topk`` runs on all elements.
+    On a CPU, ``torch.topk`` takes five times as long on all elements, because it moves pairs. A bound from a sample
+    therefore first selects slightly too many candidates. With too few or far too many, ``torch.topk`` runs on all
+    elements.
     """
     sample = magnitudes[::_SAMPLED]
     expected = count / _SAMPLED

@@ -10,7 +10,7 @@ _BEGUN, _MET, _READY, _ENDED = 0, 1, 2, 3
 
 @dataclass(frozen=True, order=True)
 class Progress:
-    """A worker's progress in its training calls; a later point compares as greater.
+    """A worker's progress in its training calls; later points compare as greater.
 
     Attributes:
         call: number of the call; 0 before the first.

@@ -1,4 +1,4 @@
-"""Stage of a worker in a training call, and the failures that end calls."""
+"""The stage of a worker in a training call, and failures that end calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 class CallStage(enum.StrEnum):
     """Stages of a training call.
 
-    A call that commits before all sums have arrived passes VOTING_EARLY, UPDATING and UPDATED. A call that all workers refuse
-    ends in REFUSED.
+    An early commit passes VOTING_EARLY, UPDATING and UPDATED. A call that all workers refuse ends in REFUSED.
     """
 
-    BEFORE = "before"  # the others know of no vote of this worker
+    BEFORE = "before"  # other workers have no vote of this worker
     REFUSED = "refused"  # all workers raise the same error
     VOTING = "voting"
     DECIDED = "decided"  # all workers have decided for the step or against it
@@ -26,7 +25,7 @@ class CallStage(enum.StrEnum):
 
 @dataclass
 class CallState:
-    """This worker's present training call; ``number`` is 0 before the first."""
+    """This worker's current training call; ``number`` is 0 before the first."""
 
     number: int = 0
     stage: CallStage = CallStage.BEFORE
@@ -42,10 +41,9 @@ class Failure:
 
     Attributes:
         rank: of the failed worker; -1 if unknown.
-        step: number of the ended call; a final failure ends all later calls, too.
         text: the cause, as a clause: "it raised ValueError: ...".
-        is_final: whether the worker cannot go on.
-        stage: of the worker that has published the failure.
+        is_final: the worker cannot continue, so all later calls fail, too.
+        stage: of the publishing worker.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Checksums of replicated values, compared without sending the values."""
+"""Checksums that compare replicated values without sending them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def updated_as_a_whole(program: Program) -> list[str]:
-    """Names of parameters whose optimizers are not element-wise. Each worker runs such an optimizer by itself."""
+    """Parameters of optimizers that are not element-wise. Each worker runs such an optimizer by itself."""
     return [slot.variable for bucket in program.buckets if not bucket.rule.elementwise for slot in bucket.slots]
 
 
@@ -45,10 +45,7 @@ def checksums_of_state(
 
 
 def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor | str]]:
-    """Yields the tensors in a nested value, and texts of its other parts, each with its path.
-
-    Texts are equal in all processes. ``known`` has the visited containers and their paths by id.
-    """
+    """Paths, and tensors or texts, of a nested value. Texts are equal in all processes."""
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
         yield f"{path} sizes", str(list(value.shape))
         yield f"{path} indices", value._indices()
@@ -85,7 +82,9 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _stable_text(value: Any) -> str:
-    """A text equal in all processes: without addresses, sets sorted, and arrays with a digest, as repr() may truncate them."""
+    """A text that is equal in all processes: without addresses, with sorted sets, and with digests of arrays, because
+    repr() may truncate them.
+    """
     if isinstance(value, Set):
         return f"{{{', '.join(sorted(map(_stable_text, value)))}}}"
     text = _ADDRESS.sub("", repr(value))

@@ -15,24 +15,23 @@ class Header:
     """A worker's description of its next call.
 
     Attributes:
-        is_fresh: 1 if this worker has variables that were not broadcast yet.
+        is_fresh: 1 if variables of this worker have not been broadcast.
         written: digest of the user's writes since the last step; 0 for none.
-        schedule: digest of the facts that all programs must share, such as exchanges.
+        schedule: digest of facts common to all programs, such as exchanges.
         variables: digest of all variables' dtypes and shapes.
         hyperparameters: digest of the optimizers' hyperparameters and the scaler's state.
         modes: digest of the modules' training modes.
-        num_present: replicas with examples.
-        seed: only worker 0's is used.
-        kind: see `kind_of`; a guess by a worker that has left. `BESIDES` for a call that does not train, `TURN` for a meeting
-            before a call.
+        seed: only worker 0's seed is used.
+        kind: see `kind_of`; a guess by a worker that has left its loop. `BESIDES` for a call that does not train,
+            `TURN` for an exchange before a call.
         num_accumulated: examples of the accumulated calls.
-        parameters: digest of the values of parameters whose optimizers are not element-wise; 0 for none.
-        num_steps: steps so far, which decide when replicas are compared.
-        has_left: 1 if this worker only joins the calls of others.
+        parameters: digest of parameters whose optimizers are not element-wise; 0 for none.
+        num_steps: steps so far; they decide when replicas are compared.
+        has_left: 1 if this worker's loop has ended, and it only joins calls of others.
         num_counts, counts: number and digest of the row counts of this worker's factors.
         known: digest of this worker's cache, see `KnownCounts`.
-        deals_anew: 1 if this worker's shard of the optimizer state does not fit its program's buckets.
-        turn: number of this worker's next step in its block, see `mirrorc.join`.
+        deals_anew: 1 if the shards of the optimizer state do not fit this worker's buckets.
+        turn: number of the next step within `mirrorc.join`.
         batch: digest of the first batches, see `EqualBatches`; 0 for none.
     """
 
@@ -79,18 +78,18 @@ _WITHOUT_UPDATE = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """Common facts of a call. The source is the first worker that has not left.
+    """The workers' agreement on a call. The source is the first worker whose loop has not ended.
 
     Attributes:
         num_examples, num_accumulated, num_present: sums over all workers; ``present`` has ``num_present`` by rank.
-        is_other: whether a worker needs a program with other accumulation; all then meet again.
+        is_other: a worker needs a program with other accumulation; headers are then exchanged again.
         first_present: rank of the first worker with examples; 0 if none has any.
-        takes_over: whether all receive the source's values, and then meet again.
-        source: the source's rank; 0 if all have left.
-        tells_hyperparameters: whether the source broadcasts hyperparameters to workers that have left.
-        is_over: whether all have left.
-        deals_anew: whether all gather the optimizer state, to shard it anew.
-        turn: number of the next step, in a meeting before a call of several steps.
+        takes_over: all workers receive the source's values, and exchange headers again.
+        source: the source's rank; 0 without one.
+        tells_hyperparameters: the source broadcasts hyperparameters to workers whose loop has ended.
+        is_over: the loops of all workers have ended.
+        deals_anew: all workers gather the optimizer state, to shard it again.
+        turn: number of the next step, for a call of several steps.
         batches: digests of the workers' batches by rank.
     """
 
@@ -114,10 +113,10 @@ class Agreement:
 
 
 def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
-    """The workers' agreement. If they disagree: None, the first differing field, and a rank that differs from the source.
+    """The workers' agreement; or None, the first differing field, and a rank that differs from the source.
 
-    Fields that depend on values or programs are not compared if these are about to change. If any worker holds accumulated
-    gradients, a step ends the accumulation on all.
+    Fields are not compared if their values or programs are about to change. If any worker has accumulated gradients, a
+    step ends the accumulation on all.
 
     Args:
         headers: by rank, [fields] int64.
@@ -160,7 +159,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 
 
 def _differs(header: Header, source: Header, name: str) -> bool:
-    """A worker that has left adopts hyperparameters, turn and kind of accumulation. NONE and ENDS do not differ."""
+    """True if a field differs. A worker whose loop has ended adopts hyperparameters, turn and kind. NONE equals ENDS."""
     if name == "kind" and min(header.kind, source.kind) < 0:
         return header.kind != source.kind
     if header.has_left and name in ("hyperparameters", "kind", "turn"):

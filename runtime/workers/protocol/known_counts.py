@@ -18,7 +18,7 @@ RunControl = Callable[[Callable[[Any], Any]], None]
 class KnownCounts:
     """Row counts of all workers, cached by digest.
 
-    If some worker does not know a digest, or caches differ after an unfinished call, all workers send their counts.
+    If a worker does not have a digest, or caches differ after an unfinished call, all workers send their counts.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class KnownCounts:
         )
 
     def of_all(self, headers: Sequence[torch.Tensor], counts: Counts, run_control: RunControl) -> list[Counts]:
-        """The counts by rank; ``run_control`` runs a collective of all workers."""
+        """Row counts of all workers, by rank. ``run_control`` runs a collective of all workers."""
         decoded = [Header(*map(int, header)) for header in headers]
         length = max(peer.num_counts for peer in decoded)
         if not length:

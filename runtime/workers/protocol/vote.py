@@ -13,12 +13,13 @@ from mirrorc.messages.problem import problem
 
 @dataclass(frozen=True)
 class Vote:
-    """A worker's vote on a step, cast after everything in the step that can fail.
+    """A worker's vote on a step, after everything that can fail.
 
     Attributes:
-        has_sound_sums: whether all sums over workers are finite; the same on all workers.
+        has_sound_sums: all sums over workers are finite; equal on all workers.
         numbers: [numbers of each replica, replicas].
-        used: [parameters] float64, 1 for each that this worker's replicas used, else 0; None if all steps use the same.
+        used: [parameters] float64, 1 for each parameter that this worker's replicas used, else 0; None if all steps use
+            the same.
     """
 
     takes_place: bool
@@ -27,7 +28,7 @@ class Vote:
     used: torch.Tensor | None = None
 
     def to_message(self, columns: Columns) -> torch.Tensor:
-        """This worker's summand, 1-D float64: the two flags as 0 or 1, all numbers, and the used parameters."""
+        """This worker's summand, 1-D float64: two flags as 0 or 1, all numbers, and the used parameters."""
         values = [torch.tensor([self.takes_place, self.has_sound_sums], dtype=torch.float64)]
         if self.numbers is not None:
             values.append(columns.filled(self.numbers).reshape(-1))
@@ -38,7 +39,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Columns:
-    """The replicas whose numbers all workers adopt after the vote, one column each.
+    """The replicas whose numbers all workers adopt after the vote, with a column each.
 
     Attributes:
         first: first column of this worker's replicas; None without columns.
@@ -64,7 +65,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a vote.
+    """The result of a vote.
 
     Attributes:
         numbers: [numbers of each replica, columns] float64.
@@ -80,7 +81,7 @@ def outcome(message: torch.Tensor, columns: Columns, num_workers: int, num_param
     """The result of a vote whose ``message`` is the sum of all workers' `Vote.to_message`.
 
     Raises:
-        CommunicationError: workers disagree on whether the same sums are finite.
+        CommunicationError: workers find different sums finite.
     """
     num_yes, num_sound = message[:2].tolist()
     if num_sound not in (0.0, num_workers):

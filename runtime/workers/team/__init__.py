@@ -1,1 +1,1 @@
-"""The team of workers: meetings, control messages, failures."""
+"""The team of workers: exchanges of headers, control messages, failures."""

@@ -37,7 +37,7 @@ def take_over_values(
 
 
 def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Restores dtypes: ``load_state_dict`` casts entries such as NAdam's mu_product to their parameter's dtype."""
+    """Restores dtypes, because ``load_state_dict`` casts entries such as NAdam's mu_product."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, entries in saved.items():
         local = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
@@ -52,7 +52,7 @@ def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]
 def take_over_hyperparameters(
     team: Team, groups: Sequence[dict[str, Any]], scaler: torch.amp.GradScaler | None, source: int, *, has_left: bool
 ) -> None:
-    """Broadcasts hyperparameters of optimizers and scaler to workers that have left."""
+    """Broadcasts hyperparameters of optimizers and scaler to workers that have left their loops."""
     local = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     scale = scaler.state_dict() if scaler is not None else {}
     hyperparameters, scale = _copied(team, (local, scale) if team.cluster.rank == source else None, source)
@@ -68,7 +68,9 @@ _NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # 
 
 @contextmanager
 def stream_of_chief(team: Team) -> Iterator[None]:
-    """A context in which torch's default generator has the chief's state. Other workers restore their own state afterwards."""
+    """A context in which torch's default generator has the chief's state. Other workers restore their own state
+    afterwards.
+    """
     local_state = torch.get_rng_state()
     chiefs = local_state.clone()
     team.control.broadcast(chiefs)
@@ -83,7 +85,6 @@ def stream_of_chief(team: Team) -> Iterator[None]:
 
 
 def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
-    """Path and type of the first item that cannot be saved. ``around`` has the enclosing containers, against cycles."""
     if id(state) in around or isinstance(state, torch.Tensor):
         return ""
     if isinstance(state, Mapping | list | tuple):
@@ -99,7 +100,7 @@ def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
 
 
 def _copied(team: Team, state: Any, source: int) -> Any:
-    """The state of the worker ``source``; other workers pass None."""
+    """The state of worker ``source``; other workers pass None."""
     saved = io.BytesIO()
     try:
         torch.save(state, saved)

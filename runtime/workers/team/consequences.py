@@ -49,7 +49,7 @@ class Tells(enum.Enum):
 
     NOTHING = enum.auto()
     FAILURE = enum.auto()  # its error, unless a failure of this call is published already
-    END = enum.auto()  # it cannot go on
+    END = enum.auto()  # the worker cannot continue
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Consequence:
     """An entry of `CONSEQUENCES`.
 
     Attributes:
-        reason: why the workers must restart; empty if the reason is the failure itself.
+        reason: why the workers must restart; empty for the failure itself.
     """
 
     next: Next
@@ -139,6 +139,5 @@ CONSEQUENCES = {
 
 
 def may_have_parted(stage: CallStage, consequence: Consequence) -> bool:
-    """True if workers may have parameters of different steps."""
     commits_early = stage in (CallStage.VOTING_EARLY, CallStage.UPDATING, CallStage.UPDATED)
     return consequence.next is Next.RESTORE or (commits_early and consequence.next is Next.RESTART)

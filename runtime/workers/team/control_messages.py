@@ -29,7 +29,7 @@ class ControlCollectives:
     """Collectives on small values, called by all workers in the same order.
 
     Raises:
-        LostConnectionError: every method, if a worker has failed, or the connection broke.
+        LostConnectionError: by every method, if a worker has failed or the connection is lost.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class ControlCollectives:
                 )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-gathers 1-D tensors of equal length and dtype, by rank."""
         whole = tensor.new_empty(tensor.numel() * self._cluster.num_workers)
         self._connections.run_control(lambda group: group.all_gather_whole(tensor, whole))
         return whole
@@ -83,15 +82,17 @@ class ControlCollectives:
         return self._failures.is_any() or self._connections.are_broken
 
     def compare(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Compares facts of all workers. If they differ, all raise `CommunicationError` with the first difference."""
+        """Compares facts of all workers. If they differ, all workers raise `CommunicationError` with the first
+        difference.
+        """
         self._compare(subject, facts, remedy, lambda: _Lane(self._cluster, self._connections, self._begin_refusal))
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """As `compare`, when headers have shown a difference."""
+        """Like `compare`, after headers have shown a difference."""
         self._compare(subject, facts, remedy, self._begin_refusal)
 
     def _begin_refusal(self) -> Transport:
-        """Begins the refusal of the call by all workers. Facts may be long, so they go through the store."""
+        """Begins the refusal of the call by all workers. The store carries the facts, because they may be long."""
         self._call.stage = CallStage.REFUSED
         store = self._connections.part_of_store(f"facts {self._call.number}")
         return _BoundedStore(store, self._cluster, self._timeout_seconds, self._look)
@@ -114,7 +115,7 @@ class ControlCollectives:
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
-        """A context whose errors all workers raise, so no worker needs to notify the others."""
+        """A context whose errors all workers raise, so that no worker has to notify the others."""
         try:
             yield
         except CommunicationError:
@@ -123,7 +124,7 @@ class ControlCollectives:
 
 
 class _BoundedStore:
-    """A `StoreTransport` that raises `LostConnectionError` for a lost worker, or if the store does not answer in time."""
+    """A `StoreTransport` that raises `LostConnectionError` if a worker is lost or the store does not answer in time."""
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, look: Callable[[], object]) -> None:
         self.workers: Sequence[Worker] = cluster.workers
@@ -147,7 +148,7 @@ class _BoundedStore:
 
 
 class _Lane:
-    """Exchanges digests over the connections, and facts in the store if digests differ."""
+    """Exchanges digests over the connections. If they differ, exchanges facts over the store."""
 
     def __init__(self, cluster: Cluster, connections: Connections, open_store: Callable[[], Transport]) -> None:
         self.workers: Sequence[Worker] = cluster.workers
@@ -166,7 +167,7 @@ class _Lane:
 
 @contextmanager
 def on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor for gloo: ``tensor`` itself, or a host copy of a GPU tensor, copied back afterwards."""
+    """``tensor`` itself, or a CPU copy of a GPU tensor, copied back afterwards."""
     host_copy = tensor.to(_HOST)
     yield host_copy
     if host_copy is not tensor:

@@ -58,8 +58,8 @@ class FailedCalls:
         """Returns the error to raise for a failed call, and notifies the other workers.
 
         Args:
-            is_whole: returns True if variables and optimizers are all of one step; called only after a vote.
-            torn: names the updated buckets if the step failed after an early commit; else empty.
+            is_whole: called after a vote; True if variables and optimizers are all of one step.
+            torn: names the updated buckets, if the step failed after an early commit.
         """
         if isinstance(error, LostConnectionError | StepStoppedError):
             error = self._published_cause or error
@@ -67,7 +67,7 @@ class FailedCalls:
         event, stage = _event(error, failure), self._stage(is_whole)
         if CONSEQUENCES[event][stage].next is Next.FIND:
             failure = self._failures.find_failed_worker(error, self._watcher)
-            event, stage = Event.of(failure), self._stage(is_whole)  # a device may have gone on meanwhile
+            event, stage = Event.of(failure), self._stage(is_whole)  # a device may have continued meanwhile
         consequence = CONSEQUENCES[event][stage]
         if consequence.next is Next.RAISE:
             return error
@@ -97,9 +97,9 @@ class FailedCalls:
         return self._cause[1] if self._cause is not None and self._cause[0] == self._call.number else None
 
     def publish_cause(self, error: BaseException) -> None:
-        """Publishes an error before the connections are cut.
+        """Publishes an error before the connections are closed.
 
-        `explain` then returns this error, even if a device notices the cut connection first.
+        `explain` then returns this error, even if a device notices the closed connection first.
         """
         self._cause = self._call.number, error
         if not self._failures.is_any():

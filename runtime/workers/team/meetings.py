@@ -1,4 +1,4 @@
-"""Meetings of all workers at the beginning of a call."""
+"""The exchange of headers at the beginning of a call."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _OF_LIVE_ONES = (
     "turn",
     "hyperparameters",
     "schedule",
-)  # workers that have left adopt these, or do not know them
+)  # workers whose loops have ended adopt these, or do not have them
 
 Details = Callable[[], Mapping[str, object]]
-"""Returns the facts behind a header field, by name; called if workers differ in the field."""
+"""Returns the facts behind a header field, by name. Called if workers differ in the field."""
 
 
 class Meetings:
-    """The meetings of a team's workers, one or several in each call.
+    """The exchanges of headers in a call: one, or several if programs must change first.
 
     Attributes:
-        row_counts, gathered_rows: the arguments of all workers in this step, by rank.
+        row_counts, gathered_rows: of all workers in this step, by rank.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class Meetings:
     def exchange_headers(
         self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()
     ) -> Agreement:
-        """Exchanges headers with all workers, and returns their agreement on the call.
+        """Exchanges headers with all workers. Returns their agreement on the call.
 
         Args:
-            facts: the facts behind header fields, shown if workers differ.
+            facts: facts behind header fields, for the message if workers differ.
             counts: row counts of this worker's factors.
-            gathered_rows: this worker's numbers of gathered rows. Workers with matching programs have as many numbers.
+            gathered_rows: this worker's `gathered_rows`, as many as on other workers with matching programs.
 
         Raises:
-            CommunicationError: workers differ; names the worker and its difference, on all workers.
+            CommunicationError: workers differ; raised by all, with the worker and the difference.
             ValueError: no worker has examples; raised by all.
-            LostConnectionError: the connection broke.
+            LostConnectionError: the connection is lost.
         """
         run_control = self._connections.run_control
         all_counts = (*counts, *gathered_rows)
@@ -114,7 +114,6 @@ class Meetings:
     def _difference(
         self, headers: Sequence[torch.Tensor], facts: Mapping[str, Details], name: str, other: int
     ) -> CommunicationError:
-        """The error for a difference in headers; raises a more precise one if facts can be compared."""
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
         if name in facts and not (any(left) and name in _OF_LIVE_ONES):
             self._control.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))

@@ -1,4 +1,4 @@
-"""Failures that workers publish, and the search for the cause of an unpublished one."""
+"""Failures that workers publish, and the search for the cause of an unpublished failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PublishedFailures:
         self._published: list[Failure] = []  # by others, in their order
 
     def note(self, failure: Failure) -> None:
-        """Called in the detector's thread."""
+        """Runs in the detector's thread."""
         number = self._call.number
         current = [known for known in self._published if known.is_final or known.step >= number]
         self._published = [*current, failure]
@@ -37,12 +37,12 @@ class PublishedFailures:
     def find_failed_worker(self, error: BaseException, watcher: StepWatcher) -> Failure:
         """Attributes a lost connection to a worker, and publishes the failure if the store answers.
 
-        The order: a worker that has published a failure meanwhile, a silent worker, the worker behind all others.
+        Candidates in order: a worker that has published a failure meanwhile, a silent worker, the straggler.
         """
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile
             return published
-        call, seen = self._call, _without_outcome(error)  # the outcome is said at the end
+        call, seen = self._call, _without_outcome(error)  # the outcome follows at the end
         if silent is None:
             text = (
                 f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"
@@ -70,5 +70,7 @@ class PublishedFailures:
 
 
 def _without_outcome(error: BaseException) -> str:
-    """An error's text without its end ("No parameter was changed..."): the error that quotes this text states the outcome."""
+    """Drops the outcome ("No parameter was changed...") of an error's text, because the quoting error states the
+    outcome.
+    """
     return _OUTCOME.sub("", str(error)).rstrip(".")

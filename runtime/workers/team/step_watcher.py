@@ -25,7 +25,7 @@ _SLACK_SECONDS = 1.0
 
 
 def pace_of_steps(num_workers: int) -> Pace:
-    """Heartbeat times. A worker counts as silent only after several missed beats."""
+    """A worker counts as silent only after several missed heartbeats."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(
         interval,
@@ -39,8 +39,8 @@ class StepWatcher:
     """Sends this worker's progress with heartbeats, and receives published failures.
 
     Args:
-        on_failure: a method, weakly held, called in the detector's thread with each published failure, in order. A failure
-            names this worker if the others have given up on this worker.
+        on_failure: a method, weakly referenced. The detector's thread calls it with each published failure, in order.
+            The failure names this worker if the others have given up on it.
 
     Raises:
         CommunicationError: the store does not answer.
@@ -72,7 +72,7 @@ class StepWatcher:
             self.detector.messages.gone.add(failure.rank)
 
     def publish(self, failure: Failure, silent: Collection[int] = ()) -> None:
-        """Publishes a failure, and waits a bounded time until all but ``silent`` workers have read it. Raises nothing."""
+        """Publishes a failure. Waits a bounded time until all but ``silent`` workers have read it. Raises nothing."""
         self.detector.messages.gone.update(silent)
         self.detector.publish(failure.to_text())
 
@@ -80,11 +80,13 @@ class StepWatcher:
         return self.detector.find_silent(is_known, _SLACK_SECONDS)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
-        """True if all others send heartbeats. Waits a few seconds at most, less if ``is_known`` reports a failure."""
+        """True if all other workers send heartbeats. Waits at most a few seconds, less if ``is_known`` reports a
+        failure.
+        """
         return self.find_silent(is_known) == []
 
     def progress_of_all(self) -> dict[int, Progress]:
-        """The last progress of each worker that has sent any, in bounded time."""
+        """The last known progress of workers, in bounded time."""
         try:
             beats = in_bounded_time(self.detector.beats.read, _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError):

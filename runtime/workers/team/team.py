@@ -29,12 +29,12 @@ from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, Pa
 
 
 class Team:
-    """The workers of a step, seen from one of them.
+    """The workers of a step.
 
     A step that fails on any worker fails on all. Connections are then closed, and reopened at the next call.
 
     Args:
-        name: the same on all workers, and used by no other step.
+        name: equal on all workers, and unique to the step.
         device: of this worker's buckets; of the same type on all workers.
     """
 
@@ -85,11 +85,11 @@ class Team:
     def call(
         self, is_whole: Callable[[], bool], torn: Callable[[], str] = str, *, has_left: bool = False
     ) -> Iterator[None]:
-        """A context around one training call: an exception in it, on any worker, ends the call on all of them.
+        """A context around a training call. An exception on any worker ends the call on all workers.
 
         Args:
             is_whole, torn: see `FailedCalls.explain`.
-            has_left: whether this worker's loop has ended. Such a worker waits for others as long as they live.
+            has_left: this worker's loop has ended. It then waits for the others without a timeout.
 
         Raises:
             CommunicationError: another worker has failed.
@@ -113,7 +113,7 @@ class Team:
             self._watcher.local_progress = self._watcher.local_progress.ended()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the other workers' next call, because an error in this worker's code keeps this worker from joining."""
+        """Ends the other workers' next call, because an error in this worker's code keeps it from joining."""
         if self.connections.are_open and not self._failed.are_final:
             self._call.begin()
             self._failed.explain(error, lambda: True, str)
@@ -129,7 +129,7 @@ class Team:
     # The stages of a call
 
     def stop_on_failure(self, stop: Callable[[], object]) -> None:
-        """Lets ``stop`` run, in another thread, when another worker fails."""
+        """Makes another thread run ``stop`` when another worker fails."""
         self._stop = stop
 
     def exchange_headers(
@@ -138,17 +138,17 @@ class Team:
         return self._meetings.exchange_headers(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
-        """Opens the lane for the model's collectives, in the same call on all workers. May be repeated."""
+        """Opens the lane for the model's collectives, in the same call on all workers; idempotent."""
         self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
-        """Waits for the votes of all workers, and returns their decision on the step.
+        """Exchanges votes with all workers, and returns the decision on the step.
 
         Args:
-            is_early: whether sums, or parameters that others update, arrive between the vote and `end_updates`.
+            is_early: sums, or parameters updated by other workers, arrive between the vote and `end_updates`.
 
         Raises:
-            CommunicationError: workers disagree on whether the same sums are finite, or a worker has failed.
+            CommunicationError: workers find different sums finite, or a worker has failed.
         """
         call = self._call
         message = vote.to_message(columns)
@@ -166,7 +166,7 @@ class Team:
         self._call.stage = CallStage.UPDATED if self._call.stage is CallStage.UPDATING else CallStage.DECIDED
 
     def hear(self, text: str) -> list[tuple[str, str]]:
-        """Exchanges all workers' texts after a decision against the step. The callers then raise the same error."""
+        """Exchanges all workers' texts after a decision against the step, so that all raise the same error."""
         self._call.stage = CallStage.BEFORE
         texts = self.control.all_gather_texts(text)
         self._call.stage = CallStage.REFUSED
@@ -181,7 +181,9 @@ class Team:
         self.connections.launch_bucket(collective, functools.partial(self._end_bucket, done))
 
     def _end_bucket(self, done: Done, error: Exception | None) -> None:
-        """Publishes a payload's failure before the lane is cut: others must not continue with the next pack's rounds."""
+        """Publishes a payload's failure before the lane is closed, so that other workers do not begin the next pack's
+        rounds.
+        """
         if isinstance(error, PayloadError):
             self._failed.publish_cause(error)
             self.connections.cut_buckets()
@@ -196,7 +198,7 @@ class Team:
         self._last_words.append(in_short(error))
 
     def close(self) -> None:
-        """Notifies the other workers. May be repeated."""
+        """Notifies the other workers; idempotent."""
         self._finalizer()
 
 

@@ -1,4 +1,4 @@
-"""Rendezvous of workers, and the opening of their lanes."""
+"""The rendezvous of workers, and the opening of their lanes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def await_all(
     is_over: Callable[[], bool],
     may_wait_on: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Waits until all workers have come to a call. A signal can interrupt this wait, unlike gloo's rendezvous.
+    """Waits until all workers have reached a call. Unlike gloo's rendezvous, signals can interrupt this wait.
 
     Args:
         may_wait_on: called at each timeout; returns True to wait once more.
 
     Raises:
-        LostConnectionError: a worker did not come.
+        LostConnectionError: a worker is missing.
     """
     answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
@@ -60,7 +60,7 @@ def await_all(
 def all_texts(
     store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
 ) -> list[str]:
-    """Exchanges a text with all workers; returns the texts by rank. A worker that repeats the call must send the same text.
+    """Exchanges a text with all workers; returns the texts by rank. A repeated call must send the same text.
 
     Raises:
         LostConnectionError: a worker sent nothing.
@@ -91,7 +91,7 @@ def _answer(ask: Callable[[], _T], seconds: float) -> _T:
 
 
 def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
-    """All workers must call this function together."""
+    """Collective over all workers."""
     seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in _MEASURED_BYTES}
     measured = torch.zeros(max(_MEASURED_BYTES), dtype=torch.uint8, device=device)
     for _ in range(_NUM_MEASUREMENTS):  # the first opens connections
@@ -112,7 +112,7 @@ def open_lane(
     device: torch.device,
     is_over: Callable[[], bool],
 ) -> Lane:
-    """All workers must call this function together, after the rendezvous."""
+    """Collective over all workers, after the rendezvous."""
     lane_store = distributed.PrefixStore(name, store)
     places = cluster.rank, cluster.num_workers
     opened = functools.partial(Lane, lane_store, *places, timeout_seconds, f"mirrorc {name}", device)

@@ -20,9 +20,10 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def cut_when_broken(deaf: Lane, watched: Lane) -> None:
-    """Cuts the lane ``deaf`` when ``watched``, a lane to the same workers, breaks. Closing ``watched`` ends the watch.
+    """Aborts the lane ``deaf`` when ``watched``, a lane to the same workers, is lost. Closing ``watched`` ends the
+    watch.
 
-    An NCCL collective waits forever for an ended process, but gloo notices its closed connection.
+    An NCCL collective waits forever for an ended process, but gloo detects its closed connection.
     """
     threading.Thread(target=_watch, args=(deaf, watched), name="mirrorc watches connections", daemon=True).start()
 
@@ -40,9 +41,9 @@ _HOST = torch.device("cpu")
 
 
 class Connections:
-    """A lane for control messages and a lane for buckets, opened together at a call, and closed together by a failure.
+    """A lane for control messages and a lane for buckets. A call opens both; a failure closes both.
 
-    The model's own collectives have a third lane: workers may launch them and buckets in different orders.
+    The model's collectives have a third lane, because their order relative to buckets may differ between workers.
 
     Attributes:
         link: measured speed of the lane for buckets; None before the first opening.
@@ -71,7 +72,7 @@ class Connections:
         is_over: Callable[[], bool],
         may_wait_on: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Opens the lanes, if they are closed, when all workers have come to a call.
+        """Opens closed lanes when all workers have reached a call.
 
         Raises:
             LostConnectionError: a worker has failed, has ended, or does not come in time.
@@ -125,7 +126,7 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The open lanes, the one for control messages first."""
+        """The lane for control messages comes first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:

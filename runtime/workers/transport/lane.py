@@ -22,7 +22,7 @@ def in_words(error: Exception) -> str:
 
 
 class LostConnectionError(CommunicationError):
-    """A lost connection to a worker that is not identified yet."""
+    """A connection to a worker is lost; the worker is not identified yet."""
 
 
 class PayloadError(ExecutionError):
@@ -30,10 +30,10 @@ class PayloadError(ExecutionError):
 
 
 Group = GlooGroup | NcclGroup
-"""The process group of a lane's collectives. An NCCL group has no collective but all_reduce."""
+"""An NCCL group only has all_reduce."""
 
 Done = Callable[[Exception | None], None]
-"""Called in the lane's thread when a collective has ended, with its error, if any."""
+"""Called in the lane's thread at the end of a collective, with its error or None."""
 
 
 def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float, device: torch.device) -> Group:
@@ -43,9 +43,9 @@ def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float
 
 
 class Lane:
-    """Launches collectives in order, over NCCL on a GPU and gloo on a CPU, and reports their ends in the same order.
+    """Launches collectives over NCCL or gloo, and reports their ends in the order of launches.
 
-    A thread of the lane waits for the collectives, because such a wait ignores signals and a caller's timeout.
+    A thread of the lane waits for the collectives, because their waits ignore signals and timeouts.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -62,10 +62,10 @@ class Lane:
         self._thread.start()
 
     def launch(self, collective: Callable[[Any], Any], done: Done) -> None:
-        """Launches a collective without waiting; ``collective`` returns its work, and ``done`` receives its error, if any.
+        """Launches a collective without waiting. ``collective`` returns its work; ``done`` receives its error or None.
 
-        After the first `SeveralRounds`, each collective is launched when all earlier ones have ended. So all workers launch
-        the rounds in the same order.
+        After the first `SeveralRounds`, each collective is launched at the end of all earlier ones, so that all workers
+        launch rounds in the same order.
         """
         with self._launching:
             try:
@@ -116,7 +116,7 @@ class Lane:
 
     @property
     def is_deaf(self) -> bool:
-        """True if collectives wait forever for a lost worker, as NCCL's do."""
+        """True if collectives wait forever for a lost worker, as with NCCL."""
         return isinstance(self._group, NcclGroup)
 
     @property
@@ -128,7 +128,7 @@ class Lane:
         self.cut()
         with self._launching:
             group, self._group = self._group, None
-            self._works.put(group)  # the thread lets it go: it waits for all works, however long these take
+            self._works.put(group)  # the thread releases it, because it waits for all works
             del group
         if threading.current_thread() is not self._thread:
             self._thread.join(_LONGEST_CLOSING_SECONDS)
@@ -159,7 +159,7 @@ class _Failed:
 
 
 def _await_works(works: queue.SimpleQueue[tuple[Any, Done] | Group | None]) -> None:
-    """Waits for works in order, and reports their ends. Returns at the group, the last entry, to release it."""
+    """Reports the ends of works in order. Returns the last entry, the group, to release it."""
     while isinstance(entry := works.get(), tuple):
         work, done = entry
         error: Exception | None = None
