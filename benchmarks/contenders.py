@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,14 +51,18 @@ def _mirrorc(workload: Workload, rank: int, backend: str) -> StepFunction:
 
 
 def _mirrorc_module(workload: Workload, rank: int, backend: str) -> StepFunction:
+    torch.set_num_threads(NUM_REPLICAS)
+    return module_step(workload, [f"cpu:{i}" for i in range(NUM_REPLICAS)], backend)
+
+
+def module_step(workload: Workload, devices: Sequence[str], backend: str) -> StepFunction:
+    """A loop of the user's own around `mirrorc.data_parallel`."""
     import mirrorc
 
-    torch.set_num_threads(NUM_REPLICAS)
     model = workload.make_model()
-    devices = [f"cpu:{i}" for i in range(NUM_REPLICAS)]
     module = mirrorc.data_parallel(model, devices, compiler=mirrorc.Compiler(backend=backend))
     optimizer = adamw(model)
-    x, y = workload.make_batch(workload.per_replica * NUM_REPLICAS)
+    x, y = workload.make_batch(workload.per_replica * len(devices))
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)

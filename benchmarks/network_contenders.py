@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from contenders import WithLoss, adamw, ddp_step
+from contenders import WithLoss, adamw, ddp_step, module_step
 from serving import StepFunction, serve
 from torch import nn
 from workloads import WORKLOADS, Workload
@@ -43,6 +43,10 @@ def _mirrorc(
     )
     x, y = workload.make_batch(workload.per_replica)
     return lambda: step(x, target=y)
+
+
+def _mirrorc_module(workload: Workload, is_compiled: bool) -> StepFunction:
+    return module_step(workload, ["cpu"], "inductor" if is_compiled else "eager")
 
 
 def _ddp(
@@ -78,6 +82,7 @@ def _wire(workload: Workload, is_compiled: bool) -> StepFunction:
 
 NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]] = {
     "mirrorc": (_mirrorc, {}),
+    "mirrorc module": (_mirrorc_module, {}),
     "mirrorc, autograd": (_mirrorc, {"capture": "autograd"}),
     "mirrorc 25 MB": (_mirrorc, {"buckets": 25.0}),
     "mirrorc bfloat16": (_mirrorc, {"compression": "bfloat16"}),
