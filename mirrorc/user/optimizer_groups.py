@@ -170,7 +170,7 @@ def _check_kind(subject: str, optimizer: Any) -> None:
             f"MC1212: {type(optimizer).__name__} needs a closure that evaluates the model several times in a step",
             "a compiled step evaluates it once",
             (
-                "leave optimizer= out, and give it a closure that returns step.gradients(x, y)",
+                "optimizer.step(lambda: step.gradients(x, y)), and leave optimizer= out of mirrorc.compile",
                 "use an optimizer whose step() works without a closure, such as AdamW",
             ),
         )
@@ -290,7 +290,10 @@ def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable])
                 ValueError,
                 f"MC1501: cuda_graphs=True cannot capture {name_of} with a tensor in {tensors[0]!r} of group {rule.group}",
                 "it is read on the host in every step",
-                ("give numbers in place of tensors", "mirrorc.Compiler(cuda_graphs=False)"),
+                (
+                    f"optimizer.param_groups[{rule.group}][{tensors[0]!r}] = float(...)",
+                    "mirrorc.Compiler(cuda_graphs=False)",
+                ),
             )
 
 

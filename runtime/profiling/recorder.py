@@ -120,12 +120,12 @@ def recorded_steps(recorder: Recorder | None) -> tuple[RecordedStep, ...]:
             ExecutionError,
             "MC5005: no step was recorded",
             "each that began with this program failed or was interrupted",
-            "call the step with a batch on which it succeeds",
+            "make one call that succeeds, and ask again",
         )
     if not steps:
         raise problem(
             ExecutionError,
             "MC5005: no step was recorded, and a report needs one training step with this program",
-            fix="step(x, y)",
+            fix=("step(x, y) first", "loss.backward() first, for a module of mirrorc.data_parallel"),
         )
     return steps

@@ -101,7 +101,7 @@ def test_programs_of_other_steps_are_refused() -> None:
         for report in (step.explain, step.memory):
             with pytest.raises(
                 ValueError,
-                match=r"MC5005: the program that was given .*\n  fix:  give one of step\.programs",
+                match=r"MC5005: the program that was given .*\n  fix:  program=None",
             ):
                 report(other.program)
 

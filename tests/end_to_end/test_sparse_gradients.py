@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[Maker, str]] = {
     ),
     "dense": (
         lambda model: [torch.optim.SparseAdam(model.parameters())],
-        "SparseAdam cannot update 'head[a-z.]+', whose gradient is dense\n.*\n  fix:  look it up with sparse=True",
+        "SparseAdam cannot update 'head[a-z.]+', whose gradient is dense\n.*\n  fix:  nn\\.Embedding\\(\\.\\.\\., sparse=True",
     ),
 }
 

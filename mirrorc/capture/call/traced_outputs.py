@@ -107,7 +107,7 @@ def read_outputs(
             CaptureError,
             f"MC2401: {model_name} or its loss returns something that is no tensor, made of a tensor's values",
             f"it cannot be put together before its values are known: {error}",
-            ("return the tensor, and call .item() on what the step returns", "leave return_outputs out"),
+            ("return the tensor, and call .item() on what the call returns", "leave return_outputs= out"),
         ) from None
     reader = _TraceReader(stand_ins, others, (results[0], again[0]), leaves, module)
     try:
@@ -172,7 +172,7 @@ def _marked(traced: fx.GraphModule, gathered: Mapping[str, fx.Node], model_name:
             CaptureError,
             f"MC2402: {model_name} or its loss calls mirrorc.summed() in a function that is traced apart",
             "the mark is lost, as under torch.utils.checkpoint",
-            "mark what that function returns",
+            "mirrorc.summed(...) around what that function returns",
         )
     return names
 
@@ -250,8 +250,8 @@ class OutputReader:
         raise problem(
             UnreadableOutputError,
             f"MC2401: forward or loss returns {kind}, as {path!r}",
-            "a step cannot make it again of what the replicas give",
-            ("return the tensors in it, in a tuple, a dict or a dataclass", "leave return_outputs out"),
+            "it cannot be put together from what the replicas return",
+            ("return the tensors in it, in a tuple, a dict or a dataclass", "leave return_outputs= out"),
         )
 
 

@@ -113,7 +113,7 @@ def other_buffer(
         kind,
         f"MC2304: forward of {model_name} assigns a tensor of {kinds[0]} to its buffer {name!r}",
         f"a step keeps the memory of each buffer, here of {kinds[1]}",
-        "assign a tensor of that kind, or register the buffer with the kind that it is to have",
+        (f"self.{name}.copy_(value), which keeps its kind", f"self.register_buffer(...) with a tensor of {kinds[0]}"),
         at=at,
     )
 
@@ -145,7 +145,7 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
         text = message(
             f"MC3303: {model_name} takes items out of its argument {path!r}, which stay in yours",
             "each replica has a container of its own",
-            "take them out of a copy, dict(batch), or before the step",
+            "batch = dict(batch) in forward, or take them out before the call",
             at=line_of(frame),
         )
         notes.append(Note.at(frame, text))
@@ -163,7 +163,7 @@ def drawn_number(model_name: str, why: str, at: str) -> CaptureError:
         CaptureError,
         f"MC2303: forward or loss of {model_name} draws a number at random outside of torch",
         why,
-        ("torch.rand(())", "draw it before the step, and pass it as a replicated tensor"),
+        ("torch.rand(())", "mirrorc.replicated(torch.tensor(random.random())), as an argument"),
         at=at,
     )
 
@@ -173,7 +173,10 @@ def unkept_attributes(model_name: str, names: Sequence[str], frame: traceback.Fr
     return message(
         f"MC3304: forward of {model_name} sets attributes of modules ({shown}), which do not reach the model",
         "a step has them for the call alone, one value for each replica",
-        ("call the model itself, if you read them", "keep the values in buffers"),
+        (
+            "model(x), the plain model, if you read them",
+            "self.register_buffer('x', ...) once, and self.x.copy_(value) in forward",
+        ),
         at=line_of(frame) if frame is not None else "",
     )
 
@@ -213,7 +216,10 @@ def _refuse_draws(draws: _Stacks, cached_draws: _Stacks, model_name: str) -> Non
             CaptureError,
             f"MC2303: forward or loss of {model_name} calls a function that keeps its random numbers (functools.cache)",
             "a captured step would draw them anew each time",
-            "call it before the step, and keep the result in a buffer, or pass it as a replicated tensor",
+            (
+                "mirrorc.replicated(value), as an argument, of a value drawn before the call",
+                "keep its result in a buffer",
+            ),
             at=users_place(stack),
         )
 
@@ -262,7 +268,7 @@ def _refuse_state(write: PythonWrite, model_name: str) -> None:
     refusal = message(
         f"MC2301: forward or loss of {model_name} {changes}",
         "each step would go on from the last one, which a captured graph cannot",
-        ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it between steps"),
+        ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it in your loop, between calls"),
         at=where,
     )
     raise StateError(refusal, f"{f'{where}: ' if where else ''}it {changes}")
@@ -282,9 +288,9 @@ def _of_write(write: PythonWrite, model_name: str) -> Note:
             f"MC3301: {model_name} changes {name} in {place or 'forward or loss'}, which a captured step does not do",
             "",
             (
-                "return what you want to see, with return_outputs=True",
-                "keep it in a buffer",
-                "collect it with the plain model between steps",
+                "return it from forward; with mirrorc.compile(..., return_outputs=True) the step returns it, too",
+                "self.register_buffer('x', ...) once, and self.x.copy_(value) in forward",
+                "model(x), the plain model, in your loop",
             ),
             at=line_of(frame),
         ),
@@ -301,7 +307,7 @@ def _of_calls(calls: Sequence[PythonCall], model_name: str) -> list[Note]:
         text = message(
             f"MC3302: {call.name} in {model_name} {done}",
             "a captured step consists of tensor operations",
-            "call it in your loop, between steps",
+            "call it in your loop, between calls",
             at=line_of(frame),
         )
         notes.append(Note.at(frame, text))

@@ -303,7 +303,7 @@ def _outputs(
         raise problem(
             CaptureError,
             f"MC2203: the loss of {model_name} does not depend on any parameter that the optimizer updates",
-            fix="check what the optimizer was given: optimizer.param_groups",
+            fix="torch.optim.SGD(model.parameters(), lr=0.1), or another optimizer over parameters that the loss depends on",
         )
     writes = {variable_names.get(name, name): values[node] for name, node in joint.buffer_writes.items()}
     loss = values[joint.loss] if joint.loss is not None else None

@@ -66,7 +66,7 @@ def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
             CaptureError,
             f"MC2501: the lookup in {name!r} of {model_name} has sparse=True and scale_grad_by_freq=True",
             "torch does not support them together",
-            "leave one of them out",
+            ("scale_grad_by_freq=False", "sparse=False"),
         )
 
 

@@ -241,7 +241,7 @@ def test_no_record_says_why() -> None:
             recorded_steps(none)
     recorder.begin()
     with pytest.raises(
-        ExecutionError, match=r"each that began .* failed or was interrupted\n  fix:  call the step with a batch"
+        ExecutionError, match=r"each that began .* failed or was interrupted\n  fix:  make one call that succeeds"
     ):
         recorded_steps(recorder)
     run_steps(recorder, 1)
