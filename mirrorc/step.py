@@ -190,7 +190,7 @@ class Step(StepReports):
                 ExecutionError,
                 "MC1003: step.accumulate() cannot be used with cuda_graphs=True",
                 "a graph replays the weights of one number of examples",
-                "mirrorc.Compiler(cuda_graphs=False)",
+                "compiler=mirrorc.Compiler(cuda_graphs=False)",
             )
         return self._train(args, kwargs, lambda: Purpose.ACCUMULATION)
 

@@ -24,7 +24,7 @@ _REFUSED = {
         "the update is yours, and only you can skip it",
         "check_finite=True, which raises an error and changes nothing",
     ),
-    "cuda_graphs=True": ("a graph replays whole steps", "mirrorc.Compiler(cuda_graphs=False)"),
+    "cuda_graphs=True": ("a graph replays whole steps", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
 }
 
 

@@ -75,7 +75,7 @@ class TakenValues:
                     CommunicationError,
                     f"MC6401: worker {source}, from which all copy, holds only its part of the optimizer's state",
                     "the connection was lost during an update, and the others' parts may be of another step",
-                    "load a checkpoint into model and optimizer on all workers, and call the step again",
+                    "load a checkpoint into model and optimizer on all workers, and make the call again",
                     now="Nothing was changed",
                 )
         if is_dealt:

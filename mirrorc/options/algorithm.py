@@ -88,7 +88,7 @@ def algorithm_of(algorithm: Any) -> AllReduceAlgorithm:
         raise problem(
             ValueError,
             f"MC1002: algorithm is {algorithm!r}, which is a link and not an algorithm",
-            fix=(f"mirrorc.Communication(link={algorithm!r})", *fix),
+            fix=(f"communication=mirrorc.Communication(link={algorithm!r})", *fix),
         )
     if name not in ALGORITHMS and ":" not in name:
         raise problem(ValueError, f"MC1002: algorithm is {algorithm!r}, which is no algorithm", fix=fix)

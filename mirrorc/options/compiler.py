@@ -99,7 +99,7 @@ class Compiler(OptionGroup):
                 ValueError,
                 "MC1006: capture='trace' was withdrawn",
                 "'auto' falls back to 'autograd' for the models that it took",
-                "mirrorc.Compiler(capture='autograd')",
+                "compiler=mirrorc.Compiler(capture='autograd')",
             )
         backend_named(self.backend)
         ladder_named(self.capture)

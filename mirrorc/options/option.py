@@ -310,7 +310,10 @@ class Options:
                     ValueError,
                     f"MC1004: {option.text(value)} and passes= cannot be combined",
                     "the pipeline given with passes= decides it",
-                    (option.passes.remedy_for(value), "mirrorc.Compiler(add=..., disable=...) in place of passes="),
+                    (
+                        option.passes.remedy_for(value),
+                        "compiler=mirrorc.Compiler(add=..., disable=...) in place of passes=",
+                    ),
                 )
 
     def check_exclusions(self, request: Request) -> None:

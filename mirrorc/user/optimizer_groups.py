@@ -112,7 +112,7 @@ class OptimizerGroups:
                             f"MC1214: parameter {names[id(parameter)]!r} is in optimizer[{first}] and in {owner}",
                             f"{type(self.optimizers[first]).__name__} and {type(optimizer).__name__} of one "
                             "step update different parameters",
-                            "give it to one of them",
+                            f"give {names[id(parameter)]!r} to one of them alone",
                         )
 
 
@@ -133,7 +133,7 @@ def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) 
         raise problem(
             ValueError,
             f"MC1211: optimizer is an empty {type(option).__name__}",
-            fix="give a torch.optim.Optimizer over model.parameters(), or several over different ones",
+            fix="optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), or a list of several over different ones",
         )
     for i, optimizer in enumerate(option if are_several else ()):
         _check_kind(f"optimizer is a {type(option).__name__} whose item {i}", optimizer)
@@ -142,7 +142,7 @@ def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) 
             raise problem(
                 ValueError,
                 f"MC1214: optimizer[{first}] and optimizer[{i}] are the same {type(optimizer).__name__}, which steps once",
-                fix="give it once",
+                fix="optimizer=[first, second], each once",
             )
     groups = OptimizerGroups(option if are_several else [option])
     groups.check(parameters)
@@ -155,7 +155,7 @@ def _check_kind(subject: str, optimizer: Any) -> None:
         raise problem(
             TypeError,
             f"MC1211: {subject} is a {type(optimizer).__name__}",
-            fix=f"give a torch.optim.Optimizer over model.parameters(){several}",
+            fix=f"optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3){several}",
         )
     if hasattr(optimizer, "consolidate_state_dict"):
         raise problem(
@@ -262,7 +262,7 @@ def _text_of_tensor(value: torch.Tensor) -> str:
 
 
 def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable]) -> None:
-    fixes = ("use Adam, AdamW or SGD with fused=True", "mirrorc.Compiler(cuda_graphs=False)")
+    fixes = ("torch.optim.AdamW(..., fused=True), or Adam or SGD", "compiler=mirrorc.Compiler(cuda_graphs=False)")
     for name, variable in variables.items():
         rule = variable.update
         if rule is None:
@@ -292,7 +292,7 @@ def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable])
                 "it is read on the host in every step",
                 (
                     f"optimizer.param_groups[{rule.group}][{tensors[0]!r}] = float(...)",
-                    "mirrorc.Compiler(cuda_graphs=False)",
+                    "compiler=mirrorc.Compiler(cuda_graphs=False)",
                 ),
             )
 

@@ -247,7 +247,8 @@ def test_groups_are_frozen_and_take_keywords_alone(group: Any) -> None:
 
 def test_what_was_withdrawn_says_so() -> None:
     with pytest.raises(
-        ValueError, match=r"MC1006: capture='trace' was withdrawn\n.*\n  fix:  mirrorc.Compiler\(capture='autograd'\)"
+        ValueError,
+        match=r"MC1006: capture='trace' was withdrawn\n.*\n  fix:  compiler=mirrorc.Compiler\(capture='autograd'\)",
     ):
         mirrorc.Compiler(capture="trace")
     with pytest.raises(ValueError, match="is an option of mirrorc"):

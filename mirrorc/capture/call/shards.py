@@ -117,7 +117,7 @@ def _refuse_microbatches(call: Call) -> None:
                 ValueError,
                 f"MC1307: argument {leaf.path!r} cannot be cut into microbatches",
                 "a microbatch is rows of each tensor, and this is a list of examples, or a tensor without them in dim 0",
-                ("leave microbatches out", "step.accumulate(...) with smaller batches"),
+                ("leave microbatches= out", "step.accumulate(...) with smaller batches"),
             )
 
 

@@ -27,7 +27,7 @@ class LoneExampleError(CaptureError):
     """Raised if a torch operator refuses a shard of one example because it normalizes over the examples, or gives nan."""
 
 
-AS_PLAIN_PYTORCH = "mirrorc.Compiler(capture='autograd'), which runs it as plain PyTorch"
+AS_PLAIN_PYTORCH = "compiler=mirrorc.Compiler(capture='autograd'), which runs it as plain PyTorch"
 
 
 class UnreadableError(CaptureError):

@@ -267,7 +267,7 @@ def _refuse_state(write: PythonWrite, model_name: str) -> None:
     changes = f"reads and changes {write.words.name}"
     refusal = message(
         f"MC2301: forward or loss of {model_name} {changes}",
-        "each step would go on from the last one, which a captured graph cannot",
+        "each call would go on from the last one, which a captured graph cannot",
         ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it in your loop, between calls"),
         at=where,
     )

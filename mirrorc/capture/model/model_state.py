@@ -180,7 +180,10 @@ class ModelState:
                 raise problem(
                     ValueError,
                     f"MC1207: parameter {name!r} has a hook on its gradient, which a captured step does not call",
-                    fix="remove it, and change the gradient in the loss, in forward, or in an optimizer of your own",
+                    fix=(
+                        "optimizer.register_step_pre_hook(hook), in place of parameter.register_hook(hook)",
+                        "change the gradient in the loss or in forward",
+                    ),
                 )
         is_stale = self.lacks_carried() or list(map(len, self._dicts)) != self._sizes
         if is_stale or (self._added and self._find_added() != self._added_now):

@@ -119,7 +119,10 @@ def refuse_stale_buffers(
             CaptureError,
             f"MC2503: {model_name} writes the buffer {written[0]!r} for a batch of fewer examples than devices",
             "it calls mirrorc.all_reduce or the like as plain PyTorch, and a replica without examples would not know the value",
-            (f"give batches of at least {len(runs)} examples, drop_last=True", "mirrorc.Compiler(capture='dynamo')"),
+            (
+                f"give batches of at least {len(runs)} examples, drop_last=True",
+                "compiler=mirrorc.Compiler(capture='dynamo')",
+            ),
         )
 
 
