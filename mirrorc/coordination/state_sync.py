@@ -50,7 +50,7 @@ class TakenValues:
                 message(
                     f"MC3502: parameters, buffers or optimizer state of worker {self._team.cluster.rank} differ from those of "
                     f"{source}, and are replaced by these",
-                    f"it wrote them since the last step, and {source} wrote {why}",
+                    f"it wrote them since the last call, and {source} wrote {why}",
                     ("make the same change, such as load_state_dict(), on all workers", f"make it on {source} alone"),
                 ),
                 stacklevel=users_stack_level(),

@@ -124,7 +124,7 @@ SAID: list[tuple[Callable[[Any, torch.Tensor], object], tuple[str, ...]]] = [
     (
         lambda net, y: logging.getLogger("mirrorc_tests.net").warning("shape %s", y.shape),
         (
-            "logger.warning in Net ran once, during capture, and runs in no step",
+            "logger.warning in Net ran once, during capture, and runs in no later call",
             'logging.getLogger("mirrorc_tests.net")',
         ),
     ),

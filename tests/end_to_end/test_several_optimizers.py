@@ -272,7 +272,7 @@ def test_lists_that_are_no_several_optimizers_are_refused() -> None:
         (
             [first, first],
             ValueError,
-            r"optimizer\[0\] and optimizer\[1\] are the same SGD, which steps once\n  fix:  optimizer=\[first, second\], each once",
+            r"optimizer\[0\] and optimizer\[1\] are the same SGD, which steps once\n  fix:  optimizer=\[first, second\]",
         ),
         (
             [first, both],

@@ -163,7 +163,7 @@ def _marked(traced: fx.GraphModule, gathered: Mapping[str, fx.Node], model_name:
                 "what is marked is summed over replicas, and not what follows from it",
                 (
                     "mirrorc.summed(...) around what is returned",
-                    "for a ratio, return its two sums, and divide after the step",
+                    "for a ratio, return its two sums, and divide after the call",
                 ),
             )
     inner = [module for module in traced.modules() if module is not traced and isinstance(module, fx.GraphModule)]
@@ -297,7 +297,7 @@ class _TraceReader(OutputReader):
             raise problem(
                 UnreadableOutputError,
                 f"MC2401: forward or loss returns {path!r}, a view (.T, .mT, .data) of an argument, a parameter or a buffer",
-                "no operator has made it, and a captured step would not make it anew",
+                "no operator has made it, and a captured graph would not make it anew",
                 "return a copy, with .clone()",
             )
         return LeafKind.CONSTANT, tensor

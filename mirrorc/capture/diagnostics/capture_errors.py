@@ -348,7 +348,7 @@ def refuse_written_inputs(
             raise problem(
                 CaptureError,
                 f"MC2304: forward of {model_name} writes a value that requires a gradient to the buffer {name!r}",
-                "the buffer would keep the graph of this step, and backward of the next step would fail in plain PyTorch",
+                "the buffer would keep the graph of this call, and backward of the next one would fail in plain PyTorch",
                 (
                     f"write the detached value, self.{name}.copy_(value.detach())",
                     f"compute with a copy, {name} = self.{name}.clone()",

@@ -112,7 +112,7 @@ def other_buffer(
     return problem(
         kind,
         f"MC2304: forward of {model_name} assigns a tensor of {kinds[0]} to its buffer {name!r}",
-        f"a step keeps the memory of each buffer, here of {kinds[1]}",
+        f"each buffer keeps its memory, here of {kinds[1]}",
         (f"self.{name}.copy_(value), which keeps its kind", f"self.register_buffer(...) with a tensor of {kinds[0]}"),
         at=at,
     )
@@ -172,7 +172,7 @@ def unkept_attributes(model_name: str, names: Sequence[str], frame: traceback.Fr
     shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
     return message(
         f"MC3304: forward of {model_name} sets attributes of modules ({shown}), which do not reach the model",
-        "a step has them for the call alone, one value for each replica",
+        "they last for the call alone, with one value for each replica",
         (
             "model(x), the plain model, if you read them",
             "self.register_buffer('x', ...) once, and self.x.copy_(value) in forward",
@@ -198,7 +198,7 @@ def cached_parametrizations(model_name: str, at: str = "") -> str:
         f"MC2301: {model_name} caches parametrized weights, torch.nn.utils.parametrize.cached()",
         "the cache is one for all replicas, and each has weights of its own",
         (
-            "leave cached() out, in forward and around the step",
+            "leave cached() out, in forward and around the call",
             "read a weight that is used several times once, w = self.layer.weight, and compute with F.linear(x, w)",
         ),
         at=at,
@@ -210,12 +210,12 @@ _Stacks = Sequence[Sequence[traceback.FrameSummary]]
 
 def _refuse_draws(draws: _Stacks, cached_draws: _Stacks, model_name: str) -> None:
     for stack in draws:
-        raise drawn_number(model_name, "a captured graph would have the same number in every step", users_place(stack))
+        raise drawn_number(model_name, "a captured graph would have the same number in every call", users_place(stack))
     for stack in cached_draws:
         raise problem(
             CaptureError,
             f"MC2303: forward or loss of {model_name} calls a function that keeps its random numbers (functools.cache)",
-            "a captured step would draw them anew each time",
+            "a captured graph would draw them anew each time",
             (
                 "mirrorc.replicated(value), as an argument, of a value drawn before the call",
                 "keep its result in a buffer",
@@ -259,7 +259,7 @@ def _refuse_state(write: PythonWrite, model_name: str) -> None:
     if _OF_A_MODULE.match(write.source):
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
         sets = f"an attribute of {f'its module {name!r}' if name else 'itself'}, self.x = ..."
-        refusal = assigned_attribute(model_name, sets, "a compiled step would not set it again", where)
+        refusal = assigned_attribute(model_name, sets, "a compiled call would not set it again", where)
         raise StateError(refusal, f"{f'{where}: ' if where else ''}forward sets {sets}")
     if write.owner is parametrization_cache():
         refusal = cached_parametrizations(model_name, where)
@@ -285,7 +285,7 @@ def _of_write(write: PythonWrite, model_name: str) -> Note:
     return Note.at(
         frame,
         message(
-            f"MC3301: {model_name} changes {name} in {place or 'forward or loss'}, which a captured step does not do",
+            f"MC3301: {model_name} changes {name} in {place or 'forward or loss'}, which a captured graph does not do",
             "",
             (
                 "return it from forward; with mirrorc.compile(..., return_outputs=True) the step returns it, too",
@@ -303,10 +303,10 @@ def _of_calls(calls: Sequence[PythonCall], model_name: str) -> list[Note]:
         frame = _users_frame(call.stack)
         if frame is None or not call.repeats or "site-packages" in frame.filename:
             continue  # libraries log such things once
-        done = "ran once, during capture, and runs in no step" if call.has_run else "runs in no step"
+        done = "ran once, during capture, and runs in no later call" if call.has_run else "runs in no call"
         text = message(
             f"MC3302: {call.name} in {model_name} {done}",
-            "a captured step consists of tensor operations",
+            "a captured graph consists of tensor operations",
             "call it in your loop, between calls",
             at=line_of(frame),
         )

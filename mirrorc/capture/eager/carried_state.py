@@ -176,13 +176,13 @@ class CarriedState:
             raise problem(
                 kind,
                 f"MC2301: forward or loss of {self._model_name} leaves a tensor with a gradient in {name}",
-                "its graph is that of one replica, and ends with the step",
+                "its graph is that of one replica, and ends with the call",
                 (f"leave a detached one, value.detach(), in {name}", *_FIXES[1:]),
             )
         if (name := changes.differing(others)) is not None:
             raise problem(
                 kind,
                 f"MC2301: forward or loss of {self._model_name} changes {name}, and each replica leaves another value",
-                "all replicas share it; only what is the same for every shard can be carried on to the next step",
+                "all replicas share it; only what is the same for every shard can be carried on to the next call",
                 _FIXES,
             )

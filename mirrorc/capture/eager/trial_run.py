@@ -284,7 +284,7 @@ def _refuse_grown(run: Run, opaque: OpaqueCall, model_name: str) -> None:
             raise problem(
                 CaptureError,
                 f"MC2304: forward of {model_name} changes the size of the buffer {name.removeprefix('model.')!r}",
-                f"a step keeps the memory of each buffer, here of {list(buffer.shape)}, not {list(value.shape)}",
+                f"each buffer keeps its memory, here of {list(buffer.shape)}, not {list(value.shape)}",
                 (
                     "model(x) on a batch, once before mirrorc.compile()",
                     f"self.register_buffer(..., torch.zeros({list(value.shape)})) in __init__",

@@ -232,7 +232,7 @@ def _note_checkpoints(values: Mapping[fx.Node, fx.Node], model_name: str) -> Non
             raise problem(
                 CaptureError,
                 f"MC2507: the policy of a checkpoint in {model_name} asks for {error}",
-                "a step keeps a result where it is, or computes it again",
+                "a result is kept where it is, or computed again",
                 "return MUST_SAVE or PREFER_RECOMPUTE from the policy",
                 at=source_line(node) or node.name,
             ) from None

@@ -50,7 +50,7 @@ def _refuse(target: Any, node: fx.Node, model_name: str) -> NoReturn:
     raise problem(
         CaptureError,
         f"MC2506: {model_name} calls {target}, which returns nothing",
-        "a captured step leaves out calls whose result nothing uses",
+        "a captured graph leaves out calls whose result nothing uses",
         ("call it in your loop, between calls", "let it return a tensor that the loss depends on"),
         at=source_line(node),
     )
