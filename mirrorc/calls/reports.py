@@ -344,10 +344,10 @@ class StepReports(ABC):
             does = "leaves gradients to its caller" if executor.program.leaves_gradients else does
             raise problem(
                 ExecutionError,
-                f"MC5005: this program {does}, so there is no recorded step of it",
+                f"MC5005: this program {does}, so no call of it was recorded",
                 "only programs that update parameters are timed",
                 (f"{self._first_calls[0]} first, and program=None", "with torch.profiler.profile() as profile:"),
             )
-        steps = recorded_steps(executor.recorder if executor is not None else None)
+        steps = recorded_steps(executor.recorder if executor is not None else None, self._first_calls[0])
         assert executor is not None, "a step without a program has no recorded steps"
         return executor, steps

@@ -236,7 +236,7 @@ def test_no_record_says_why() -> None:
     for none in (None, recorder):
         with pytest.raises(
             ExecutionError,
-            match=r"MC5005: no step was recorded, and a report needs one training step with this program",
+            match=r"MC5005: no call was recorded, and a report needs one training call with this program",
         ):
             recorded_steps(none)
     recorder.begin()
