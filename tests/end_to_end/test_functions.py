@@ -133,7 +133,7 @@ def test_calls_that_make_no_step_are_refused() -> None:
             nn.Linear,
             {"modules": [model]},
             TypeError,
-            "model is a type, neither a module nor a function\n  fix:  give a torch.nn.Module",
+            r"model is a type, neither a module nor a function\n  fix:  mirrorc\.compile\(net",
         ),
         (
             lambda x: x,
