@@ -81,14 +81,14 @@ class Exclusion:
 
     beside: str
     why: str | Callable[[Request], str]
-    remedy: str = ""  # to leave out one of them
+    remedy: str = ""  # or else to leave out one of the two
     needs_pipeline: bool = False
 
 
 WITHOUT_OPTIMIZER = Exclusion(
     "without optimizer=",
     lambda request: "it is for the step's own updates, and there are none" if request["optimizer"] is None else "",
-    "leave it out, and treat the gradients of step.gradients(x, y) by yourself",
+    "leave the option out, and change the gradients of step.gradients(x, y) by yourself",
 )
 
 
