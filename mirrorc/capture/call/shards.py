@@ -169,7 +169,11 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
                 ValueError,
                 f"MC1304: arguments disagree on dim 0: {first!r} has {say(wanted)} examples, {leaf.path!r} has {say(sizes)}",
                 "each tensor is split along dim 0, the batch",
-                (*fixes, f"mirrorc.replicated({leaf.path}), if it is no batch"),
+                (
+                    *fixes,
+                    f"mirrorc.replicated({leaf.path}), if it is no batch",
+                    f"print({first}.shape, {leaf.path}.shape), which must agree in dim 0 if both are batches",
+                ),
             )
     if wanted is None:
         raise problem(
