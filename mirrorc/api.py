@@ -208,10 +208,13 @@ def data_parallel(
         raise problem(
             TypeError,
             f"MC1201: model is a {type(model).__name__}, and data_parallel takes a module",
-            fix="give a torch.nn.Module",
+            fix=(
+                "mirrorc.data_parallel(net), with a torch.nn.Module",
+                "mirrorc.compile(function, modules=[net]), for a function that returns the loss",
+            ),
         )
     if reduction not in ("examples", "workers", "sum"):
-        fix = "choose one of 'examples', 'workers', 'sum'"
+        fix = "reduction='examples', 'workers' or 'sum'"
         raise problem(ValueError, f"MC1002: reduction is {reduction!r}", fix=fix)
     shared: dict[str, Any] = {"distributed": distributed, "communication": communication}
     shared |= {"compiler": compiler, "debug": debug}
@@ -257,7 +260,11 @@ def plan(
     if world is not None and not isinstance(world, World):
         raise TypeError(f"MC1001: world is {world!r:.60}: give mirrorc.World(num_workers=2), or None")
     if world is None and rank:
-        raise problem(ValueError, f"MC1003: rank={rank} needs world=", fix="give rank only with a mirrorc.World")
+        raise problem(
+            ValueError,
+            f"MC1003: rank={rank} needs world=",
+            fix="mirrorc.plan(..., world=mirrorc.World(num_workers=...))",
+        )
     if options.get("distributed", "auto") != "auto":
         raise problem(
             ValueError,
@@ -387,7 +394,7 @@ def _trained_module(function: Any, asked: Mapping[str, Any]) -> nn.Module:
             TypeError,
             "MC1201: model is a module of mirrorc.data_parallel already",
             "it runs on its devices by itself",
-            "give model.module, the plain model",
+            "mirrorc.compile(model.module, ...), with the plain model",
         )
     if isinstance(function, nn.Module) and asked["modules"] is None:
         return function
@@ -395,7 +402,7 @@ def _trained_module(function: Any, asked: Mapping[str, Any]) -> nn.Module:
         raise problem(
             ValueError,
             f"MC1003: modules= ({type(asked['modules']).__name__}) cannot be used with a model",
-            "it names the modules that a function calls, and of a model all is trained",
+            "it is for a function, and names the modules that this calls",
             "leave modules= out",
         )
     if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module) and asked["modules"] is None:
@@ -412,7 +419,10 @@ def _trained_module(function: Any, asked: Mapping[str, Any]) -> nn.Module:
         raise problem(
             TypeError,
             f"MC1201: model is a {type(function).__name__}, neither a module nor a function",
-            fix=("give a torch.nn.Module", "give a function of the batch that returns the loss, and modules=[net]"),
+            fix=(
+                "mirrorc.compile(net, ...), with a torch.nn.Module",
+                "mirrorc.compile(loss_of, modules=[net]), where def loss_of(x, y): return loss_fn(net(x), y)",
+            ),
         )
     for name in ("loss_fn", "return_outputs"):
         if asked[name]:
@@ -459,7 +469,10 @@ def usable_backend(name: str, devices: Sequence[Device]) -> Backend:
         message(
             f"MC1502: backend='eager' is used instead of {name!r}",
             objection,
-            ("install what is missing", "compiler=mirrorc.Compiler(backend='eager'), which does not warn"),
+            (
+                "apt-get install g++, or another C++ compiler",
+                "compiler=mirrorc.Compiler(backend='eager'), which does not warn",
+            ),
         ),
         stacklevel=users_stack_level(),
     )

@@ -240,7 +240,7 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
         raise problem(
             ValueError,
             f"MC1506: {plan} names {unknown[0]!r}, which has no gradient",
-            fix=f"there are {', '.join(by_name)}",
+            fix=f"use names of gradients: {', '.join(by_name)}",
         )
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise problem(
@@ -274,6 +274,7 @@ def _of_the_users(option: str, takes: str, error: Exception) -> ValueError:
         ValueError,
         f"MC1506: {option}: your function raised {type(error).__name__}: {error}",
         f"it {takes} mirrorc.packing.Gradient, which has the fields {', '.join(Gradient._fields)}",
+        "mend that function: the traceback above has its line",
     )
 
 

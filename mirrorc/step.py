@@ -71,7 +71,7 @@ class Step(StepReports):
         if options.scaler is not None:
             state.loss_scale = LossScale(options.scaler, options.devices)
         interrupts = InterruptGuard()
-        self._lock = ExclusiveCalls(interrupts, state.callers)
+        self._lock = ExclusiveCalls(interrupts, state.callers, is_module=options.is_module)
         self._modes = CallersModes(captures=options.ladder.names[0] != "autograd")
         pending = ZeroableGradients(state.accumulated, model.tensors, self._lock)
         self._habits = GradientHabits(model.parameters.values(), options.optimizers, pending)
@@ -105,7 +105,7 @@ class Step(StepReports):
                 AttributeError,
                 "MC1006: a step has no synchronize() any more",
                 "nothing is in flight when a call returns",
-                "leave it out",
+                "leave step.synchronize() out",
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -190,7 +190,7 @@ class Step(StepReports):
                 ExecutionError,
                 "MC1003: step.accumulate() cannot be used with cuda_graphs=True",
                 "a graph replays the weights of one number of examples",
-                "mirrorc.Compiler(cuda_graphs=False)",
+                "compiler=mirrorc.Compiler(cuda_graphs=False)",
             )
         return self._train(args, kwargs, lambda: Purpose.ACCUMULATION)
 
@@ -312,7 +312,10 @@ class Step(StepReports):
             TypeError,
             "MC1602: a compiled step cannot be copied or pickled",
             "it has threads, and it trains one model",
-            "copy or save the model and the optimizer, which are up to date after every step, and compile the copy",
+            (
+                "copy.deepcopy((model, optimizer)), which are up to date after every step, and compile the copy",
+                "mirrorc.save_checkpoint(step, 'run/last')",
+            ),
         )
 
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
@@ -439,13 +442,17 @@ def join(*steps: Step) -> AbstractContextManager[None]:
             fix="mirrorc.join(d_step, g_step), the steps that the block calls",
         )
     if len(set(map(id, steps))) < len(steps):
-        raise problem(ValueError, "MC1603: mirrorc.join was given a step twice", fix="give it each once")
+        raise problem(
+            ValueError,
+            "MC1603: mirrorc.join was given a step twice",
+            fix="mirrorc.join(d_step, g_step), each once",
+        )
     joined = [member for step in steps for member in step.joined()]
     if len({id(member.calls.cluster) for member in joined}) > 1:
         raise problem(
             ValueError,
             "MC1603: mirrorc.join was given steps of different workers",
             "they cannot tell each other whose turn it is",
-            "compile all of them with one process_group",
+            "communication=mirrorc.Communication(process_group=group), the same for all of them",
         )
     return until_all_have_left(joined)

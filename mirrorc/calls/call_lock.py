@@ -20,7 +20,8 @@ _LONGEST_CLOSING_SECONDS = 5.0
 class ExclusiveCalls:
     """Runs one call at a time. Steps over the same variables share ``callers``."""
 
-    def __init__(self, guard: InterruptGuard, callers: Callers) -> None:
+    def __init__(self, guard: InterruptGuard, callers: Callers, *, is_module: bool = False) -> None:
+        self._kind, self._maker = ("module", "mirrorc.data_parallel") if is_module else ("step", "mirrorc.compile")
         self._guard = guard
         self._pid = os.getpid()
         self._callers = callers
@@ -36,9 +37,12 @@ class ExclusiveCalls:
         if os.getpid() != self._pid:
             raise problem(
                 ExecutionError,
-                "MC5009: the step was compiled in the parent of this forked process",
-                "its threads live there",
-                ("compile it here, in the child", "start the process with the 'spawn' method"),
+                f"MC5009: the {self._kind} was compiled in the parent of this forked process",
+                "threads do not survive a fork",
+                (
+                    f"{self._maker}(...) in the child, after the fork",
+                    "torch.multiprocessing.set_start_method('spawn'), before any process starts",
+                ),
             )
         guard, owner, callers = self._guard, (threading.get_ident(), self), self._callers.now
         try:
@@ -58,17 +62,17 @@ class ExclusiveCalls:
                 guard.end()
 
     def _refusal(self, running: tuple[int, object]) -> str:
-        step = "the step" if running[1] is self else "another step over the same parameters"
+        other = f"the {self._kind}" if running[1] is self else "another step or module over the same parameters"
         if is_thread_of_device() or running[0] == threading.get_ident():
             return message(
-                f"MC5004: a step was called while {step} is running, from within that call",
+                f"MC5004: a {self._kind} was called while {other} is running, from within that call",
                 "in a hook or a method of the optimizer, parameters are only partly updated",
-                "move the call to your loop, after loss = step(x, y)",
+                "move the call out of the hook or method, into your training loop",
             )
         return message(
-            f"MC5004: {step} is running in another thread",
-            "one step changes all parameters, so steps run one after the other",
-            ("call it from one thread", "guard it with a lock"),
+            f"MC5004: {other} is running in another thread",
+            "calls over the same parameters run one after the other",
+            ("make all calls from one thread", "with lock: around each call, where lock = threading.Lock()"),
         )
 
     @property
@@ -79,8 +83,8 @@ class ExclusiveCalls:
         if self.is_closed:
             raise problem(
                 ExecutionError,
-                "MC5003: the step is closed: its threads have ended",
-                fix="make a new one with mirrorc.compile()",
+                f"MC5003: the {self._kind} is closed: its threads have ended",
+                fix=f"{self._maker}(...), which makes a new one",
             )
 
     def close(self, interrupt: Callable[[], None], end_threads: Callable[[], None]) -> None:

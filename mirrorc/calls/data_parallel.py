@@ -33,8 +33,8 @@ def refuse_options_of_steps(options: StepOptions) -> None:
             raise problem(
                 ValueError,
                 f"MC1003: {option} cannot be used by data_parallel",
-                "it concerns the updates of a step, and these are the caller's",
-                ("leave it out", "mirrorc.compile(...), for the whole step"),
+                "it concerns the update, which your own optimizer makes here",
+                (f"leave {option} out", f"mirrorc.compile(...), which takes {option}"),
             )
 
 
@@ -82,7 +82,7 @@ class DataParallel(nn.Module):
                 ValueError,
                 "MC1206: model.module was replaced since mirrorc.data_parallel()",
                 "the module runs what was there before",
-                "mirrorc.data_parallel(other, ...)",
+                "model = mirrorc.data_parallel(model.module, ...), for the new one",
             )
         return self._forward(args, kwargs)
 
@@ -166,7 +166,7 @@ def _refuse_assigned() -> NoReturn:
         ValueError,
         "MC1206: load_state_dict(assign=True) would replace the parameters",
         "the programs read what was there before",
-        "leave assign out, or load the plain model before mirrorc.data_parallel()",
+        ("model.load_state_dict(state)", "load the plain model, before mirrorc.data_parallel()"),
     )
 
 

@@ -129,13 +129,16 @@ class _Outputs(torch.autograd.Function):
                 ExecutionError,
                 "MC3210: a compiled module gives no gradient of a gradient (create_graph=True), and no batch of gradients",
                 "its backward is a program, which has no backward of its own",
-                "call model.module, the plain model, for a penalty on gradients",
+                "model.module(x), the plain model, in a penalty on gradients",
             )
         if run.kept is None:
             raise problem(
                 ExecutionError,
                 "MC3210: backward was called a second time, and its values are freed",
-                fix="loss.backward(retain_graph=True) in the first call",
+                fix=(
+                    "loss.backward(retain_graph=True) in the first call",
+                    "loss = loss_fn(model(x), y), for another backward",
+                ),
             )
         gradients = ctx.run_backward(run, tangents)
         if not backward_keeps_graph():

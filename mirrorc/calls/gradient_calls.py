@@ -13,18 +13,18 @@ from mirrorc.passes import CheckFinite, ClipGradients
 
 _REFUSED = {
     "clip_grad_norm= or clip_grad_value=": (
-        "gradients that are in p.grad already would have to be clipped together with the new ones",
+        "what p.grad has already would have to be clipped together with the new gradients",
         "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ after the call, in place of the option",
     ),
     "scaler=": (
-        "a step scales the loss and divides its own gradients, and these are yours",
-        "leave scaler= out, and autocast to bfloat16, which needs none",
+        "a step scales the loss and its own gradients, and these are yours",
+        "mirrorc.compile(..., autocast=torch.bfloat16), without scaler=",
     ),
     "check_finite='skip'": (
-        "the optimizer's step is yours, and so is what leaves it out",
+        "the update is yours, and only you can skip it",
         "check_finite=True, which raises an error and changes nothing",
     ),
-    "cuda_graphs=True": ("a graph replays whole steps", "mirrorc.Compiler(cuda_graphs=False)"),
+    "cuda_graphs=True": ("a graph replays whole steps", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
 }
 
 

@@ -68,7 +68,7 @@ class ModuleCalls:
                 ExecutionError,
                 "MC3210: a compiled module was called within torch.func or forward-mode differentiation",
                 "its program knows no such transform",
-                "call model.module, the plain model",
+                "model.module(x), the plain model",
             )
         call = self._signature.call_of(args, kwargs, trains=False)
         needs_gradient = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -216,10 +216,10 @@ class ModuleCalls:
         if self._last_share[0] == backward and share != weight and self._warns_of_shares:
             self._warns_of_shares = False
             text = message(
-                "MC3101: two forwards of one loss are weighted differently, as this worker had other shares of their examples",
-                "each forward is weighted by its own number of examples, and the loss may be a mean over all of them",
+                "MC3101: this worker had different shares of the examples in two forwards of one loss",
+                "each forward is weighted by its own share, which is not exact for a mean over the examples of both",
                 (
-                    "give all forwards of a loss equal shares of the examples",
+                    "batches of one size for all forwards of a loss, on each worker",
                     "mirrorc.data_parallel(..., reduction='sum'), and a loss divided by the number of examples of all workers",
                 ),
             )

@@ -80,10 +80,7 @@ class StepReports(ABC):
             main = self._runs.main
             if main is None:
                 raise problem(
-                    ExecutionError,
-                    "MC5005: there is no program yet",
-                    "the first call compiles it",
-                    ("step(x, y)", "step.prepare(x, y)"),
+                    ExecutionError, "MC5005: there is no program yet", "the first call compiles it", self._first_calls
                 )
             return main
         executor = next((executor for executor in self._runs.called if executor.program is program), None)
@@ -91,9 +88,14 @@ class StepReports(ABC):
             raise problem(
                 ValueError,
                 "MC5005: the program that was given is not one of this step",
-                fix="give one of step.programs, or None for the main one",
+                fix=("program=None, for the main one", "one of .programs, of this step or module"),
             )
         return executor
+
+    @property
+    def _first_calls(self) -> tuple[str, ...]:
+        is_module = self._options.is_module
+        return ("loss_fn(model(x), y).backward()",) if is_module else ("step(x, y)", "step.prepare(x, y)")
 
     @property
     def rank(self) -> int:
@@ -197,7 +199,7 @@ class StepReports(ABC):
                 ExecutionError,
                 "MC5005: no norm was measured yet",
                 "a training call measures it, if the step was compiled with clip_grad_norm=",
-                ("call step(x, y) first", "mirrorc.compile(..., clip_grad_norm=math.inf), which only measures"),
+                ("step(x, y) first", "mirrorc.compile(..., clip_grad_norm=math.inf), which only measures"),
             )
         return norms
 
@@ -338,7 +340,7 @@ class StepReports(ABC):
                 "with cuda_graphs=True a step is one launch, and none of its calls has a time",
                 (
                     "compiler=mirrorc.Compiler(cuda_graphs=False), to see where the time goes",
-                    "profile with torch.profiler",
+                    "with torch.profiler.profile() as profile:, around the calls",
                 ),
             )
         if executor is not None and executor.recorder is None:
@@ -346,10 +348,10 @@ class StepReports(ABC):
             does = "leaves gradients to its caller" if executor.program.leaves_gradients else does
             raise problem(
                 ExecutionError,
-                f"MC5005: this program {does}, so there is no recorded step of it",
+                f"MC5005: this program {does}, so no call of it was recorded",
                 "only programs that update parameters are timed",
-                ("give the program of a training step, see step.programs", "profile with torch.profiler"),
+                (f"{self._first_calls[0]} first, and program=None", "with torch.profiler.profile() as profile:"),
             )
-        steps = recorded_steps(executor.recorder if executor is not None else None)
+        steps = recorded_steps(executor.recorder if executor is not None else None, self._first_calls[0])
         assert executor is not None, "a step without a program has no recorded steps"
         return executor, steps

@@ -106,7 +106,7 @@ class TrainingCalls:
             raise problem(
                 ExecutionError,
                 "MC5006: the step was called inside torch.inference_mode(), where nothing can be trained",
-                fix="call it outside of the block",
+                fix="leave torch.inference_mode() out, around the step",
             )
         self._modes.look(trains=True)
         self._state.begin_use()
@@ -129,7 +129,7 @@ class TrainingCalls:
                 ExecutionError,
                 "MC6302: step.gradients() was called inside of step.join()",
                 "a worker that has left makes no updates of its own there",
-                "give all workers as many batches, and call it outside of the block",
+                "step.gradients(x, y) outside of step.join(), with as many batches on all workers",
             )
 
     def _compile(self, call: Call, shards: Shards, purpose: Purpose) -> CompiledCall:

@@ -107,7 +107,7 @@ class TrainingState:
             raise problem(
                 ValueError,
                 f"MC7001: the state has {len(state['optimizers'])} optimizers, and this step {len(optimizers)}",
-                fix="compile it with optimizer= as the step that made the state",
+                fix=f"mirrorc.compile(..., optimizer=[...]), with {len(state['optimizers'])} optimizers, as when it was saved",
             )
         if bool(state["scaler"]) != (self._options.scaler is not None):
             has, lacks = ("the state", "this step") if state["scaler"] else ("this step", "the state")
@@ -175,21 +175,24 @@ def _checked(state: Any) -> list[Mapping[str, Any]]:
         raise problem(
             TypeError,
             f"MC7002: load_state_dict() of a step was given a {type(state).__name__}",
-            fix=("give what step.state_dict() returned", "a list of these, one of each worker"),
+            fix=("step.load_state_dict(state), with state = step.state_dict()", "a list of these, one of each worker"),
         )
     for one in states:
         if not isinstance(one, Mapping):
             raise problem(
                 TypeError,
                 f"MC7002: one of the states is a {type(one).__name__}",
-                fix="give what step.state_dict() gave",
+                fix="step.load_state_dict([...]), each item of which is what step.state_dict() returned",
             )
         if set(one) != set(KEYS):
             raise problem(
                 ValueError,
                 "MC7002: load_state_dict() of a step was given a dict that is no state of a step",
                 f"its keys are {listed(map(str, one)) or 'none'}; those of a state are {listed(KEYS)}",
-                ("give what step.state_dict() returned", "model.load_state_dict(...), for a state of the model alone"),
+                (
+                    "step.load_state_dict(state), with state = step.state_dict()",
+                    "model.load_state_dict(state), for a state of the model alone",
+                ),
             )
     return list(states)
 
@@ -201,6 +204,7 @@ def _check_tensors(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) 
         raise problem(
             ValueError,
             f"MC7001: the state is of another model: in {what} it {' and '.join(parts)}",
+            fix="build the model as it was when the state was saved",
             now="nothing was changed",
         )
     for name, value in own.items():

@@ -44,7 +44,7 @@ def save_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
         raise problem(
             ValueError,
             f"MC7004: {listed(sorted(map(repr, taken)))} is a name of the step's own state",
-            fix="give another keyword",
+            fix=f"mirrorc.save_checkpoint(step, folder, my_{min(taken)}=...)",
         )
     with _on_all(step):
         if step.is_chief:
@@ -52,7 +52,7 @@ def save_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
                 raise problem(
                     ValueError,
                     f"MC7004: save_checkpoint() would replace {whole}, which is no checkpoint",
-                    fix="give a folder that does not exist, or an earlier checkpoint",
+                    fix="mirrorc.save_checkpoint(step, 'run/last'), a folder that is new or an earlier checkpoint",
                 )
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
@@ -98,7 +98,7 @@ def load_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
             FileNotFoundError,
             f"MC7004: {whole} has no checkpoint of mirrorc.save_checkpoint",
             "a torch.save file is read by torch.load",
-            "give the folder that save_checkpoint was given",
+            "mirrorc.load_checkpoint(step, 'run/last'), the folder that save_checkpoint was given",
         )
     common = read(whole)
     num_workers = sum(1 for _ in whole.glob("worker-*"))
@@ -110,7 +110,7 @@ def load_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
             ValueError,
             f"MC7004: the checkpoint has no {listed(map(repr, lacking))}",
             f"beside the step it has {listed(sorted(saved))}",
-            "give load_checkpoint the keywords of save_checkpoint",
+            "mirrorc.load_checkpoint(...), with the keywords that save_checkpoint had",
         )
     undo: list[Callable[[], object]] = []
     try:
@@ -143,6 +143,7 @@ def _on_all(step: Step) -> Iterator[None]:
                 CommunicationError,
                 f"MC7005: worker {rank} could not save its part of the checkpoint",
                 text,
+                "df -h, on its machine, and save again",
                 now="an earlier one stays",
             )
     if failure is not None:

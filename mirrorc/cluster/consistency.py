@@ -43,19 +43,20 @@ class Transport(Protocol):
 
 
 _SEE_WHAT_IT_DOES = (
-    "read its log: it has ended, hangs or is slow",
-    "communication=mirrorc.Communication(timeout=...), for a longer wait",
+    "read the log of that worker: it has ended, hangs or is slow",
+    "communication=mirrorc.Communication(timeout=3600), to wait an hour",
 )
 
 
-def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
+def compare(topic: str, facts: Mapping[str, object], *, over: Transport, remedy: str = "") -> None:
     """Raises the same CommunicationError in all workers if their facts, or the facts' order, differ."""
     text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
     digests = over.digests(topic, text)
     other = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)
     if other is not None:
         first_facts, other_facts = map(json.loads, over.texts(topic, text, (0, other)))
-        raise CommunicationError(first_difference(over.workers[0], first_facts, over.workers[other], other_facts))
+        difference = first_difference(over.workers[0], first_facts, over.workers[other], other_facts, remedy)
+        raise CommunicationError(difference)
 
 
 def _nothing() -> None:
@@ -126,22 +127,23 @@ def all_say(
         raise problem(
             CommunicationError,
             f"MC6203: {names} did not answer in time",
-            "workers compare what they are about to run",
+            "all workers make this call together",
             fix=_SEE_WHAT_IT_DOES,
         )
     return [store.get(key).decode() for key in keys]
 
 
-def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts) -> str:
+def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts, remedy: str = "") -> str:
     """Describes the first difference between two workers' facts; empty if equal. The first fact is the topic."""
     topic = facts[0][1]
     for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
         if fact != other_fact:
             if other_fact is not None and other_fact[0] == "":
-                fix = "let all workers run the same calls in one order"
+                fix = "make the same calls in one order, on all workers"
                 return message(f"MC6301: {first} compares {topic}, {other} {other_fact[1]}", fix=fix)
             why = f"{first} has {_fact_text(fact)}, {other} has {_fact_text(other_fact)}"
-            return message(f"MC6301: workers differ in {topic}", why)
+            name = (fact or other_fact or ("facts",))[0]
+            return message(f"MC6301: workers differ in {topic}", why, remedy or f"the same {name} on all workers")
     return ""
 
 

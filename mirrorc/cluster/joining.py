@@ -206,14 +206,17 @@ def _place_in(process_group: Any) -> Place:
         raise problem(
             TypeError,
             f"MC6106: process_group is {process_group!r}",
-            fix="give a group of torch.distributed with this process in it, or None for the default group",
+            fix=(
+                "leave process_group= out, for the default group",
+                "torch.distributed.new_group(ranks), with this one",
+            ),
         )
     rank, num_workers = distributed.get_rank(process_group), distributed.get_world_size(process_group)
     if rank < 0:
         raise problem(
             ValueError,
             "MC6106: process_group does not have this process in it",
-            fix="give a group of all workers that train together",
+            fix="torch.distributed.new_group(ranks), with the ranks of all workers that train together",
         )
     return Place(rank, num_workers, _BY_GROUP, store_persists=True)
 
@@ -251,7 +254,7 @@ def _await_start(store: Any, place: Place, deadline: float) -> int:
             raise problem(
                 CommunicationError,
                 f"MC6205: {place}: worker 0 did not come in time",
-                fix="see whether it runs, and was told the same address",
+                fix="start worker 0, with the same MASTER_ADDR and MASTER_PORT",
             )
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 

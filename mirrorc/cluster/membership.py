@@ -98,7 +98,7 @@ def _call_roll(
             raise problem(
                 CommunicationError,
                 f"MC6205: {place}: a worker ended before it had told the others what it found",
-                fix="see why that worker ended",
+                fix="read the log of that worker, and start all workers again",
             )
         verdict_here = _verdict(came, place, is_over=now > deadline)
         if verdict_here is not None and store.add(_NUM_JUDGES, 1) == 1:  # the first verdict counts
@@ -134,7 +134,8 @@ def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict
     if not is_over:
         return None
     they = "it runs, and was" if len(missing) == 1 else "they run, and were"
-    late = f"{numbered('worker', missing)} of {place.num_workers} did not come in time. See whether {they} told the same address"
+    late = f"{numbered('worker', missing)} of {place.num_workers} did not come in time"
+    late += f". See whether {they} told the same MASTER_ADDR and MASTER_PORT"
     return {"wrong": late, "members": members, "num_readers": 0}
 
 
@@ -149,10 +150,10 @@ def disagreement(workers: Sequence[Worker]) -> str:
         if other.num_workers != first.num_workers:
             return (
                 f"{first} was told that there are {first.num_workers}, {other} that there are {other.num_workers}. Start all "
-                "of them with the same number"
+                "of them with the same WORLD_SIZE"
             )
         if other.rank in taken:
-            return f"{taken[other.rank]} and {other} have one rank. Give each its own, and each job its own address"
+            return f"{taken[other.rank]} and {other} have one rank. Give each its own RANK, and each job its own MASTER_PORT"
         taken[other.rank] = other
         for component, expected in first.versions.items():
             actual = other.versions.get(component)

@@ -54,11 +54,11 @@ def _opened(place: Place, seconds: float) -> Any:
 def _why_not(place: Place) -> tuple[str, tuple[str, ...]]:
     if place.hosts_store:
         return f"it cannot open the workers' store at {place.address}", (
-            "end the earlier run that uses the port, or choose another port for all workers",
-            "correct the name, if it is not that of this machine",
+            "torchrun --master-port=29501, or another MASTER_PORT for all workers",
+            "MASTER_ADDR with the name of this machine, if it has another",
         )
     what = f"what listens at {place.address} does not answer as a store"
-    return what, ("choose a port for all workers that nothing else uses",)
+    return what, ("torchrun --master-port=29501, or another MASTER_PORT for all workers",)
 
 
 def _await_listener(place: Place, deadline: float) -> None:
@@ -75,7 +75,7 @@ def _await_listener(place: Place, deadline: float) -> None:
                     f"MC6205: {place}: nobody opened the workers' store at {place.address} within "
                     f"{time.monotonic() - began:.0f} s",
                     first_line(error),
-                    "see whether the worker with rank 0 runs, and whether this machine reaches it there",
+                    f"start worker 0; nc -vz {place.host} {place.port} shows whether this machine reaches it",
                 ) from error
         time.sleep(_SECONDS_BETWEEN_TRIES)
 

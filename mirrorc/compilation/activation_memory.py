@@ -137,6 +137,6 @@ def _unreachable(asked: str, least: int, report: MemoryReport) -> PassError:
         PassError,
         f"MC1508: {asked}, and recomputing values reaches {size_text(least)} ({least} bytes) at least",
         f"the peak is on {device.device} in {where}; the largest values there are {named}",
-        (f"mirrorc.Memory(activations={least})", "more parts of each batch, microbatches=, or smaller batches"),
+        (f"memory=mirrorc.Memory(activations={least})", "more parts of each batch, microbatches=, or smaller batches"),
         at=peak.source,
     )

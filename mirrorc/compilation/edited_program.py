@@ -41,8 +41,10 @@ class EditedProgram:
         try:
             self._edited = source if isinstance(source, Program) else load_program(source)
         except OSError as error:
-            fix = "give the file of an edited program, a Program, or None"
-            raise problem(ValueError, f"MC1002: program is {source!r}", f"{error.strerror}", fix) from error
+            fix = "mirrorc.compile(..., program='program.mirror.gz'), a file of step.program.save(...)"
+            raise problem(
+                ValueError, f"MC7102: cannot read the file of program={source!r}", f"{error.strerror}", fix
+            ) from error
         self._takes_part = False  # in the current compilation
         self._is_compiled = False  # once it is, calls of other sizes compile without it
 

@@ -13,6 +13,7 @@ from torch import fx
 from mirrorc.analysis.graph.aliases import origins, shared_by
 from mirrorc.analysis.graph.backward import first_of_backward
 from mirrorc.analysis.graph.cuts import source_of_part
+from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.custom_ops.output_tangents import output_tangent
 from mirrorc.errors import CaptureError
@@ -67,7 +68,7 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
             CaptureError,
             f"MC2504: backward of {model_name} needs other values of forward for a shard of another size",
             "its graph depends on the batch size",
-            "give batches that divide evenly among the devices",
+            EVEN_BATCHES,
         )
     names = _Names(program)
     tangents = [

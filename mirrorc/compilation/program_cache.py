@@ -46,7 +46,7 @@ _OTHER_PARTS = (
 _REMEDIES = (
     "keep attributes that no forward reads, such as counts of steps, outside of the model, and others in buffers",
     "group parameters before training, and change hyperparameters in their groups",
-    "call the step under the same settings of torch every time: autocast, precision, default dtype",
+    "make all calls under the same settings of torch: autocast, precision, default dtype",
     "give all workers batches of few sizes",
 )
 _REMEDY = "pass a changing number as mirrorc.replicated(torch.tensor(...)), a size by x.size(1), and pad batches to few shapes"
@@ -177,7 +177,10 @@ class Specialization:
             return loss, self.outputs.of_step(gathered, loss, call, shards)
         except Exception as error:
             raise problem(
-                ExecutionError, "MC2403: the outputs of the evaluation could not be put together", str(error)
+                ExecutionError,
+                "MC2403: the outputs of the evaluation could not be put together",
+                str(error),
+                "step.evaluate(x) with another number of examples, or return means and rows alone",
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:

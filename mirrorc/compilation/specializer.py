@@ -151,7 +151,7 @@ class Specializer:
                 CaptureError,
                 f"MC2601: what {type(self._options.model).__name__} reads changes while it is captured",
                 f"no graph of it stays true: {new.guards.broken()}",
-                "read it between steps, and pass it to the step as an argument",
+                "read it in your loop, between calls, and pass it as an argument",
             )
         if self._model.lacks_carried():
             key = self._key(call, shards, purpose)

@@ -408,8 +408,11 @@ def _refuse_rows(program: Program) -> None:
             raise problem(
                 ValueError,
                 f"MC1003: gradients of several calls cannot be accumulated: that of {name!r} is sparse",
-                "it is rows, and no step keeps those of several calls",
-                ("train with one call for each update, in microbatches=k parts", "look it up with sparse=False"),
+                "a step keeps dense gradients from call to call, not rows",
+                (
+                    "mirrorc.compile(..., microbatches=4), and step(x, y) for each update",
+                    "nn.Embedding(..., sparse=False)",
+                ),
             )
 
 

@@ -51,7 +51,7 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
                     ValueError,
                     "MC1003: process_group= and distributed=False cannot be combined",
                     "one names workers, and the other trains without them",
-                    "leave out one of them",
+                    ("leave distributed=False out", "leave process_group= out"),
                 )
             return None
         try:
@@ -66,6 +66,6 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
             raise problem(
                 ValueError,
                 "MC6101: distributed is True, but this process is the only worker",
-                fix=("torchrun --nproc-per-node=2 train.py", "leave distributed out"),
+                fix=("torchrun --nproc-per-node=2 train.py", "leave distributed= out"),
             )
         return None

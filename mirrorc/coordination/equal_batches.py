@@ -57,8 +57,8 @@ class EqualBatches:
                 f"MC3501: worker {self._rank} was given the same batches as {listed(f'worker {rank}' for rank in others)}",
                 "each example counts twice or more",
                 (
-                    "torch.utils.data.DistributedSampler(dataset, step.num_workers, step.rank)",
-                    "step.shard_batch(batch), for a batch that every worker has whole",
+                    f"torch.utils.data.DistributedSampler(dataset, {len(digests)}, rank), where rank is {self._rank} here",
+                    "mirrorc.shard_batch(batch), for a batch that every worker has whole",
                 ),
             ),
             stacklevel=users_stack_level(),

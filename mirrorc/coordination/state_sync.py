@@ -50,7 +50,7 @@ class TakenValues:
                 message(
                     f"MC3502: parameters, buffers or optimizer state of worker {self._team.cluster.rank} differ from those of "
                     f"{source}, and are replaced by these",
-                    f"it wrote them since the last step, and {source} wrote {why}",
+                    f"it wrote them since the last call, and {source} wrote {why}",
                     ("make the same change, such as load_state_dict(), on all workers", f"make it on {source} alone"),
                 ),
                 stacklevel=users_stack_level(),
@@ -75,7 +75,7 @@ class TakenValues:
                     CommunicationError,
                     f"MC6401: worker {source}, from which all copy, holds only its part of the optimizer's state",
                     "the connection was lost during an update, and the others' parts may be of another step",
-                    "load a checkpoint into model and optimizer on all workers, and call the step again",
+                    "load a checkpoint into model and optimizer on all workers, and make the call again",
                     now="Nothing was changed",
                 )
         if is_dealt:

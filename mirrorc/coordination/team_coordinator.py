@@ -83,8 +83,9 @@ class TeamCoordinator:
         self._announcements = Announcements(options, model, state, self.team, self._taken)
         try:
             facts = facts_of_options(options, model)
+            function = "mirrorc.data_parallel" if options.is_module else "mirrorc.compile"
             options.compilation.check_same(
-                "the arguments of mirrorc.compile", facts, timeout_seconds=options.timeout_seconds
+                f"the arguments of {function}", facts, timeout_seconds=options.timeout_seconds
             )
         except BaseException as error:
             self.team.note_why(error)
@@ -235,7 +236,7 @@ class TeamCoordinator:
                     CommunicationError,
                     "MC2503: the model gathers as many rows by mirrorc.all_gather as an earlier one decides",
                     "with different numbers of examples on the workers this number has no upper limit",
-                    "give all workers as many examples",
+                    "batches of one size for all workers",
                     now="No parameter was changed",
                 )
         return False
@@ -296,7 +297,7 @@ class TeamCoordinator:
                 ExecutionError,
                 "MC6302: without examples, this worker would exchange something else than in its last call",
                 "groups, modes or what forward reads have changed since",
-                "leave them as they are until step.join() ends",
+                "leave optimizer groups, model.train() and what forward reads as they are until step.join() ends",
             )
 
     @property
@@ -365,7 +366,7 @@ class TeamCoordinator:
                 ExecutionError,
                 "MC6302: step.gather_optimizer_state() was called inside of step.join()",
                 "a worker that has left makes no calls of its own there",
-                "call it on all workers after the block",
+                "step.gather_optimizer_state() on all workers, after the block",
             )
         with self.call():
             self._state.refuse_if_torn()

@@ -137,7 +137,7 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
                 ExecutionError,
                 "MC6302: step.join() was entered inside of step.join()",
                 "one block around the loop is enough",
-                "leave the inner one out",
+                "leave the inner step.join() out",
             )
         refuse_within_others(calls, "step.join() was entered")
     block.enter()

@@ -125,7 +125,7 @@ class LossWeights:
 
 def _warn(why: str) -> None:
     what = "MC3101: the loss gives other gradients on several devices than on one"
-    text = message(what, why, "compute_loss_func=, which gets the outputs of the whole batch")
+    text = message(what, why, "Trainer(..., compute_loss_func=...), which gets the outputs of the whole batch")
     warnings.warn(text, stacklevel=users_stack_level())
 
 

@@ -49,7 +49,7 @@ def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[D
         raise problem(
             ValueError,
             f"MC1103: devices mix CPUs and GPUs ({names}): replicas must run at one speed",
-            fix="use one kind",
+            fix=("devices=['cpu:0', 'cpu:1']", "devices=['cuda:0', 'cuda:1']"),
         )
     return parsed
 

@@ -96,7 +96,7 @@ def carrier_of(link: str, operation: Any) -> str:
         return chosen.name
     if not chosen.falls_back_to:
         raise ValueError(
-            f"MC1104: link {link!r} does not carry {operation.__name__} and names no link that does: use another"
+            f"MC1104: link {link!r} does not carry {operation.__name__} and names no link that does: leave link= out"
         )
     return carrier_of(chosen.falls_back_to, operation)
 
@@ -117,7 +117,10 @@ def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[st
         ValueError,
         f"MC1104: no link joins {', '.join(map(str, devices))}",
         "a link is how devices exchange gradients, and none is registered for these",
-        ("name devices of one kind", "mirrorc.ir.links.register_link(...), for a link of your own"),
+        (
+            "devices=['cpu:0', 'cpu:1'], or others of one kind",
+            "mirrorc.ir.links.register_link(...), for a link of your own",
+        ),
     )
 
 
@@ -147,7 +150,7 @@ def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.D
         names = ", ".join(device.name for device in devices)
         others = " or ".join(repr(other.name) for other in _links.values() if not other.objection(devices, spans))
         raise problem(
-            ValueError, f"MC1104: link={link!r} cannot join {names}", objection, f"use {others}, or None for the best"
+            ValueError, f"MC1104: link={link!r} cannot join {names}", objection, f"link={others}, or None for the best"
         )
 
 

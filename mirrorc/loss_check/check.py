@@ -28,7 +28,7 @@ _ASKS = message(
     "it computes one shard after the other, where mirrorc.all_reduce or SyncBatchNorm finds no other replica",
     "compare step.evaluate(x, y) with loss_fn(model(x), y) on the whole batch",
 )
-_REMEDY = "make the loss a mean over examples, or name the other sum by loss_reduction="
+_REMEDY = ("losses.mean(), a loss that is a mean over examples", "loss_reduction='sum', for one that is a sum")
 _SHOWN = 5  # gradients in the printed form
 _SMALLEST_SCALE = 1e-2  # of the largest gradient: rounding errors in a gradient of zero do not count
 
@@ -173,7 +173,7 @@ def _joined(call: Call) -> list[torch.Tensor]:
                 ValueError,
                 f"MC1307: argument {leaf.path!r}: the values of its PerReplica make no whole batch",
                 str(error),
-                "check batches whose shards differ in dim 0 alone",
+                "mirrorc.check_loss(model, x, ...), with whole tensors in place of PerReplica",
             ) from error
     return joined
 

@@ -119,7 +119,7 @@ MC1304 Arguments with different numbers of examples
 Each tensor is split along dim 0. What has no row for each example is the same for all: `mirrorc.replicated(mask)`.
 
 MC1305 A batch without examples
-`if len(x): step(x, y)`. Over several workers, `with step.join():` lets them have different numbers of batches.
+`if len(x):` around the call. Over several workers, `with step.join():`, or `drop_last=True` on all of them.
 
 MC1306 Nothing to split
 Give the batch as tensors whose dim 0 counts examples. A scalar tensor is passed as `mirrorc.replicated(scalar)`.
@@ -373,14 +373,14 @@ The line after `at:` raised it. `mirrorc.Compiler(backend="eager")` names the op
 MC5002 An accumulation that failed
 `step.zero_grad()` drops the gradients that are kept.
 
-MC5003 A step that is closed
+MC5003 A step or module that is closed
 `close()` and the end of a `with` block end its threads. Compile a new one.
 
 MC5004 Two calls at once
-Steps over the same parameters run one after the other, on the same devices.
+Calls over the same parameters run one after the other, on the same devices.
 
 MC5005 A report before there is anything to report
-`step.program` needs a compiled call, `step.explain()` a training step: `step(x, y)` first.
+`step.program` needs a compiled call, `step.explain()` a training step: `step(x, y)`, or `loss.backward()`, first.
 
 MC5006 A step in inference mode
 Call it outside of `torch.inference_mode()`. `step.evaluate(...)` needs no such block.
@@ -391,7 +391,7 @@ An operator hangs, or a step takes that long: `mirrorc.Communication(timeout=600
 MC5008 Another thread that does not end
 Only one thread at a time captures, or draws random numbers. See what its forward waits for.
 
-MC5009 A step in a forked process
+MC5009 A step or module in a forked process
 Threads do not survive a fork. Compile in the child, or `multiprocessing.set_start_method("spawn")`.
 
 MC5010 Parameters between two steps
@@ -462,7 +462,7 @@ It must be picklable: define functions and classes at the top of a module.
 # Checkpoints and files
 
 MC7001 A state of another model
-Compile the same model, with as many optimizers and a scaler as before, and load again.
+Compile the same model for as many devices, with as many optimizers and a scaler as before, and load again.
 
 MC7002 Something that is no state of a step
 `step.load_state_dict(state)` takes what `step.state_dict()` gave.
@@ -485,7 +485,7 @@ Load the model and the step of the same checkpoint.
 MC7101 A program that cannot be saved
 It has values that no file keeps, such as Python code of `capture="autograd"`.
 
-MC7102 A file that is no program
+MC7102 A file from which no program can be read
 Give what `step.program.save("program.mirror.gz")` has written, with this version of mirrorc and torch.
 
 MC7103 A dump that cannot be written

@@ -43,7 +43,7 @@ def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
             algorithm.changes_bits,
             (
                 "algorithm='reduce-to-one' or 'round-robin', which add up in the order of replicas",
-                "leave out one of them",
+                "leave exact_order= out",
             ),
         )
     if algorithm.sends and asked["placement"] not in ("auto", "mirrored", "shared"):
@@ -51,14 +51,14 @@ def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
             ValueError,
             f"MC1003: algorithm={name!r} cannot be used with placement={asked['placement']!r}",
             "with a placement, each gradient is reduced to the owner of its parameter alone",
-            "leave out one of them",
+            ("leave algorithm= out", "leave placement= out"),
         )
     if workers.are_several and algorithm.sends:
         raise problem(
             ValueError,
             f"MC1003: algorithm={name!r} cannot be used over several workers",
             "it sums among the devices of one process; over workers gloo or NCCL sums",
-            "leave it out",
+            "leave algorithm= out",
         )
     if algorithm.sends and len(devices) > 1:
         link = asked["link"] or best_link(devices)[0]
@@ -89,7 +89,7 @@ def algorithm_of(algorithm: Any) -> AllReduceAlgorithm:
         raise problem(
             ValueError,
             f"MC1002: algorithm is {algorithm!r}, which is a link and not an algorithm",
-            fix=(f"mirrorc.Communication(link={algorithm!r})", *fix),
+            fix=(f"communication=mirrorc.Communication(link={algorithm!r})", *fix),
         )
     if name not in ALGORITHMS and ":" not in name:
         raise problem(ValueError, f"MC1002: algorithm is {algorithm!r}, which is no algorithm", fix=fix)

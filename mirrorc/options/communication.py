@@ -164,7 +164,7 @@ class Communication(OptionGroup):
         ),
         excludes=(
             Exclusion("exact_order", _changes_bits),
-            Exclusion("on devices of the type {request.device_type!r} yet", _untried_devices, "leave it out"),
+            Exclusion("on devices of the type {request.device_type!r} yet", _untried_devices),
             Exclusion("shard_optimizer", _parts_of_sums),
         ),
     )

@@ -79,9 +79,11 @@ class Compiler(OptionGroup):
         kinds=(bool,),
         excludes=(
             WITHOUT_OPTIMIZER,
-            Exclusion("over several workers yet", _over_workers, "leave it out"),
-            Exclusion("on {request.device_names}", _no_gpu, "leave it out"),
-            Exclusion("on {request.device_names}", _several_devices, "leave it out, or name one GPU"),
+            Exclusion("over several workers yet", _over_workers),
+            Exclusion("on {request.device_names}", _no_gpu),
+            Exclusion(
+                "on {request.device_names}", _several_devices, "leave cuda_graphs= out, or devices=['cuda:0'], one GPU"
+            ),
             Exclusion("check_finite", _finite_check_in_a_graph, needs_pipeline=True),
         ),
     )
@@ -98,7 +100,7 @@ class Compiler(OptionGroup):
                 ValueError,
                 "MC1006: capture='trace' was withdrawn",
                 "'auto' falls back to 'autograd' for the models that it took",
-                "mirrorc.Compiler(capture='autograd')",
+                "compiler=mirrorc.Compiler(capture='autograd')",
             )
         backend_named(self.backend)
         ladder_named(self.capture)

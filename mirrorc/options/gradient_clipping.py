@@ -71,7 +71,10 @@ def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups)
             raise problem(
                 ValueError,
                 f"MC1504: clip_grad_norm is {clip_grad_norm!r}, but the {who} {counted(len(groups), 'group')}",
-                fix=("clip_grad_norm=1.0, one number for all gradients together", "a number or None for each group"),
+                fix=(
+                    "clip_grad_norm=1.0, one number for all gradients together",
+                    "clip_grad_norm=(1.0, None), a number or None for each group",
+                ),
             )
         arguments["max_grad_norm"] = tuple(None if bound is None else float(bound.max_norm) for bound in bounds)
         arguments["grad_norm_type"] = tuple(2.0 if bound is None else float(bound.norm_type) for bound in bounds)
@@ -90,7 +93,7 @@ def check_bounds_of_groups(pipeline: Sequence[Pass], groups: OptimizerGroups) ->
             f"MC1504: clip_grad_norm has {counted(len(bounds), 'bound')}, but the {who} {counted(len(groups), 'group')} now",
             "it has one bound for each group",
             (
-                "close this step, and compile one with a bound or None for each group",
+                "mirrorc.compile(..., clip_grad_norm=(1.0, None)), anew, with a number or None for each group",
                 "clip_grad_norm=1.0, one number for all gradients together",
             ),
         )

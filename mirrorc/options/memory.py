@@ -149,8 +149,12 @@ class Memory(OptionGroup):
             may_be_in_passes=True,
         ),
         excludes=(
-            Exclusion("on devices of the type {request.device_type!r} yet", _no_parts_of_sums, "leave it out"),
-            Exclusion("buckets", _cut_for_workers, "give a plan of whole gradients, or leave out one of them"),
+            Exclusion("on devices of the type {request.device_type!r} yet", _no_parts_of_sums),
+            Exclusion(
+                "buckets",
+                _cut_for_workers,
+                "buckets=25, or another plan of whole gradients",
+            ),
         ),
     )
     placement: PlacementName | Mapping[str, str | torch.device] = option(
@@ -169,7 +173,7 @@ class Memory(OptionGroup):
             Exclusion(
                 "for several devices of one of several workers yet",
                 _mirrored_by_a_worker,
-                "leave it out, or give each worker one device",
+                "leave placement= out, or give each worker one device",
             ),
             Exclusion(
                 "over several workers",

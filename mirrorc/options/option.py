@@ -81,14 +81,14 @@ class Exclusion:
 
     beside: str
     why: str | Callable[[Request], str]
-    remedy: str = "leave out one of them"
+    remedy: str = ""  # or else to leave out one of the two
     needs_pipeline: bool = False
 
 
 WITHOUT_OPTIMIZER = Exclusion(
     "without optimizer=",
     lambda request: "it is for the step's own updates, and there are none" if request["optimizer"] is None else "",
-    "leave it out, and treat the gradients of step.gradients(x, y) by yourself",
+    "leave the option out, and change the gradients of step.gradients(x, y) by yourself",
 )
 
 
@@ -310,7 +310,10 @@ class Options:
                     ValueError,
                     f"MC1004: {option.text(value)} and passes= cannot be combined",
                     "the pipeline given with passes= decides it",
-                    (option.passes.remedy_for(value), "keep the option, and change the pipeline by add= and disable="),
+                    (
+                        option.passes.remedy_for(value),
+                        "compiler=mirrorc.Compiler(add=..., disable=...) in place of passes=",
+                    ),
                 )
 
     def check_exclusions(self, request: Request) -> None:
@@ -323,8 +326,12 @@ class Options:
             for exclusion in option.excludes:
                 if exclusion.needs_pipeline == has_pipeline and (why := self._reason(exclusion, request)):
                     beside = self._beside(exclusion.beside, request)
+                    either = [f"leave {name}= out" for name in (option.name, exclusion.beside) if name in self._records]
                     raise problem(
-                        ValueError, f"MC1003: {option.text(value)} cannot be used {beside}", why, exclusion.remedy
+                        ValueError,
+                        f"MC1003: {option.text(value)} cannot be used {beside}",
+                        why,
+                        exclusion.remedy or either,
                     )
 
     def _reason(self, exclusion: Exclusion, request: Request) -> str:

@@ -46,6 +46,7 @@ def _named(placement: Mapping[str, str | torch.device], model: ModelState, devic
                 ValueError,
                 f"MC1505: placement names {name!r}, which is no parameter of the model{hint}",
                 f"{REST!r} stands for all others",
+                "[name for name, _ in model.named_parameters()], which lists the names",
             )
         if device not in known:
             raise problem(
@@ -59,7 +60,7 @@ def _named(placement: Mapping[str, str | torch.device], model: ModelState, devic
                 f"MC1505: placement gives one shared parameter two devices: {name!r} {device!r}, and {variable!r} "
                 f"{owners[variable]!r}",
                 "both names are of the same tensor",
-                "name one device for both",
+                f"placement={{{name!r}: {owners[variable]!r}, ...}}, one device for both",
             )
     owner = placement.get(REST, LEAST_LOADED)
     rule = _device_name(owner)

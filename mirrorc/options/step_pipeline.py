@@ -74,10 +74,10 @@ def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Devic
     names = [entry.name for entry in pipeline]
     count = len(devices)
     needed = {
-        "plan-buckets": (True, "no gradient has a bucket without"),
+        "plan-buckets": (True, "without it, no gradient has a bucket"),
         "place-variables": (
             "update-at-owner" in names,
-            "no variable has an owner without, which 'update-at-owner' needs",
+            "without it, no parameter has an owner, which 'update-at-owner' needs",
         ),
         "update-at-owner": (
             "spread-copies" in names and "share-parameters" not in names,
@@ -87,8 +87,8 @@ def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Devic
             workers.are_several and count > 1,
             f"each of {count} devices of this worker, one of several, would send a sum of its own",
         ),
-        "reduce-over-workers": (workers.are_several, "no gradient gets to the other workers without"),
-        "lower-collectives": (count > 1 or workers.are_several, "no collective has a link without"),
+        "reduce-over-workers": (workers.are_several, "without it, no gradient gets to the other workers"),
+        "lower-collectives": (count > 1 or workers.are_several, "without it, no collective has a link"),
     }
     for name, (is_needed, why) in needed.items():
         if is_needed and name not in names:

@@ -73,7 +73,7 @@ OPTIONS = Options(
             "scaler",
             "give a torch.amp.GradScaler, or None",
             kinds=(torch.amp.GradScaler, NoneType),
-            passes=NeededPasses(("unscale-gradients", "check-finite"), "leave passes out"),
+            passes=NeededPasses(("unscale-gradients", "check-finite"), "leave passes= out"),
             excludes=(
                 WITHOUT_OPTIMIZER,
                 Exclusion(

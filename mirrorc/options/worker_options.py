@@ -31,7 +31,7 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
             ValueError,
             "MC6102: workers have devices of different types",
             f"those of {workers[0]} are {kinds[0]!r}, those of {workers[other]} {kinds[other]!r}, and nothing joins them",
-            "give all workers devices of one type",
+            "devices=['cpu:0'] on all workers, or devices=['cuda:0'] on all",
         )
     several = next((rank for rank, number in enumerate(numbers) if kinds[0] != "cpu" and number != "1"), None)
     if several is not None:
@@ -69,12 +69,12 @@ def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable
             ValueError,
             f"MC6103: this worker, one of several, has {len(devices)} devices, which do not share their parameters here",
             f"{why}, and a worker would send each gradient as often as it has devices",
-            "give each worker one device",
+            f"devices=[{devices[0].name!r}], one device for each worker",
         )
     if len(devices) > 1 and "share-parameters" in disable:
         raise problem(
             ValueError,
             f"MC6103: this worker, one of several, has {len(devices)} devices, and disable= leaves out 'share-parameters'",
             "they need to share their parameters, so that a worker sends each sum once",
-            ("leave the pass in", "give each worker one device"),
+            ("take 'share-parameters' out of disable=", f"devices=[{devices[0].name!r}], one device for each worker"),
         )

@@ -9,6 +9,8 @@ from mirrorc.ir.program import Property, Stage
 from mirrorc.messages.problem import problem
 from mirrorc.pipeline.protocol import Pass, traits_of
 
+_EARLIER = "move it to an earlier place, in passes= or by mirrorc.before(...)"
+
 
 def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Property], passes: Sequence[Pass]) -> None:
     """Raises `PassError` if the pass does not accept this stage and these properties."""
@@ -22,7 +24,7 @@ def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Proper
     if stage is compiler_pass.output_stage:
         actual, remedy = f"the program is already {stage.name}", f"leave {compiler_pass.name!r} out"
     elif stage > wanted:
-        remedy = "move it to an earlier place in the pipeline"
+        remedy = _EARLIER
     raise problem(
         PassError,
         f"MC4002: pass {compiler_pass.name!r} takes programs from {wanted.name} to "
@@ -74,9 +76,7 @@ def _check_properties(compiler_pass: Pass, properties: Collection[Property], pas
     for early in traits.precedes:
         if early in properties:
             is_establisher = early in traits.establishes
-            remedy = (
-                f"leave {compiler_pass.name!r} out" if is_establisher else "move it to an earlier place in the pipeline"
-            )
+            remedy = f"leave {compiler_pass.name!r} out" if is_establisher else _EARLIER
             raise problem(
                 PassError,
                 f"MC4002: pass {compiler_pass.name!r} takes programs that are not {early.value} yet",

@@ -81,7 +81,7 @@ def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass
             raise problem(
                 TypeError,
                 f"MC4004: add holds {placed!r}, without a place",
-                fix="mirrorc.after('pack-gradients', it), or mirrorc.before",
+                fix="add=[mirrorc.after('pack-gradients', MyPass())], or mirrorc.before",
             )
         _check_pass("add", placed.compiler_pass)
         names = [compiler_pass.name for compiler_pass in result]
@@ -101,4 +101,5 @@ def _check_pass(option: str, compiler_pass: object) -> None:
             TypeError,
             f"MC4004: {option} holds {compiler_pass!r}, which is no pass",
             "a pass has name, input_stage, output_stage and run(program)",
+            "mirrorc.passes.PlanBuckets(), or an object of a class of your own, with parentheses",
         )

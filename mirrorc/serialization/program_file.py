@@ -26,6 +26,7 @@ from mirrorc.serialization.whole_file import write_whole
 _GZIP_MAGIC = b"\x1f\x8b"
 _VERSION = re.compile(r"# complete form (\d{1,9}) · mirrorc ([\w.+-]{1,40}) · torch ([\w.+-]{1,40})")
 _FIX = "give a file that Program.save has written, or a text of program.to_text(complete=True)"
+_NAMED = "compiler=mirrorc.Compiler(capture='dynamo'), with functions and classes at the top of a module"
 _WIDTH = 120  # the most characters of a line in an error
 
 
@@ -34,7 +35,7 @@ def text_of(program: Program) -> str:
     try:
         return complete_text(program)
     except TextError as error:
-        raise problem(ValueError, "MC7101: the program has no complete text", str(error)) from error
+        raise problem(ValueError, "MC7101: the program has no complete text", str(error), _NAMED) from error
 
 
 def save_program(program: Program, path: str | os.PathLike[str]) -> None:
@@ -42,7 +43,7 @@ def save_program(program: Program, path: str | os.PathLike[str]) -> None:
     try:
         text = complete_text(program)
     except TextError as error:
-        raise problem(ValueError, f"MC7101: cannot save the program to {path}", str(error)) from error
+        raise problem(ValueError, f"MC7101: cannot save the program to {path}", str(error), _NAMED) from error
     write_whole(path, text.encode())
 
 

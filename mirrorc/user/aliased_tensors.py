@@ -63,7 +63,7 @@ def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torc
                 f"({counted(len(held), 'parameter')}, {'such as ' if len(held) > 1 else ''}{held[0]!r})",
                 "the first step moves parameters into buckets; an earlier p.data or output keeps the old memory, too",
                 (
-                    "take it after the first step",
+                    "model.state_dict(), after the first step",
                     "copy it, copy.deepcopy(model.state_dict()), to keep the initial values",
                 ),
             ),
@@ -105,10 +105,10 @@ def _objection(tensors: Mapping[str, torch.Tensor], first: str, second: str) -> 
     else:
         fix = (
             f"use {first!r} in the place of {second!r}",
-            f"give {second!r} memory of its own, with .clone(), and write it where it should follow",
+            f"{second.rpartition('.')[2]}.clone() for {second!r}, and write both",
         )
     why = "writing one changes the other, and a step gives each memory of its own"
-    return message(f"MC1208: {both} share memory, but are two variables", why, fix)
+    return message(f"MC1208: {both} share memory", why, fix)
 
 
 def _kind(tensor: torch.Tensor) -> str:

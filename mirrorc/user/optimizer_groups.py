@@ -111,7 +111,7 @@ class OptimizerGroups:
                             f"MC1214: parameter {names[id(parameter)]!r} is in optimizer[{first}] and in {owner}",
                             f"{type(self.optimizers[first]).__name__} and {type(optimizer).__name__} of one "
                             "step update different parameters",
-                            "give it to one of them",
+                            f"give {names[id(parameter)]!r} to one of them alone",
                         )
 
 
@@ -132,7 +132,7 @@ def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) 
         raise problem(
             ValueError,
             f"MC1211: optimizer is an empty {type(option).__name__}",
-            fix="give a torch.optim.Optimizer over model.parameters(), or several over different ones",
+            fix="optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), or a list of several over different ones",
         )
     for i, optimizer in enumerate(option if are_several else ()):
         _check_kind(f"optimizer is a {type(option).__name__} whose item {i}", optimizer)
@@ -141,7 +141,7 @@ def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) 
             raise problem(
                 ValueError,
                 f"MC1214: optimizer[{first}] and optimizer[{i}] are the same {type(optimizer).__name__}, which steps once",
-                fix="give it once",
+                fix="optimizer=[first, second], each once",
             )
     groups = OptimizerGroups(option if are_several else [option])
     groups.check(parameters)
@@ -154,7 +154,7 @@ def _check_kind(subject: str, optimizer: Any) -> None:
         raise problem(
             TypeError,
             f"MC1211: {subject} is a {type(optimizer).__name__}",
-            fix=f"give a torch.optim.Optimizer over model.parameters(){several}",
+            fix=f"optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3){several}",
         )
     if hasattr(optimizer, "consolidate_state_dict"):
         raise problem(
@@ -169,7 +169,7 @@ def _check_kind(subject: str, optimizer: Any) -> None:
             f"MC1212: {type(optimizer).__name__} needs a closure that evaluates the model several times in a step",
             "a compiled step evaluates it once",
             (
-                "leave optimizer= out, and give it a closure that returns step.gradients(x, y)",
+                "optimizer.step(lambda: step.gradients(x, y)), and leave optimizer= out of mirrorc.compile",
                 "use an optimizer whose step() works without a closure, such as AdamW",
             ),
         )
@@ -261,7 +261,7 @@ def _text_of_tensor(value: torch.Tensor) -> str:
 
 
 def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable]) -> None:
-    fixes = ("use Adam, AdamW or SGD with fused=True", "mirrorc.Compiler(cuda_graphs=False)")
+    fixes = ("torch.optim.AdamW(..., fused=True), or Adam or SGD", "compiler=mirrorc.Compiler(cuda_graphs=False)")
     for name, variable in variables.items():
         rule = variable.update
         if rule is None:
@@ -289,7 +289,10 @@ def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable])
                 ValueError,
                 f"MC1501: cuda_graphs=True cannot capture {name_of} with a tensor in {tensors[0]!r} of group {rule.group}",
                 "it is read on the host in every step",
-                ("give numbers in place of tensors", "mirrorc.Compiler(cuda_graphs=False)"),
+                (
+                    f"optimizer.param_groups[{rule.group}][{tensors[0]!r}] = float(...)",
+                    "compiler=mirrorc.Compiler(cuda_graphs=False)",
+                ),
             )
 
 

@@ -87,7 +87,10 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
                 ValueError,
                 f"MC1215: {subject} is {shape}, but the parameter is {list(parameter.shape)}",
                 "the state was made or loaded for a parameter of another shape",
-                "make a new optimizer over model.parameters(), or load its own state",
+                (
+                    "make a new optimizer over model.parameters()",
+                    "optimizer.load_state_dict(state), with a state of this model",
+                ),
             )
         if value.dtype != parameter.dtype:
             raise problem(
@@ -143,9 +146,15 @@ def check_gradient_of(
     except RuntimeError as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fixes = (
-            ("look it up with sparse=False", "torch.optim.SparseAdam, or SGD or Adagrad without weight_decay and fused")
+            (
+                "nn.Embedding(..., sparse=False)",
+                "torch.optim.SparseAdam, or SGD or Adagrad without weight_decay and fused",
+            )
             if is_sparse
-            else ("look it up with sparse=True and nothing else", "give it to an optimizer for dense gradients")
+            else (
+                "nn.Embedding(..., sparse=True), which nothing else reads",
+                "torch.optim.AdamW, or another for dense gradients",
+            )
         )
         raise problem(
             ValueError,

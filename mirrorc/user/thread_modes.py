@@ -24,20 +24,20 @@ class CallersModes:
             self._warn(
                 kind,
                 message(
-                    f"MC3208: the step was called within {kind}, a TorchDispatchMode, which sees nothing of what devices run",
-                    "what it counts, notes or changes leaves the step out",
-                    "use it on the plain model, model(x), between steps",
+                    f"MC3208: a compiled call was made within {kind}, a TorchDispatchMode, which does not see what devices run",
+                    "a mode belongs to a thread, and each device has its own",
+                    "use the mode around the plain model, on one device",
                 ),
             )
         if trains and has_hooks_on_saved_tensors():
             self._warn(
                 "hooks",
                 message(
-                    "MC3208: the step was called within saved_tensors_hooks, or save_on_cpu, which get nothing of it",
+                    "MC3208: a compiled call was made within saved_tensors_hooks, or save_on_cpu, which get nothing of it",
                     "devices keep values for backward in threads of their own",
                     (
                         "enter them in forward, which then runs as plain PyTorch",
-                        "mirrorc.Memory(activations=...), for a step that keeps less",
+                        "memory=mirrorc.Memory(activations='50%') of mirrorc.compile, for a step that keeps less",
                     ),
                 ),
             )
@@ -46,7 +46,7 @@ class CallersModes:
             self._warn(
                 "anomalies",
                 message(
-                    "MC3208: the step was called within detect_anomaly, which sees nothing of a captured backward",
+                    "MC3208: a compiled call was made within detect_anomaly, which sees nothing of its backward",
                     "devices run a program, not autograd's functions",
                     (
                         "mirrorc.compile(..., check_finite=True), which names the gradient that is not finite",

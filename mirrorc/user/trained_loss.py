@@ -29,7 +29,7 @@ class TrainedLoss(torch.Tensor):
             message(
                 "MC3201: loss.backward() did nothing",
                 "the call that returned it has run backward by itself",
-                "leave it out",
+                "leave loss.backward() out",
             ),
             stacklevel=users_stack_level(),
         )

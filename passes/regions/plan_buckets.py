@@ -255,7 +255,7 @@ def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tu
             PassError,
             "MC4003: pass 'plan-buckets': a bucket that is cut into packs cannot be sharded over workers",
             "workers get parts of whole buckets",
-            ("leave shard_optimizer out", "buckets=25, or another plan that does not cut"),
+            ("leave shard_optimizer= out", "buckets=25, or another plan that does not cut"),
         )
     packs: dict[int, list[Pack]] = {}
     for number, (index, elements) in enumerate(ranges):

@@ -170,7 +170,7 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
             PassError,
             f"MC1504: clip_grad_norm cannot bound the gradients of {buckets[0].rule.label} over unlike workers",
             "its optimizer is not element-wise, and workers with other numbers of devices would add up another norm",
-            "give all workers the same number of devices",
+            "devices=[...], as many on each worker",
         )
     return True
 

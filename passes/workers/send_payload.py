@@ -53,6 +53,7 @@ class SendPayload(WorkerCompression):
                 PassError,
                 f"MC1507: compression={self.payload!r} says that it sends {num_bytes!r} bytes of {', '.join(gradients)}",
                 "num_bytes() must return a whole number, 0 for gradients that are sent whole",
+                f"return int(...) in {type(self.payload).__name__}.num_bytes()",
             )
         return num_bytes if num_bytes < sum(map(_size, gradients.values())) else 0
 

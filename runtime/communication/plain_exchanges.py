@@ -88,14 +88,14 @@ class PlainExchanges:
                     f"MC2503: {self._devices[self._present[0]]} came to {first.subject}, and {self._devices[replica]} to "
                     f"{arrival.subject}",
                     "replicas with different exchanges would wait for each other",
-                    "make the same exchanges on each replica, whatever its examples are",
+                    "mirrorc.all_reduce(value) and the like outside of any if, in one order",
                 )
             if arrival.type != first.type:
                 raise problem(
                     ExecutionError,
                     f"MC2503: {first.subject} is given different types on two replicas",
                     f"{_say(first)} and {_say(arrival)} do not go together",
-                    "reduce over the examples before, or gather by mirrorc.all_gather",
+                    "mirrorc.all_reduce(value.sum(0)), or mirrorc.all_gather(value)",
                 )
 
 

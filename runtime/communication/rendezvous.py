@@ -111,6 +111,6 @@ def too_late(device: Device, seconds: float, subject: str, missing: Sequence[Dev
         "a replica hangs or is far slower",
         (
             f"py-spy dump --pid {os.getpid()}, which shows where it stands",
-            "communication=mirrorc.Communication(timeout=...), in seconds",
+            f"communication=mirrorc.Communication(timeout={2 * seconds:g}), for a longer wait",
         ),
     )

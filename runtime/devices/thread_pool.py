@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 import queue
 import threading
 import time
@@ -71,7 +72,7 @@ class DevicePool:
                 ExecutionError,
                 f"MC5007: the devices' threads were not ready within {self.timeout_seconds:g} s",
                 "a GPU hangs, or the machine is that busy",
-                ("mirrorc.Communication(timeout=...)", "compile anew"),
+                (f"communication=mirrorc.Communication(timeout={2 * self.timeout_seconds:g})", "nvidia-smi, for a GPU"),
             ) from None
         if message is not None:
             replica, error = message
@@ -166,8 +167,8 @@ class DevicePool:
         if self.is_stuck:
             raise problem(
                 ExecutionError,
-                "MC5007: a device is still busy with an earlier step that was given up",
-                fix="step.close(), and compile anew",
+                "MC5007: a device is still busy with an earlier call that was given up",
+                fix="close() the step or module, and compile anew",
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
@@ -180,9 +181,13 @@ class DevicePool:
             names = ", ".join(str(d) for d, result in zip(self.devices, results, strict=True) if result is None)
             raise problem(
                 ExecutionError,
-                f"MC5007: {names} did not finish the step within {self.timeout_seconds:g} s",
-                "an operator hangs, or the step is that long",
-                ("mirrorc.Communication(timeout=...)", "step.close(), and compile anew"),
+                f"MC5007: {names} did not finish the call within {self.timeout_seconds:g} s",
+                "an operator hangs, or a call takes that long",
+                (
+                    f"communication=mirrorc.Communication(timeout={2 * self.timeout_seconds:g})",
+                    f"py-spy dump --pid {os.getpid()}, while it hangs, which shows the operator",
+                    "close() the step or module, and compile anew",
+                ),
             ) from None
 
     def _next_message(self, deadline: float) -> Message:

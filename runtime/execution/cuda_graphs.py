@@ -163,7 +163,10 @@ class StepGraph:
                     f"MC3404: the CUDA graph of the step was dropped {_MANY_RENEWALS} times, now because of "
                     f"{' and '.join(changed)}",
                     f"after every change but the learning rate's, {NUM_WARM_UP_STEPS} steps run without a graph",
-                    ("change less often", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
+                    (
+                        f"leave {' and '.join(changed)} as they are between steps",
+                        "compiler=mirrorc.Compiler(cuda_graphs=False)",
+                    ),
                 ),
                 stacklevel=users_stack_level(),
             )

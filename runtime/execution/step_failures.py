@@ -18,6 +18,7 @@ from mirrorc.runtime.codegen.graph_function import failing_nodes
 from mirrorc.runtime.communication import Aborted, StepStoppedError
 
 _UNCHANGED = "No parameter was changed"
+_JOINED = "thread.join() of the thread that makes calls, before close()"
 _OF_OPTIMIZER = (
     "mend the optimizer's step(), which is called without a closure",
     "if it evaluates the model anew, as SAM does: two steps, see two-evaluations in docs/migrate/from-pytorch-loop.md",
@@ -37,7 +38,7 @@ def explain_failure(
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
     if error is None:
         return problem(
-            StepStoppedError, "MC5003: the step was stopped: another thread has closed it while it ran", now=_UNCHANGED
+            StepStoppedError, "MC5003: the call was stopped by close() in another thread", fix=_JOINED, now=_UNCHANGED
         )
     nodes = list(failing_nodes(error.__traceback__))
     where = (
@@ -51,7 +52,7 @@ def explain_failure(
     if not line and (runs_plain or runs_optimizer):
         line = raising_line(error)
     place = f"replica {replica} on {devices[replica]}{where}"
-    state = f"It had committed. {_possible_damage(program, torn)}" if has_committed else _UNCHANGED
+    state = f"The update had begun. {_possible_damage(program, torn)}" if has_committed else _UNCHANGED
     explained: MirrorcError
     if isinstance(error, NonFiniteError):  # of all replicas
         explained = NonFiniteError(with_line(str(error), "now", state))
@@ -74,15 +75,15 @@ def _runs_plain(program: Program, node: fx.Node) -> bool:
 
 def _advice(nodes: Sequence[fx.Node], line: str) -> tuple[str, ...]:
     if nodes and nodes[-1].target is ops.update:
-        return ("check optimizer.param_groups, which each step reads anew",)
+        return ("print(optimizer.param_groups), which each step reads anew",)
     is_opaque = bool(nodes) and nodes[-1].op == "call_module"
     hint = ("compiler=mirrorc.Compiler(backend='eager'), which names the operator exactly",) if is_opaque else ()
-    return (f"check this step's batch{' and that line' if line else ''}", *hint)
+    return (f"check the batch of this call{' and that line' if line else ''}", *hint)
 
 
 def note_if_torn(error: BaseException, program: Program, has_committed: bool, torn: str = "") -> None:
     if has_committed:
-        error.add_note(f"mirrorc's step was interrupted when it had committed: {_possible_damage(program, torn)}")
+        error.add_note(f"mirrorc's call was interrupted when the update had begun: {_possible_damage(program, torn)}")
 
 
 def _possible_damage(program: Program, torn: str) -> str:

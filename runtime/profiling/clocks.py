@@ -111,7 +111,7 @@ class EventClock(Clock):
                 ExecutionError,
                 f"MC5007: {self._device} has not done what was queued on it within {self._timeout_seconds:g} s",
                 "a kernel hangs, or waits for another GPU, and the times of its last steps are not known",
-                "step.close(), and compile anew",
+                "close() the step or module, and compile anew",
             )
 
 

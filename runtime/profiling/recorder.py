@@ -112,20 +112,20 @@ class Recorder:
         )
 
 
-def recorded_steps(recorder: Recorder | None) -> tuple[RecordedStep, ...]:
-    """Raises `ExecutionError` if there are none."""
+def recorded_steps(recorder: Recorder | None, first_call: str = "step(x, y)") -> tuple[RecordedStep, ...]:
+    """Raises `ExecutionError` if there are none; ``first_call`` makes one."""
     steps = recorder.steps() if recorder is not None else ()
     if recorder is not None and recorder.has_begun and not steps:
         raise problem(
             ExecutionError,
-            "MC5005: no step was recorded",
+            "MC5005: no call was recorded",
             "each that began with this program failed or was interrupted",
-            "call the step with a batch on which it succeeds",
+            "make one call that succeeds, and ask again",
         )
     if not steps:
         raise problem(
             ExecutionError,
-            "MC5005: no step was recorded, and a report needs one training step with this program",
-            fix="step(x, y)",
+            "MC5005: no call was recorded, and a report needs one training call with this program",
+            fix=first_call,
         )
     return steps

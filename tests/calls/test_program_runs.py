@@ -45,7 +45,7 @@ def test_an_epoch_with_a_short_last_batch_and_an_evaluation() -> None:
         assert main is step.program and examples_of(short) == 6
         assert step.memory().total == step.memory(main).total > step.memory(evaluation).total
         assert "gradients" in str(step.memory())
-        with pytest.raises(ExecutionError, match="MC5005: this program evaluates, so there is no recorded step"):
+        with pytest.raises(ExecutionError, match="MC5005: this program evaluates, so no call of it was recorded"):
             step.explain(evaluation)
         assert step.explain(short).num_steps == 1
         explained = str(step.explain())
@@ -101,7 +101,7 @@ def test_programs_of_other_steps_are_refused() -> None:
         for report in (step.explain, step.memory):
             with pytest.raises(
                 ValueError,
-                match=r"MC5005: the program that was given .*\n  fix:  give one of step\.programs",
+                match=r"MC5005: the program that was given .*\n  fix:  program=None",
             ):
                 report(other.program)
 

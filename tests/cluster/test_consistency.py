@@ -43,19 +43,20 @@ def test_equal_facts_pass_as_often_as_they_are_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "of_worker_1", "expected"),
+    ("facts", "of_worker_1", "expected", "name"),
     [
-        ({"a": 1, "lr": 0.1}, {"a": 1, "lr": 0.2}, "lr: 0.1, worker 1 (host-1, process 101) has lr: 0.2"),
-        ({"a": 1}, {"a": 1, "b": 2}, "nothing more, worker 1 (host-1, process 101) has b: 2"),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "a: 1, worker 1 (host-1, process 101) has b: 2"),
-        ({"a": 1}, {}, "a: 1, worker 1 (host-1, process 101) has nothing more"),
+        ({"a": 1, "lr": 0.1}, {"a": 1, "lr": 0.2}, "lr: 0.1, worker 1 (host-1, process 101) has lr: 0.2", "lr"),
+        ({"a": 1}, {"a": 1, "b": 2}, "nothing more, worker 1 (host-1, process 101) has b: 2", "b"),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "a: 1, worker 1 (host-1, process 101) has b: 2", "a"),
+        ({"a": 1}, {}, "a: 1, worker 1 (host-1, process 101) has nothing more", "a"),
     ],
 )
-def test_all_raise_the_first_difference(facts: dict[str, Any], of_worker_1: dict[str, Any], expected: str) -> None:
+def test_all_raise_the_first_difference(
+    facts: dict[str, Any], of_worker_1: dict[str, Any], expected: str, name: str
+) -> None:
     raised = compared([{"same": 1}, facts], [{"same": 1}, of_worker_1], [{"same": 1}, {**facts, "more": 1}])
-    assert (
-        raised == [f"MC6301: workers differ in the options\n  why:  worker 0 (host-0, process 100) has {expected}"] * 3
-    )
+    why = f"MC6301: workers differ in the options\n  why:  worker 0 (host-0, process 100) has {expected}"
+    assert raised == [f"{why}\n  fix:  the same {name} on all workers"] * 3
 
 
 def test_calls_in_another_order_are_told_apart() -> None:
@@ -84,7 +85,8 @@ def test_facts_are_sent_only_if_their_digests_differ() -> None:
     assert not agreeing.asked
     with pytest.raises(
         CommunicationError,
-        match=r"^MC6301: workers differ in the options\n  why:  worker 0 .* has lr: 0.1, worker 2 .* has lr: 0.2$",
+        match=r"^MC6301: workers differ in the options\n  why:  worker 0 .* has lr: 0.1, worker 2 .* has lr: 0.2\n"
+        r"  fix:  the same lr on all workers$",
     ):
         compare("the options", {"lr": 0.1}, over=differing)
 

@@ -218,7 +218,7 @@ def test_what_is_no_program_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "short.mirror").write_text(str(Program(Stage.CAPTURED, (), {}, ())))
     with pytest.raises(ValueError, match=r"MC7102: cannot read .*short form"):
         step_of(tmp_path / "short.mirror")
-    with pytest.raises(ValueError, match=r"(?s)MC1002: program is .*nowhere.*why:  No such file"):
+    with pytest.raises(ValueError, match=r"(?s)MC7102: cannot read the file of program=.*nowhere.*why:  No such file"):
         step_of(tmp_path / "nowhere.mirror")
     with pytest.raises(TypeError, match="MC1001: program is 3: give the file of an edited program"):
         step_of(3)

@@ -269,7 +269,7 @@ def test_a_call_that_fails_while_it_is_added_is_told_of_until_it_is_dropped(monk
         with monkeypatch.context() as patch:
             patch.setattr(AccumulatedGradients, "add", fail)
             with pytest.raises(
-                ExecutionError, match=r"no memory\n  now:  It had committed\. No parameter was changed, but the"
+                ExecutionError, match=r"no memory\n  now:  The update had begun\. No parameter was changed, but the"
             ):
                 both.step.accumulate(x, target=y)
         for call in (both.step.accumulate, both.step):

@@ -179,7 +179,7 @@ def test_a_bound_that_cannot_be_kept_names_the_least(monkeypatch: pytest.MonkeyP
         r"MC1508: activations=1000 allows 1\.0 KiB for each device, and recomputing .* \((\d+) bytes\) at least"
         r"\n  at:   deep\.py:\d+ .*\n  why:  the peak is on cpu:0 in .*; "
         r"the largest values there are .*\n"
-        r"  fix:  mirrorc\.Memory\(activations=\1\)\n  or:   .*microbatches=",
+        r"  fix:  memory=mirrorc\.Memory\(activations=\1\)\n  or:   .*microbatches=",
         text,
     )
     assert found is not None, text

@@ -134,7 +134,7 @@ class Calls(nn.Module):
         (lambda y: InBackward.apply(y), ("asserts something in backward", "assert it in forward")),
         (
             torch.ops.mirrorc_tests.note,
-            ("mirrorc_tests.note", "test_asserts.py:", "call it in your loop, between steps"),
+            ("mirrorc_tests.note", "test_asserts.py:", "call it in your loop, between calls"),
         ),
     ],
     ids=["backward", "effect"],

@@ -275,7 +275,7 @@ class Careless(torch.optim.Adadelta):
 
 
 TORN = (
-    r"half-way\n  at:   test_commit\.py:.*\n  now:  It had committed\. .*in part, so load a checkpoint\n"
+    r"half-way\n  at:   test_commit\.py:.*\n  now:  The update had begun\. .*in part, so load a checkpoint\n"
     r"  fix:  mend the optimizer's step\(\)"
 )
 

@@ -445,7 +445,9 @@ def test_only_one_gpu() -> None:
     request = Request({**OPTIONS.defaults, "optimizer": (), "cuda_graphs": True}, devices=gpus)
     OPTIONS.check_exclusions(replace(request, devices=gpus[:1]))
     OPTIONS.check_exclusions(Request(OPTIONS.defaults, devices=gpus))
-    with refuses(ValueError, "on cuda:0, cuda:0/1", "devices wait for one another in Python", "or name one GPU"):
+    with refuses(
+        ValueError, "on cuda:0, cuda:0/1", "devices wait for one another in Python", "devices=['cuda:0'], one GPU"
+    ):
         OPTIONS.check_exclusions(request)
     model = make_net()
     with refuses(ValueError, "on cpu:0", "a graph is of a GPU"):

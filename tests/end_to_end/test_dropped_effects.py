@@ -118,13 +118,13 @@ def train(model: nn.Module, loss_fn: Any = F.mse_loss, **options: Any) -> list[w
 SAID: list[tuple[Callable[[Any, torch.Tensor], object], tuple[str, ...]]] = [
     (
         lambda net, y: net.acts.append(y),
-        ("Net changes model.acts", "net.acts.append(y)", "return what you want to see"),
+        ("Net changes model.acts", "net.acts.append(y)", "return it from forward"),
     ),
     (lambda net, y: net.log("loss", y.detach()), ("Net changes model.metrics['loss']", "self.metrics[name] = value")),
     (
         lambda net, y: logging.getLogger("mirrorc_tests.net").warning("shape %s", y.shape),
         (
-            "logger.warning in Net ran once, during capture, and runs in no step",
+            "logger.warning in Net ran once, during capture, and runs in no later call",
             'logging.getLogger("mirrorc_tests.net")',
         ),
     ),

@@ -383,12 +383,12 @@ def test_a_program_of_an_evaluation_is_kept_printed_and_read(tmp_path: Path) -> 
         report = step.memory()
         assert report.gradients == 0 and report.parameters > 0 and "this is an evaluation" in str(report)
         assert set(step.variables) >= {"first.weight", "norm.running_mean"}
-        with pytest.raises(ExecutionError, match=r"MC5005: no step was recorded, and a report needs one training step"):
+        with pytest.raises(ExecutionError, match=r"MC5005: no call was recorded, and a report needs one training call"):
             step.explain()
         for report in (lambda: step.explain(program), lambda: step.timeline(tmp_path / "trace.json", program)):
             with pytest.raises(
                 ExecutionError,
-                match=r"so there is no recorded step of it\n  why:  only programs that update parameters are timed",
+                match=r"so no call of it was recorded\n  why:  only programs that update parameters are timed",
             ):
                 report()
     assert any("evaluation" in path.read_text() for path in (tmp_path / "dump").rglob("*.txt"))

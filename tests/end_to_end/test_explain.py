@@ -176,11 +176,11 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     with compiled() as step:
         for ask in (step.explain, lambda: step.timeline(tmp_path / "trace.json")):
             with pytest.raises(
-                ExecutionError, match=r"MC5005: no step was recorded, and a report needs one training step"
+                ExecutionError, match=r"MC5005: no call was recorded, and a report needs one training call"
             ):
                 ask()
         step.prepare(**mlp_batch(8))
-        with pytest.raises(ExecutionError, match=r"MC5005: no step was recorded, and a report needs one training step"):
+        with pytest.raises(ExecutionError, match=r"MC5005: no call was recorded, and a report needs one training call"):
             step.explain()
         assert not list(tmp_path.iterdir())
 

@@ -125,7 +125,7 @@ def test_calls_that_make_no_step_are_refused() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (lambda x: x, {}, TypeError, "give a function of the batch that returns the loss, and modules="),
+        (lambda x: x, {}, TypeError, r"mirrorc\.compile\(loss_of, modules="),
         (lambda x: x, {"modules": []}, TypeError, r"modules is \[\]\n  fix:  give the modules that the function calls"),
         (lambda x: x, {"modules": [3]}, TypeError, r"modules is \[3\]\n  fix:  give the modules"),
         (model, {"modules": [model]}, ValueError, "cannot be used with a model"),
@@ -133,7 +133,7 @@ def test_calls_that_make_no_step_are_refused() -> None:
             nn.Linear,
             {"modules": [model]},
             TypeError,
-            "model is a type, neither a module nor a function\n  fix:  give a torch.nn.Module",
+            r"model is a type, neither a module nor a function\n  fix:  mirrorc\.compile\(net",
         ),
         (
             lambda x: x,

@@ -196,7 +196,7 @@ def pads_to(total_length: int | None) -> Callable[..., torch.Tensor]:
         (reads(lambda packed: [*packed]), ("the parts of a packed sequence",)),
         (
             lambda rnn, x, lengths: pack_padded_sequence(x, [6, 5, 4, 3], True),
-            ("pass lengths to the step as a tensor",),
+            ("pass lengths as a tensor",),
         ),
         (lambda rnn, x, lengths: rnn(PackedSequence(x[0], lengths))[1][0], ("made by hand", "pack_padded_sequence or")),
     ],

@@ -529,7 +529,7 @@ REFUSED = [
     (draws_of_numpy, r"draws from Python's random or numpy's.*torch.rand"),
     (writes_a_parameter, r"writes the parameter 'frozen' in place"),
     (writes_an_argument, r"writes the parameter 'frozen' in place"),
-    (bounds_a_norm, r"writes the parameter 'frozen' in place.*write it between steps"),
+    (bounds_a_norm, r"writes the parameter 'frozen' in place.*write it in your loop, between calls"),
     (bounds_a_norm_in_place, r"writes the parameter 'frozen' in place"),
     (keeps_a_graph, r"writes a value that requires a gradient to the buffer 'seen'"),
     (raises, r"KeyError: 'no such word'\n.*test_plain_pytorch.py:\d+.*\n.*\n  fix"),

@@ -181,7 +181,7 @@ def test_what_is_added_is_refused_by_name_if_it_is_read() -> None:
             for _ in range(2):
                 with (
                     unchanged(model),
-                    pytest.raises(ValueError, match=f"{name} was added since mirrorc.compile") as why,
+                    pytest.raises(ValueError, match=f"{name} was added since it was compiled") as why,
                 ):
                     step(torch.ones(4, 2))
                 assert "new optimizer over model.parameters()" in str(why.value)

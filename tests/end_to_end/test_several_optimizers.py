@@ -262,17 +262,17 @@ def test_lists_that_are_no_several_optimizers_are_refused() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, both = SGD(net[0].parameters()), ADAM(net.parameters())
     for given, kind, message in (
-        ([], ValueError, r"optimizer is an empty list\n  fix:  give a torch.optim.Optimizer"),
+        ([], ValueError, r"optimizer is an empty list\n  fix:  optimizer=torch.optim"),
         ((), ValueError, r"optimizer is an empty tuple"),
         (
             [first, "adam"],
             TypeError,
-            r"optimizer is a list whose item 1 is a str\n  fix:  give a torch.optim.Optimizer over model.par",
+            r"optimizer is a list whose item 1 is a str\n  fix:  optimizer=torch.optim.AdamW\(model.par",
         ),
         (
             [first, first],
             ValueError,
-            r"optimizer\[0\] and optimizer\[1\] are the same SGD, which steps once\n  fix:  give it once",
+            r"optimizer\[0\] and optimizer\[1\] are the same SGD, which steps once\n  fix:  optimizer=\[first, second\]",
         ),
         (
             [first, both],
@@ -287,7 +287,7 @@ def test_lists_that_are_no_several_optimizers_are_refused() -> None:
         (
             {"a": first},
             TypeError,
-            r"optimizer is a dict\n  fix:  give a torch.optim.Optimizer .*, or a list of several",
+            r"optimizer is a dict\n  fix:  optimizer=torch.optim.AdamW.*, or a list of several",
         ),
     ):
         with pytest.raises(kind, match=message):

@@ -50,7 +50,7 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
         (
             {"algorithm": "nccl"},
             ValueError,
-            "'nccl', which is a link and not an algorithm\n  fix:  mirrorc.Communication\\(link='nccl'\\)\n  or:   give one",
+            "'nccl', which is a link and not an algorithm\n  fix:  communication=mirrorc.Communication\\(link='nccl'",
         ),
         ({"algorithm": 3}, TypeError, "algorithm is 3, which is no algorithm\n  fix:  give one of 'native'"),
         (

@@ -146,7 +146,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         (
             {"compression": TopK(0.1), "exact_order": True},
             "with exact_order=True\n  why:  workers send a part of each gradient, and the rest in later steps\n "
-            " fix:  leave out one",
+            " fix:  leave compression= out",
         ),
         (
             {"compression": TopK(0.1), "disable": ["send-largest"]},
@@ -163,7 +163,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         (
             {"compression": FirstElements(), "exact_order": True},
             "with exact_order=True\n  why:  workers send payloads of gradients, and what these leave out in "
-            "later steps\n  fix:  leave out one",
+            "later steps\n  fix:  leave compression= out",
         ),
         (
             {"compression": FirstElements(), "disable": ["send-payload"]},

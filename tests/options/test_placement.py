@@ -104,7 +104,7 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         (
             {"table.weight": "cpu:0", "head.weight": "cpu:1"},
             {},
-            "both names are of the same tensor\n  fix:  name one device for both",
+            "both names are of the same tensor\n  fix:  placement={",
         ),
         ("central", {"passes": default_pipeline()}, "placement='central' and passes= cannot be combined"),
         (

@@ -77,7 +77,7 @@ def test_each_worker_of_a_world_has_its_program() -> None:
         ({"batch": X}, TypeError, r"batch is a Tensor: give a tuple, \(x, y\), or a dict of keyword arguments"),
         ({"batch": [X, Y]}, TypeError, r"batch is a list: give a tuple"),
         ({"world": 3}, TypeError, r"world is 3: give mirrorc\.World\(num_workers=2\), or None"),
-        ({"rank": 1}, ValueError, r"rank=1 needs world=\n  fix:  give rank only with a mirrorc\.World"),
+        ({"rank": 1}, ValueError, r"rank=1 needs world=\n  fix:  mirrorc\.plan"),
         (
             {"world": World(3), "rank": 3},
             ValueError,

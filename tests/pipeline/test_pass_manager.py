@@ -246,7 +246,7 @@ def test_a_pass_that_fails_is_named() -> None:
 
 def test_a_setting_that_does_not_suit_the_devices_is_no_fault_of_the_pass() -> None:
     program = run_up_to("schedule-overlap", captured_two_layers(2))
-    with pytest.raises(ValueError, match=r"(?s)^MC1104: link='nccl' cannot join cpu:0, cpu:1.*use 'shared-memory'"):
+    with pytest.raises(ValueError, match=r"(?s)^MC1104: link='nccl' cannot join cpu:0, cpu:1.*link='shared-memory'"):
         run_passes(program, [LowerCollectives(link="nccl")])
 
 

@@ -14,6 +14,6 @@ def test_a_tensor_in_a_pair_of_hyperparameters_is_not_said_to_be_the_pair() -> N
     variables = {"weight": Variable("weight", (3,), (1,), torch.float32, Role.PARAMETER, update=rule)}
     check_capturable(groups, variables)
     groups[0][0].param_groups[0]["betas"] = (torch.tensor(0.9), torch.tensor(0.99))
-    message = r"AdamW with a tensor in 'betas' of group 0\n.*\n  fix:  give numbers in place of tensors\n"
+    message = r"AdamW with a tensor in 'betas' of group 0\n.*\n  fix:  optimizer\.param_groups\[0\]\['betas'\] = float"
     with pytest.raises(ValueError, match=message):
         check_capturable(groups, variables)

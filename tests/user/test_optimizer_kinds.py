@@ -179,9 +179,7 @@ def test_others_run_by_themselves(make: Callable[[list[nn.Parameter]], torch.opt
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"optimizer is a str\n  fix:  give a torch.optim.Optimizer over model.parameters"
-    ):
+    with pytest.raises(TypeError, match=r"optimizer is a str\n  fix:  optimizer=torch.optim.AdamW\(model.parameters"):
         check_optimizers("sgd", {})
 
 

@@ -45,9 +45,9 @@ def trained(mode: contextlib.AbstractContextManager[Any]) -> tuple[list[float], 
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
-        (Doubles(), "within Doubles, a TorchDispatchMode, which sees nothing of what devices run"),
+        (Doubles(), "within Doubles, a TorchDispatchMode, which does not see what devices run"),
         (torch.autograd.graph.save_on_cpu(), "within saved_tensors_hooks"),
-        (DetectsAnomalies(), "within detect_anomaly, which sees nothing of a captured backward"),
+        (DetectsAnomalies(), "within detect_anomaly, which sees nothing of its backward"),
     ],
     ids=["dispatch", "saved tensors", "anomalies"],
 )

@@ -46,7 +46,10 @@ class PerReplica:
         """
         if op not in ("sum", "mean"):
             raise problem(
-                ValueError, f"MC1307: op is {op!r}", "values are summed up or averaged", "say 'sum' or 'mean'"
+                ValueError,
+                f"MC1307: op is {op!r}",
+                "values are summed up or averaged",
+                "op='sum' or op='mean'",
             )
         return _combined(self.values, lambda tensors: _reduced(tensors, op, dim))
 
@@ -155,7 +158,9 @@ def _combined(values: Sequence[Any], combine: Callable[[list[torch.Tensor]], tor
     places = [tuple(value) if isinstance(value, Mapping) else range(len(value)) for value in values]
     if any({*place} != {*places[0]} for place in places):
         raise problem(
-            ValueError, "MC1307: the values have other entries", fix="value.values, for the values themselves"
+            ValueError,
+            "MC1307: the values have different entries",
+            fix="value.values, for the values themselves",
         )
     combined = [_combined([value[place] for value in values], combine) for place in places[0]]
     if isinstance(first, Mapping):
@@ -193,4 +198,4 @@ def _gathered(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 def _other_shapes(tensors: Sequence[torch.Tensor], fix: str) -> ValueError:
     shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-    return problem(ValueError, "MC1307: the values have other shapes", shapes, fix)
+    return problem(ValueError, "MC1307: the values have different shapes", shapes, fix)

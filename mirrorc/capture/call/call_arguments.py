@@ -112,7 +112,7 @@ def _flatten_argument(value: Any, path: str, leaves: list[Leaf], plain: dict[str
             ValueError,
             f"MC1309: argument {path!r} holds itself, directly or through what it holds",
             "it cannot be taken apart",
-            "pass what forward needs of it",
+            "pass its parts, without the one that refers back",
         ) from None
 
 
@@ -151,7 +151,7 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
     if isinstance(value, np.ndarray):
         raise problem(
             TypeError,
-            f"MC1302: argument {path!r} is a numpy array, which a step does not split",
+            f"MC1302: argument {path!r} is a numpy array, and only tensors are split",
             fix=f"torch.from_numpy({path})",
         )
     if plain is not None and _is_plain(value):
@@ -190,7 +190,7 @@ def _refuse_tensor_kinds(tensor: torch.Tensor, path: str) -> None:
         raise problem(
             TypeError,
             f"MC1302: argument {path!r} is a {type(tensor).__qualname__}, a kind of tensor of its own",
-            "a step gives forward plain tensors",
+            "forward gets plain tensors",
             f"{path}.as_subclass(torch.Tensor)",
         )
     of_marks = ("_dynamo", "_has_dynamo", "_specialize_on")  # of `torch._dynamo.mark_dynamic`

@@ -42,9 +42,9 @@ def flatten_container(value: Any, path: str) -> Parts | None:
     if kind == "refused":
         raise problem(
             TypeError,
-            f"MC1309: argument {path!r} is a {type(value).__qualname__}, which cannot be made again of shards",
+            f"MC1309: argument {path!r} is a {type(value).__qualname__}, which cannot be made anew for each replica",
             "its class is based on one written in C, or is a kind of OrderedDict with a __new__ of its own",
-            ("pass its parts", "pass the same as a plain dict, list or tuple"),
+            (f"dict({path}), list({path}) or tuple({path})", "pass its parts as arguments of their own"),
         )
     attributes = _attributes_of(value) if kind in _WITH_ATTRIBUTES else {}
     entries, detail = _entries_of(kind, value, path)

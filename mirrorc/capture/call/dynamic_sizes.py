@@ -161,6 +161,7 @@ def _warn_of_marked(path: str, dim: int, size: int) -> None:
         message(
             f"MC3401: dim {dim} of argument {path!r} is marked by mark_dynamic, and its size is {size}",
             "sizes of 0 and 1 are numbers in a program, because torch makes other graphs for them",
+            f"{path} of size 2 or more along dim {dim} in the first call",
             now="it is a symbol from the first larger size on",
         ),
         stacklevel=users_stack_level(),

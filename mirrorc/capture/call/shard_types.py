@@ -109,10 +109,10 @@ def leaves_of(
     if any(types not in first for types in distinct):
         raise problem(
             CaptureError,
-            "MC6302: this worker has no examples in this call, and its front end needs at least one",
-            f"it runs {model_name} once for each new kind of batch",
+            "MC1305: this worker has no examples in this call, and needs at least one",
+            f"with capture='autograd' it runs {model_name} once for each new kind of batch",
             (
-                "give each worker examples in each call, with drop_last=True and without step.join()",
+                "DataLoader(..., drop_last=True) on all workers, without step.join()",
                 "compiler=mirrorc.Compiler(capture='dynamo'), whose error names the line to change",
             ),
         )

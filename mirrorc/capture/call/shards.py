@@ -99,8 +99,8 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty:
             if tensor.requires_grad:
                 raise problem(
                     ValueError,
-                    f"MC1308: argument {leaf.path!r} requires a gradient, which a step does not give",
-                    "it trains the parameters of its model alone",
+                    f"MC1308: argument {leaf.path!r} requires a gradient, and would get none",
+                    "a step trains parameters alone; a module of mirrorc.data_parallel takes such tensors, but in no list",
                     (f"{leaf.path}.detach()", "if another model has computed it, compile one module that holds both"),
                 )
     is_split = any(leaf.tensor is None and leaf.split for leaf in call.leaves)
@@ -117,7 +117,7 @@ def _refuse_microbatches(call: Call) -> None:
                 ValueError,
                 f"MC1307: argument {leaf.path!r} cannot be cut into microbatches",
                 "a microbatch is rows of each tensor, and this is a list of examples, or a tensor without them in dim 0",
-                ("leave microbatches out", "step.accumulate(...) with smaller batches"),
+                ("leave microbatches= out", "step.accumulate(...) with smaller batches"),
             )
 
 
@@ -130,26 +130,26 @@ def _refuse_layout(tensor: torch.Tensor, path: str) -> None:
     if tensor.is_nested:
         raise problem(
             ValueError,
-            f"MC1303: argument {path!r} is a nested tensor, which a step cannot split",
+            f"MC1303: argument {path!r} is a nested tensor, which cannot be split",
             fix=f"{path}.to_padded_tensor(0.0), with a mask if what is padded counts",
         )
     if tensor.layout is not torch.strided:
         raise problem(
             ValueError,
-            f"MC1303: argument {path!r} has the layout {tensor.layout}, and a step splits dense tensors",
+            f"MC1303: argument {path!r} has the layout {tensor.layout}, and only dense tensors are split",
             fix=(f"{path}.to_dense()", "pass its parts as tensors with a row for each example"),
         )
     if tensor.is_quantized:
         raise problem(
             ValueError,
-            f"MC1303: argument {path!r} is a quantized tensor, which a step cannot split",
+            f"MC1303: argument {path!r} is a quantized tensor, which cannot be split",
             fix=f"{path}.dequantize()",
         )
     if tensor.is_meta:
         raise problem(
             ValueError,
             f"MC1303: argument {path!r} is on the meta device and has no values",
-            fix="pass a tensor that has some",
+            fix=f"torch.empty_like({path}, device='cpu'), and fill it",
         )
 
 
@@ -168,15 +168,19 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
             raise problem(
                 ValueError,
                 f"MC1304: arguments disagree on dim 0: {first!r} has {say(wanted)} examples, {leaf.path!r} has {say(sizes)}",
-                "a step splits each tensor along dim 0, the batch",
-                (*fixes, f"mirrorc.replicated({leaf.path}), if it is no batch", "make them agree"),
+                "each tensor is split along dim 0, the batch",
+                (
+                    *fixes,
+                    f"mirrorc.replicated({leaf.path}), if it is no batch",
+                    f"print({first}.shape, {leaf.path}.shape), which must agree in dim 0 if both are batches",
+                ),
             )
     if wanted is None:
         raise problem(
             ValueError,
             "MC1306: the call has no tensor to split",
             "data parallelism splits tensor arguments along dim 0",
-            "pass the batch as tensors, not all of them replicated",
+            ("torch.tensor(batch), as an argument", "leave mirrorc.replicated() out around the batch"),
         )
     return wanted
 
@@ -208,14 +212,14 @@ def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:
                 ValueError,
                 f"MC1307: argument {leaf.path!r} is a PerReplica of {len(leaf.per_replica)} values, but there "
                 f"are {num_replicas} replicas",
-                fix="give one value for each device",
+                fix=f"mirrorc.PerReplica([...]) of {num_replicas} values, one for each device",
             )
         if any(tensor.dim() == 0 for tensor in leaf.per_replica):
             raise problem(
                 ValueError,
                 f"MC1307: argument {leaf.path!r} is a PerReplica of scalars",
                 "they have no dim 0 to count examples by",
-                "value[None]",
+                "mirrorc.PerReplica([value[None] for value in values])",
             )
         return tuple(tensor.size(0) for tensor in leaf.per_replica)
     if leaf.tensor.dim() == 0:
@@ -228,7 +232,10 @@ def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:
 
 
 def _refuse_empty(leaf: Leaf) -> NoReturn:
-    why, leave_out = "a step needs at least one", "leave the empty batch out: if len(x): step(x, y)"
+    why, leave_out = (
+        "a call needs at least one",
+        f"if len({leaf.path}):, around the call, which leaves the empty batch out",
+    )
     if leaf.tensor is None:
         raise problem(ValueError, f"MC1305: argument {leaf.path!r} has no examples on any replica", why, leave_out)
     raise problem(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from mirrorc.capture.call.call_arguments import Call, flatten_call
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import forward_signature
+
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Signature:
@@ -48,8 +51,7 @@ class Signature:
                 TypeError,
                 f"MC1301: {self._name}.forward{self._of_forward} cannot be called with these arguments",
                 why,
-                self._unpacked(args, kwargs, trains=trains)
-                or ("step(x, target=y)" if trains and self._takes_target else ""),
+                self._unpacked(args, kwargs, trains=trains) or self._spelled(trains=trains),
             )
         return replace(flatten_call(self._names, args, kwargs), unpacked=self._unpacked(args, kwargs, trains=trains))
 
@@ -76,7 +78,7 @@ class Signature:
                 TypeError,
                 f"MC1301: is the last argument the target, or one of {self._name}.forward{self._of_forward}?",
                 "both are possible in an evaluation",
-                ("target=...", "name it as forward does"),
+                ("step.evaluate(x, target=y), for the target", "name=value, with the name that forward has for it"),
             )
         if trains and is_input:
             raise problem(
@@ -97,8 +99,18 @@ class Signature:
     def _unpacked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> str:
         if len(args) != 1 or kwargs:
             return ""
-        call = "model" if self._is_module else "step" if trains else "step.evaluate"
+        call = self._callee(trains=trains)
         if isinstance(args[0], Mapping):
             lacks_target = trains and self._takes_target and "target" not in args[0]
             return "" if lacks_target else f"{call}(**batch)"
         return f"{call}(*batch)" if isinstance(args[0], tuple | list) else ""
+
+    def _spelled(self, *, trains: bool) -> str:
+        """The call with the names of what forward needs."""
+        needed = [p for p in self._of_forward.parameters.values() if p.default is p.empty]
+        names = [p.name if p.kind is not p.KEYWORD_ONLY else f"{p.name}=..." for p in needed if p.kind not in _MANY]
+        names += ["target=y"] if trains and self._takes_target else []
+        return f"{self._callee(trains=trains)}({', '.join(names)})"
+
+    def _callee(self, *, trains: bool) -> str:
+        return "model" if self._is_module else "step" if trains else "step.evaluate"

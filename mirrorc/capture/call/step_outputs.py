@@ -113,19 +113,22 @@ def refuse_outputs_apart(
     ]
     if apart:
         what = f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them"
-        fixes = ("mark a count or a sum by mirrorc.summed()", "return a mean, or a tensor with a row for each example")
+        fixes = (
+            "mirrorc.summed(value), for a count or a sum",
+            "return a mean, or a tensor with a row for each example",
+        )
         if not has_examples:
             raise problem(
                 CaptureError,
                 f"MC2401: {what}",
                 "this worker has no examples, and so none to give",
-                (*fixes, "leave return_outputs out"),
+                (*fixes, "leave return_outputs= out"),
             )
         raise problem(
             CaptureError,
             f"MC2401: {what}",
             "each microbatch gives one of its own, and they cannot be put together",
-            (*fixes, "leave microbatches or return_outputs out"),
+            (*fixes, "leave microbatches= or return_outputs= out"),
         )
 
 
@@ -139,7 +142,7 @@ def _check_alike(first: TracedOutputs, other: TracedOutputs) -> None:
             "replicas have shards, and their outputs could not be put together",
             (
                 "return tensors with a row for each example, in place of lists with an item for each",
-                "leave return_outputs out",
+                "leave return_outputs= out",
             ),
         )
 
@@ -155,7 +158,7 @@ def _way(
                 CaptureError,
                 f"MC2402: {name!r} is marked by mirrorc.summed(), but its shape follows the number of examples {shapes_differ}",
                 "there is nothing to add up",
-                "sum over the examples first",
+                "mirrorc.summed(value.sum(0)), the sum over the examples",
             )
         return "summed"
     if not any(shapes):

@@ -106,7 +106,7 @@ def read_outputs(
             CaptureError,
             f"MC2401: {model_name} or its loss returns something that is no tensor, made of a tensor's values",
             f"it cannot be put together before its values are known: {error}",
-            ("return the tensor, and call .item() on what the step returns", "leave return_outputs out"),
+            ("return the tensor, and call .item() on what the call returns", "leave return_outputs= out"),
         ) from None
     reader = _TraceReader(stand_ins, others, (results[0], again[0]), leaves, module)
     try:
@@ -162,7 +162,7 @@ def _marked(traced: fx.GraphModule, gathered: Mapping[str, fx.Node], model_name:
                 "what is marked is summed over replicas, and not what follows from it",
                 (
                     "mirrorc.summed(...) around what is returned",
-                    "for a ratio, return its two sums, and divide after the step",
+                    "for a ratio, return its two sums, and divide after the call",
                 ),
             )
     inner = [module for module in traced.modules() if module is not traced and isinstance(module, fx.GraphModule)]
@@ -171,7 +171,7 @@ def _marked(traced: fx.GraphModule, gathered: Mapping[str, fx.Node], model_name:
             CaptureError,
             f"MC2402: {model_name} or its loss calls mirrorc.summed() in a function that is traced apart",
             "the mark is lost, as under torch.utils.checkpoint",
-            "mark what that function returns",
+            "mirrorc.summed(...) around what that function returns",
         )
     return names
 
@@ -249,8 +249,8 @@ class OutputReader:
         raise problem(
             UnreadableOutputError,
             f"MC2401: forward or loss returns {kind}, as {path!r}",
-            "a step cannot make it again of what the replicas give",
-            ("return the tensors in it, in a tuple, a dict or a dataclass", "leave return_outputs out"),
+            "it cannot be put together from what the replicas return",
+            ("return the tensors in it, in a tuple, a dict or a dataclass", "leave return_outputs= out"),
         )
 
 
@@ -296,7 +296,7 @@ class _TraceReader(OutputReader):
             raise problem(
                 UnreadableOutputError,
                 f"MC2401: forward or loss returns {path!r}, a view (.T, .mT, .data) of an argument, a parameter or a buffer",
-                "no operator has made it, and a captured step would not make it anew",
+                "no operator has made it, and a captured graph would not make it anew",
                 "return a copy, with .clone()",
             )
         return LeafKind.CONSTANT, tensor

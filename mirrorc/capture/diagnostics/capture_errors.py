@@ -16,7 +16,7 @@ from mirrorc.messages.problem import message, problem, with_line
 from mirrorc.messages.source_lines import last_users_line, line_of, module_of, source_line
 from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, user_frames
 
-EVEN_BATCHES = "use batches that divide by the number of devices"
+EVEN_BATCHES = "DataLoader(..., batch_size=64, drop_last=True), with a size that the number of devices divides"
 TWO_EXAMPLES = (
     "DataLoader(..., drop_last=True)",
     "give each device two examples or more, in each part of a PerReplica, too",
@@ -27,7 +27,7 @@ class LoneExampleError(CaptureError):
     """Raised if a torch operator refuses a shard of one example, or returns nan, because it normalizes over examples."""
 
 
-AS_PLAIN_PYTORCH = "mirrorc.Compiler(capture='autograd'), which runs it as plain PyTorch"
+AS_PLAIN_PYTORCH = "compiler=mirrorc.Compiler(capture='autograd'), which runs it as plain PyTorch"
 
 
 class UnreadableError(CaptureError):
@@ -85,15 +85,17 @@ def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = 
         )
     reason = _reason(str(error)) or type(error).__name__
     if any(word in text for word in ("data-dependent", "data dependent", ".item()", "nonzero", "symint", "symbool")):
-        fix = "use torch.where, compute with tensors instead of Python numbers, or decide before the step"
+        fix = "torch.where(condition, a, b) in place of if, tensors in place of .item(), or decide before the call"
         return cannot_trace(model_name, reason, fix, at, True, code="MC2102")
     if raised is not None:
         return _raised_in_trace(model_name, raised[1], raised[3], at, subject, shapes_of(leaves))
     if "share storage" in text or "view input mutations" in text:
-        fix = "give one of the two memory of its own, with .clone(), and write it where it should follow"
+        fix = "value.clone() for one of the two, and write both"
         return cannot_trace(model_name, reason, fix, at)
     if "requires_grad_" in text:
-        return cannot_trace(model_name, reason, "set requires_grad before the step, not inside forward", at, True)
+        return cannot_trace(
+            model_name, reason, "value.requires_grad_() in your loop, before the call, not in forward", at, True
+        )
     return cannot_trace(model_name, reason, f"make {subject} traceable, or move it out of forward", at, True)
 
 
@@ -115,7 +117,7 @@ def cannot_trace(
 
 def shape_depends_on_values(model_name: str, at: str) -> CaptureError:
     why = "the shape of a tensor depends on values, and shapes of a graph are fixed"
-    fix = "use tensors of one shape and torch.where, or choose elements before the step"
+    fix = "torch.where(mask, x, 0) in place of x[mask], or choose elements before the call"
     return cannot_trace(model_name, why, fix, at, runs_as_pytorch=True)
 
 
@@ -143,7 +145,7 @@ def _raised_in_trace(model_name: str, kind: str, text: str, at: str, subject: st
 
 def _fix_of_batch(subject: str) -> str:
     call = "loss_fn(model(...), target)" if subject == "the loss" else "model(...)"
-    return f"give the batch the shapes, dtypes and values that {subject} takes, and try {call} on one shard"
+    return f"try {call} on one shard, with the shapes, dtypes and values that {subject} takes"
 
 
 def raised_by_user(
@@ -294,7 +296,10 @@ def _checked_loss(loss: Any, model_name: str) -> torch.Tensor:
             CaptureError,
             f"MC2201: {model_name} returns no loss, and there is no loss_fn",
             "without loss_fn a model must return its loss: a tensor, a tuple's first item, or '.loss' of a dict or an object",
-            ("pass the labels to the model", "mirrorc.compile(..., loss_fn=...), a function loss_fn(output, target)"),
+            (
+                "step(x, labels=y), for a model that computes its loss",
+                "mirrorc.compile(..., loss_fn=...), a function loss_fn(output, target)",
+            ),
         )
     if loss.numel() != 1:
         reduced = ("loss.mean()", "loss.sum(), and mirrorc.compile(..., loss_reduction='sum')")
@@ -322,7 +327,7 @@ def written_parameter(model_name: str, name: str) -> CaptureError:
         CaptureError,
         f"MC2304: forward or loss of {model_name} writes the parameter {name!r} in place",
         "parameters change in the optimizer only",
-        ("make it a buffer", "write it between steps"),
+        ("self.register_buffer(...), in place of the parameter", "write it in your loop, between calls"),
     )
 
 
@@ -344,7 +349,7 @@ def refuse_written_inputs(
             raise problem(
                 CaptureError,
                 f"MC2304: forward of {model_name} writes a value that requires a gradient to the buffer {name!r}",
-                "the buffer would keep the graph of this step, and backward of the next step would fail in plain PyTorch",
+                "the buffer would keep the graph of this call, and backward of the next one would fail in plain PyTorch",
                 (
                     f"write the detached value, self.{name}.copy_(value.detach())",
                     f"compute with a copy, {name} = self.{name}.clone()",

@@ -100,7 +100,7 @@ def aggregation_alike(name: str, alike: Sequence[Mapping[str, Computation]]) -> 
             CaptureError,
             f"MC2505: the spectral norm {name!r} is iterated another number of times for shards of other sizes",
             "replicas would have different vectors",
-            "call its module as often whatever the size of the batch is, with all examples at once",
+            "call its module once in each forward, with all examples at once",
         )
     first = alike[0].get(name)
     if first is None or len(ways) > 1:

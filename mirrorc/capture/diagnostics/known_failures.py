@@ -36,7 +36,7 @@ _NO_FRAME = traceback.FrameSummary("", 0, "", line="")
 
 INSTALLS_HOOKS = KnownFailure(
     "Hugging Face installs hooks for hidden states and attentions in the first call of a model, under a lock",
-    "call the model once, with the same arguments, before its first step",
+    "model(x), the plain model, once, with the same arguments, before the first compiled call",
     ("",),
     line="_hook_installation_lock",
 )
@@ -52,7 +52,7 @@ _KNOWN = (
     ),
     KnownFailure(
         "torch._assert of a tensor is not captured",
-        'write a statement, assert condition, "text", which stops the step before anything has changed',
+        'write a statement, assert condition, "text", which stops the call before anything has changed',
         DATA_DEPENDENT,
         line="_assert(",
         runs_as_pytorch=True,
@@ -72,40 +72,40 @@ _KNOWN = (
     ),
     KnownFailure(
         "it masks its input at random places, whose number and shapes follow random numbers of numpy",
-        "switch that off, with apply_spec_augment = False in the model's configuration, and mask the batch before the step",
+        "switch that off, with apply_spec_augment = False in the model's configuration, and mask the batch before the call",
         DATA_DEPENDENT,
         line="_compute_mask_indices(",
     ),
     KnownFailure(
-        "it decides by random numbers of Python or numpy that no step draws again, and a captured graph would go the same way in "
-        "every step",
-        "decide by single numbers, such as random.random() or np.random.rand(), which are drawn anew before each step; or "
+        "it decides by random numbers of Python or numpy that no call draws again, and a captured graph would go the same way in "
+        "every call",
+        "decide by single numbers, such as random.random() or np.random.rand(), which are drawn anew before each call; or "
         "compute both ways and choose in the graph, as in torch.where(torch.rand(()) < p, x, layer(x))",
         ("random.", *DATA_DEPENDENT),
         line="random.",
     ),
     KnownFailure(
         "it makes a Python number of a value of numpy, and those are traced as tensors",
-        "make the number before the step, as in scale = float(array[0]), or compute with the array itself",
+        "make the number before the call, as in scale = float(array[0]), or compute with the array itself",
         ("wrapped_item",),
         runs_as_pytorch=True,
     ),
     KnownFailure(
-        "it reads a tensor as a Python number, whose value is not known while the step is captured",
-        "compute with tensors instead of Python numbers, use torch.where, or read the number before the step",
+        "it reads a tensor as a Python number, whose value is not known while the model is captured",
+        "compute with tensors instead of Python numbers, use torch.where, or read the number before the call",
         ("_local_scalar_dense",),
         runs_as_pytorch=True,
     ),
     INSTALLS_HOOKS,
     KnownFailure(
-        "it leaves layers out at random, and a captured graph would run the same layers in every step",
+        "it leaves layers out at random, and a captured graph would run the same layers in every call",
         "run all layers, with layerdrop = 0.0 in the model's configuration, or compute both ways and choose in the graph, as in "
         "torch.where(torch.rand(()) < p, x, layer(x))",
         DATA_DEPENDENT,
         line="skip_the_layer",
     ),
     KnownFailure(
-        "it sets requires_grad of a tensor that was there before it, such as an argument, and a step has gradients of "
+        "it sets requires_grad of a tensor that was there before it, such as an argument, and there are gradients of "
         "parameters alone",
         "leave the line out: gradients of parameters are the same without it; for the gradient of an argument, run the model by "
         "itself",
@@ -113,14 +113,14 @@ _KNOWN = (
         runs_as_pytorch=True,
     ),
     KnownFailure(
-        "it enters a lock, and a captured step does not do that again",
-        "hold the lock around the step, if it guards what forward reads; if it guards what forward does once, call the model "
-        "before its first step, and leave out the lock where nothing is to be done",
+        "it enters a lock, and a captured graph does not do that again",
+        "hold the lock around the call, if it guards what forward reads; if it guards what forward does once, call the model "
+        "before its first compiled call, and leave out the lock where nothing is to be done",
         ("enter a `lock`", "enter a `rlock`"),
         runs_as_pytorch=True,
     ),
     KnownFailure(
-        "the first states of a recurrent net have their examples in dim 1, where a step splits its arguments along dim 0",
+        "the first states of a recurrent net have their examples in dim 1, where arguments are split along dim 0",
         "pass mirrorc.batch_dim(h, 1); or the examples first, as h.transpose(0, 1), and begin forward with "
         "h = h.transpose(0, 1).contiguous()",
         ("expected hidden",),
@@ -135,12 +135,12 @@ _KNOWN = (
     KnownFailure(
         "the parts of a packed sequence (data, batch_sizes) have shapes that follow the lengths, and those of a graph are fixed",
         "compute with the padded tensor, before pack_padded_sequence or after pad_packed_sequence; in place of a PackedSequence, "
-        "pass the padded tensor and the lengths to the step, and pack in forward",
+        "pass the padded tensor and the lengths, and pack in forward",
         ("a part of a packed sequence is read",),
     ),
     KnownFailure(
         "pack_padded_sequence needs a length for each sequence of a shard, and got another number of them",
-        "pass lengths to the step as a tensor, which is split like the batch, where a list is not",
+        "pass lengths as a tensor, which is split like the batch, where a list is not",
         ("pack_padded_sequence is given lengths of another batch",),
     ),
     KnownFailure(
@@ -171,7 +171,7 @@ _KNOWN = (
         runs_as_pytorch=True,
     ),
     KnownFailure(
-        "a module has a hook on its backward, which a captured step does not call",
+        "a module has a hook on its backward, which a captured graph does not call",
         "remove it (the handle that register_full_backward_hook gave has remove()), and change gradients in forward, in the loss "
         "or in a hook of the optimizer",
         ("backwards hooks require compiled autograd",),

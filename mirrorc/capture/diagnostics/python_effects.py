@@ -112,8 +112,8 @@ def other_buffer(
     return problem(
         kind,
         f"MC2304: forward of {model_name} assigns a tensor of {kinds[0]} to its buffer {name!r}",
-        f"a step keeps the memory of each buffer, here of {kinds[1]}",
-        "assign a tensor of that kind, or register the buffer with the kind that it is to have",
+        f"each buffer keeps its memory, here of {kinds[1]}",
+        (f"self.{name}.copy_(value), which keeps its kind", f"self.register_buffer(...) with a tensor of {kinds[0]}"),
         at=at,
     )
 
@@ -145,7 +145,7 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
         text = message(
             f"MC3303: {model_name} takes items out of its argument {path!r}, which stay in yours",
             "each replica has a container of its own",
-            "take them out of a copy, dict(batch), or before the step",
+            "batch = dict(batch) in forward, or take them out before the call",
             at=line_of(frame),
         )
         notes.append(Note.at(frame, text))
@@ -162,7 +162,7 @@ def drawn_number(model_name: str, why: str, at: str) -> CaptureError:
         CaptureError,
         f"MC2303: forward or loss of {model_name} draws a number at random outside of torch",
         why,
-        ("torch.rand(())", "draw it before the step, and pass it as a replicated tensor"),
+        ("torch.rand(())", "mirrorc.replicated(torch.tensor(random.random())), as an argument"),
         at=at,
     )
 
@@ -171,8 +171,11 @@ def unkept_attributes(model_name: str, names: Sequence[str], frame: traceback.Fr
     shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
     return message(
         f"MC3304: forward of {model_name} sets attributes of modules ({shown}), which do not reach the model",
-        "a step has them for the call alone, one value for each replica",
-        ("call the model itself, if you read them", "keep the values in buffers"),
+        "they last for the call alone, with one value for each replica",
+        (
+            "model(x), the plain model, if you read them",
+            "self.register_buffer('x', ...) once, and self.x.copy_(value) in forward",
+        ),
         at=line_of(frame) if frame is not None else "",
     )
 
@@ -194,7 +197,7 @@ def cached_parametrizations(model_name: str, at: str = "") -> str:
         f"MC2301: {model_name} caches parametrized weights, torch.nn.utils.parametrize.cached()",
         "the cache is one for all replicas, and each has weights of its own",
         (
-            "leave cached() out, in forward and around the step",
+            "leave cached() out, in forward and around the call",
             "read a weight that is used several times once, w = self.layer.weight, and compute with F.linear(x, w)",
         ),
         at=at,
@@ -206,13 +209,16 @@ _Stacks = Sequence[Sequence[traceback.FrameSummary]]
 
 def _refuse_draws(draws: _Stacks, cached_draws: _Stacks, model_name: str) -> None:
     for stack in draws:
-        raise drawn_number(model_name, "a captured graph would have the same number in every step", users_place(stack))
+        raise drawn_number(model_name, "a captured graph would have the same number in every call", users_place(stack))
     for stack in cached_draws:
         raise problem(
             CaptureError,
             f"MC2303: forward or loss of {model_name} calls a function that keeps its random numbers (functools.cache)",
-            "a captured step would draw them anew each time",
-            "call it before the step, and keep the result in a buffer, or pass it as a replicated tensor",
+            "a captured graph would draw them anew each time",
+            (
+                "mirrorc.replicated(value), as an argument, of a value drawn before the call",
+                "keep its result in a buffer",
+            ),
             at=users_place(stack),
         )
 
@@ -252,7 +258,7 @@ def _refuse_state(write: PythonWrite, model_name: str) -> None:
     if _OF_A_MODULE.match(write.source):
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
         sets = f"an attribute of {f'its module {name!r}' if name else 'itself'}, self.x = ..."
-        refusal = assigned_attribute(model_name, sets, "a compiled step would not set it again", where)
+        refusal = assigned_attribute(model_name, sets, "a compiled call would not set it again", where)
         raise StateError(refusal, f"{f'{where}: ' if where else ''}forward sets {sets}")
     if write.owner is parametrization_cache():
         refusal = cached_parametrizations(model_name, where)
@@ -260,8 +266,8 @@ def _refuse_state(write: PythonWrite, model_name: str) -> None:
     changes = f"reads and changes {write.words.name}"
     refusal = message(
         f"MC2301: forward or loss of {model_name} {changes}",
-        "each step would go on from the last one, which a captured graph cannot",
-        ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it between steps"),
+        "each call would go on from the last one, which a captured graph cannot",
+        ("keep it in a buffer, and write that in place: self.x.add_(1)", "change it in your loop, between calls"),
         at=where,
     )
     raise StateError(refusal, f"{f'{where}: ' if where else ''}it {changes}")
@@ -278,12 +284,12 @@ def _of_write(write: PythonWrite, model_name: str) -> Note:
     return Note.at(
         frame,
         message(
-            f"MC3301: {model_name} changes {name} in {place or 'forward or loss'}, which a captured step does not do",
+            f"MC3301: {model_name} changes {name} in {place or 'forward or loss'}, which a captured graph does not do",
             "",
             (
-                "return what you want to see, with return_outputs=True",
-                "keep it in a buffer",
-                "collect it with the plain model between steps",
+                "return it from forward; with mirrorc.compile(..., return_outputs=True) the step returns it, too",
+                "self.register_buffer('x', ...) once, and self.x.copy_(value) in forward",
+                "model(x), the plain model, in your loop",
             ),
             at=line_of(frame),
         ),
@@ -296,11 +302,11 @@ def _of_calls(calls: Sequence[PythonCall], model_name: str) -> list[Note]:
         frame = _users_frame(call.stack)
         if frame is None or not call.repeats or "site-packages" in frame.filename:
             continue  # libraries log such things once
-        done = "ran once, during capture, and runs in no step" if call.has_run else "runs in no step"
+        done = "ran once, during capture, and runs in no later call" if call.has_run else "runs in no call"
         text = message(
             f"MC3302: {call.name} in {model_name} {done}",
-            "a captured step consists of tensor operations",
-            "call it in your loop, between steps",
+            "a captured graph consists of tensor operations",
+            "call it in your loop, between calls",
             at=line_of(frame),
         )
         notes.append(Note.at(frame, text))

@@ -67,7 +67,7 @@ def refuse_split_time(leaves: Sequence[Leaf], with_time_first: Sequence[int], mo
             raise problem(
                 CaptureError,
                 f"MC2502: a recurrent layer of {model_name} takes dim 0 of argument {leaf.path!r} as time",
-                "a step splits arguments along dim 0, where it expects the examples",
+                "arguments are split along dim 0, where the examples are expected",
                 (
                     f"mirrorc.batch_dim({leaf.path}, 1)",
                     "make the layer with batch_first=True, and pass arguments with the examples first",

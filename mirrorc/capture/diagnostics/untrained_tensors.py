@@ -36,9 +36,9 @@ def untrained_tensors(
             frame = _users_frame(node)
             raise problem(
                 CaptureError,
-                f"MC2305: forward or loss of {model_name} reads {name}, computed before the step, with a gradient",
-                f"a step runs no backward of what was computed outside of it ({tensor.grad_fn.name()})",
-                ("compute it in forward or in the loss", "use its .detach(), if nothing before it is trained"),
+                f"MC2305: forward or loss of {model_name} reads {name}, computed before the call, with a gradient",
+                f"no backward runs of what was computed outside of forward and loss ({tensor.grad_fn.name()})",
+                ("compute it in forward or in the loss", "value.detach(), if nothing before it is trained"),
                 at=line_of(frame) if frame is not None else "",
             )
     if module.takes_tangents:
@@ -53,8 +53,8 @@ def outside_of_module(model_name: str, what: str) -> str:
         f"MC3305: outputs of {model_name} depend on {what}, which would get no gradient",
         "it is no parameter of the module",
         (
-            "make it a parameter of the module, or an argument of forward",
-            "use its .detach(), if nothing is to train it",
+            "self.x = nn.Parameter(value) in the module, or an argument of forward",
+            "value.detach(), if nothing is to train it",
         ),
     )
 

@@ -85,6 +85,6 @@ def _text_on_rows(name: str, model_name: str) -> str:
         "each replica has a buffer of its own, and the model shows their mean, or the first if they are integers",
         (
             "self.x[mirrorc.all_gather(index)] = mirrorc.all_gather(rows), which writes those of the whole batch on each",
-            "return the rows, with return_outputs=True, and write them between steps",
+            "return the rows from forward, and write them in your loop, between calls",
         ),
     )

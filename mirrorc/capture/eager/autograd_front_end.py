@@ -119,7 +119,7 @@ def _refuse_other_norms(call: TrainingCall, model_name: str) -> None:
             CaptureError,
             f"MC2503: {model_name} has a SyncBatchNorm with a forward of its own, in train mode",
             "as plain PyTorch, it would take the statistics of a replica alone",
-            ("mirrorc.Compiler(capture='dynamo')", "nn.SyncBatchNorm.convert_sync_batchnorm(model)"),
+            ("compiler=mirrorc.Compiler(capture='dynamo')", "nn.SyncBatchNorm.convert_sync_batchnorm(model)"),
         )
 
 

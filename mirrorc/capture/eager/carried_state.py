@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
@@ -13,9 +14,9 @@ from mirrorc.errors import CaptureError, ExecutionError, MirrorcError
 from mirrorc.messages.problem import problem
 
 _FIXES = (
-    "change it in your loop, between steps",
+    "change it in your loop, between calls",
     "keep it in a buffer, self.register_buffer('x', ...) once and self.x.copy_(value) in forward",
-    "return it, with return_outputs=True",
+    "return it from forward; with mirrorc.compile(..., return_outputs=True) the step returns it, too",
 )
 _MOST_CAPTURES = 4
 _LONGEST_WAIT_SECONDS = 3600
@@ -130,7 +131,7 @@ class CarriedState:
             ExecutionError,
             f"MC2601: forward or loss of {self._model_name} changed {changes.a_name}, and did not in its first run",
             "replicas ran at the same time, and each has changed it",
-            "call the step again with the same batch: replicas run one after the other from now on",
+            "make the call again with the same batch: replicas run one after the other from now on",
         )
 
     @contextlib.contextmanager
@@ -144,7 +145,7 @@ class CarriedState:
                 ExecutionError,
                 f"MC5008: another replica has run for {_LONGEST_WAIT_SECONDS} s",
                 "replicas of a model that changes Python state run one after the other",
-                "see what its forward waits for",
+                f"py-spy dump --pid {os.getpid()}, which shows what its forward waits for",
             )
         try:
             yield
@@ -159,27 +160,27 @@ class CarriedState:
                 "all replicas share it, and which number each gets would follow their threads",
                 (
                     "draw from torch's default generator, torch.rand(4), of which each replica has a stream of its own",
-                    "draw before the step, and pass what was drawn as an argument",
+                    "draw in your loop, and pass what was drawn as an argument",
                 ),
             )
         if changes.written:
             raise problem(
                 kind,
                 f"MC2304: forward or loss of {self._model_name} writes {changes.written[0]} in place",
-                "it is no buffer of a module that either holds, and all replicas would write the same memory",
-                ("make it a buffer, or its module a submodule", "put its module into eval mode"),
+                "all replicas would write the same memory: it is no buffer of the model, nor of a loss that is a module",
+                ("self.register_buffer(...), or make its module a submodule", "its_module.eval(), for a normalization"),
             )
         if (name := changes.with_gradient) is not None:
             raise problem(
                 kind,
                 f"MC2301: forward or loss of {self._model_name} leaves a tensor with a gradient in {name}",
-                "its graph is that of one replica, and ends with the step",
+                "its graph is that of one replica, and ends with the call",
                 (f"leave a detached one, value.detach(), in {name}", *_FIXES[1:]),
             )
         if (name := changes.differing(others)) is not None:
             raise problem(
                 kind,
                 f"MC2301: forward or loss of {self._model_name} changes {name}, and each replica leaves another value",
-                "all replicas share it; only what is the same for every shard can be carried on to the next step",
+                "all replicas share it; only what is the same for every shard can be carried on to the next call",
                 _FIXES,
             )

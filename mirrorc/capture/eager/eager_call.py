@@ -283,7 +283,7 @@ class OpaqueCall:
                 self._changed(
                     f"the loss of {{}} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call",
                     f"it was {wanted} when it was captured",
-                    "return such a loss each time",
+                    "return a loss of one element, one dtype and with a gradient in each call, or in none",
                 )
             )
 
@@ -307,7 +307,7 @@ class OpaqueCall:
                     "the structure, the shape or dtype of a tensor, or a value that is no tensor, has changed",
                     (
                         "return tensors of the same shapes each time, and a number that changes as a tensor",
-                        "leave return_outputs out",
+                        "leave return_outputs= out",
                     ),
                 )
             )
@@ -324,8 +324,10 @@ class OpaqueCall:
                     self._changed(
                         f"forward of {{}} wrote its {kind}{name} in place, and did not when it was captured",
                         "",
-                        "write a copy, and load a checkpoint of the model" if stays else "write it between steps",
-                        "it stays written, whatever is undone" if stays else "",
+                        "write value.clone(), and load a checkpoint of the model"
+                        if stays
+                        else "write it in your loop, between calls",
+                        "it stays written" if stays else "",
                     )
                 )
         names, written = [*self.buffers], run.written(run.buffers)
@@ -338,8 +340,8 @@ class OpaqueCall:
                 raise ExecutionError(
                     self._changed(
                         f"forward of {{}} wrote the buffer {_short(names[place])!r}, and did not when it was captured",
-                        "a step keeps the same buffers each time",
-                        "have each call write it, if only its own value",
+                        "each call must write the same buffers",
+                        f"self.{_short(names[place])}.copy_(self.{_short(names[place])}), in calls that leave it as it is",
                     )
                 )
             if run.buffers[place].requires_grad:
@@ -347,7 +349,7 @@ class OpaqueCall:
                     ExecutionError,
                     f"MC2304: forward of {self._model_name} wrote a value that requires a gradient to the "
                     f"buffer {_short(names[place])!r}",
-                    fix="write the detached value",
+                    fix=f"self.{_short(names[place])}.copy_(value.detach())",
                 )
 
     def _check_alike(self, run: Run) -> None:
@@ -358,7 +360,7 @@ class OpaqueCall:
                     ExecutionError,
                     f"MC2505: the spectral norm {_short(name)!r} was computed more often on one shard than on another",
                     "each time updates its vectors, which replicas have in common",
-                    f"let {self._model_name} call its module equally often, whatever the examples are",
+                    f"call its module once in each forward of {self._model_name}, with all examples at once",
                 )
 
 

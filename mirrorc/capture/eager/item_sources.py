@@ -46,8 +46,8 @@ class Refusing:
             raise problem(
                 CaptureError,
                 f"MC2303: forward or loss of {self._model_name} uses {self._name}, a {type(self.original).__name__}",
-                "replicas would share it, each would take other items, and a step that fails could not put them back",
-                "take the item before the step, and pass it as an argument",
+                "replicas would share it, each would take other items, and a call that fails could not put them back",
+                "item = next(items) in your loop, and pass it as an argument",
                 at=users_place(traceback.extract_stack()),
             )
         return self.original

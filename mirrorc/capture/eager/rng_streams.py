@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -52,7 +53,7 @@ class ReplicaStream:
                         ExecutionError,
                         f"MC5008: another replica has drawn random numbers for {_LONGEST_WAIT_SECONDS} s",
                         "only one can at a time",
-                        "see what its forward waits for",
+                        f"py-spy dump --pid {os.getpid()}, which shows what its forward waits for",
                     )
                 stack.callback(lock_of(device).release)
             self._before = generator_states(self._devices)

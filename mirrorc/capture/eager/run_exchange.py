@@ -72,7 +72,7 @@ def not_joined(model_name: str) -> CaptureError:
         CaptureError,
         f"MC2503: {model_name} asks for values of all replicas, and did not when it was captured",
         "replicas that ask would wait for those that do not",
-        "ask in each call",
+        "mirrorc.all_reduce(value) or the like in each call, outside of any if",
     )
 
 
@@ -80,5 +80,5 @@ def advances_state(model_name: str) -> tuple[str, str, tuple[str, ...]]:
     return (
         f"MC2503: {model_name} asks for values of all replicas as plain PyTorch, and changes Python state",
         "replicas run one after the other there, and none would come to the next exchange",
-        ("change the state in your loop, between steps", "keep it in a buffer, self.x.copy_(value)"),
+        ("change the state in your loop, between calls", "keep it in a buffer, self.x.copy_(value)"),
     )

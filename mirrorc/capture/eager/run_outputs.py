@@ -46,7 +46,7 @@ def read_run(
         raise problem(
             UnreadableOutputError,
             "MC2402: something is computed of a value that is marked by mirrorc.summed(), or it is not returned",
-            fix="mark what is returned, after everything that is computed of it",
+            fix="return loss, mirrorc.summed(value), and compute nothing of it after the mark",
         )
     taken = {storage_key(tensor) for tensor in (loss, *arguments)} | reader.memory
     tensors = {}

@@ -79,10 +79,7 @@ class RunGradients:
                 ExecutionError,
                 f"MC2602: a gradient of shape {list(self.input_at(place).shape)} changed after it had been sent",
                 f"something in the backward of {self._model_name} calls backward() itself, and did not in the first call",
-                (
-                    "return the gradients from your autograd.Function instead of calling .backward() in it",
-                    "have the first call do what later ones do",
-                ),
+                "return the gradients from your autograd.Function instead of calling .backward() in it",
             )
         self.arrived.append(place)
         if place not in self._late:

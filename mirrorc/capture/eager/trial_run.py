@@ -105,7 +105,7 @@ def first_runs(
         raise problem(
             CaptureError,
             f"MC2204: {model_name} gives losses of several dtypes ({kinds}) for the shards of one batch",
-            fix="return one of the same dtype each time",
+            fix="return loss.float(), or one dtype of your own, each time",
         )
     written = sorted({place for record in recorded for place in record.written})
     outputs = _common_outputs(recorded, parts, leaves, model_name) if call.keeps_outputs else None
@@ -183,7 +183,7 @@ def _common_outputs(
                 "its structure, its shape, or a Python number in it depends on the data",
                 (
                     "return tensors, not .item() of them, and shapes that depend on the inputs' shapes alone",
-                    "leave return_outputs out",
+                    "leave return_outputs= out",
                 ),
             )
     return first
@@ -262,7 +262,7 @@ def _refuse_changes_of_backward(before: Changes, after: Changes, model_name: str
             CaptureError,
             f"MC2301: backward of {model_name} changes {name}",
             "replicas run backward at the same time, and share it",
-            ("change it in forward, or in your loop, between steps", "write a buffer, self.x.copy_(value)"),
+            ("change it in forward, or in your loop, between calls", "write a buffer, self.x.copy_(value)"),
         )
 
 
@@ -283,8 +283,11 @@ def _refuse_grown(run: Run, opaque: OpaqueCall, model_name: str) -> None:
             raise problem(
                 CaptureError,
                 f"MC2304: forward of {model_name} changes the size of the buffer {name.removeprefix('model.')!r}",
-                f"a step keeps the memory of each buffer, here of {list(buffer.shape)}, not {list(value.shape)}",
-                ("model(x) on a batch, once before mirrorc.compile()", "make it of its last size in __init__"),
+                f"each buffer keeps its memory, here of {list(buffer.shape)}, not {list(value.shape)}",
+                (
+                    "model(x) on a batch, once before mirrorc.compile()",
+                    f"self.register_buffer(..., torch.zeros({list(value.shape)})) in __init__",
+                ),
             )
 
 

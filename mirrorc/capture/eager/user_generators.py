@@ -31,7 +31,7 @@ def refused_draws(model_name: str) -> Iterator[None]:
                 CaptureError,
                 f"MC2303: forward or loss of {model_name} draws from Python's random or numpy's",
                 "all replicas share it, and each would draw other numbers in every run",
-                ("torch.rand(()).item()", "draw before the step, and pass what was drawn as an argument"),
+                ("torch.rand(()).item()", "draw in your loop, and pass what was drawn as an argument"),
             )
         if torchs.drawn:
             raise problem(
@@ -40,7 +40,7 @@ def refused_draws(model_name: str) -> Iterator[None]:
                 "all replicas share it, and which number each gets would follow their threads",
                 (
                     "draw from torch's default generator, torch.rand(4), of which each replica has a stream of its own",
-                    "draw before the step, and pass what was drawn as an argument",
+                    "draw in your loop, and pass what was drawn as an argument",
                 ),
             )
     finally:

@@ -37,8 +37,8 @@ class Climbed(Generic[T]):
             f"MC2701: {model_name} trains with capture={name!r}: {self.front_end.words}{by_data}",
             f"{first.name!r} cannot capture it, {why}",
             (
-                f"mirrorc.Compiler(capture={name!r}), for the same without this warning",
-                f"mirrorc.Compiler(capture={first.name!r}), for an error that says what to change",
+                f"compiler=mirrorc.Compiler(capture={name!r}), for the same without this warning",
+                f"compiler=mirrorc.Compiler(capture={first.name!r}), for an error that says what to change",
             ),
         )
 

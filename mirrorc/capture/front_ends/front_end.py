@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -132,7 +133,10 @@ def _exclusive() -> Iterator[None]:
             CaptureError,
             f"MC5008: gave up after {_LONGEST_CAPTURE_SECONDS} s: another thread captures a model",
             "only one model of a process can be captured at a time",
-            ("make the first calls of the steps one after the other", "py-spy dump, to see where that thread waits"),
+            (
+                "make first calls one after the other",
+                f"py-spy dump --pid {os.getpid()}, which shows where that thread waits",
+            ),
         )
     try:
         yield

@@ -52,7 +52,7 @@ def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name
             raise problem(
                 CaptureError,
                 f"MC2304: forward or loss of {model_name} writes the buffer {names[path]!r}, which is not contiguous",
-                fix="register its copy in order, register_buffer(name, value.contiguous())",
+                fix="self.register_buffer(name, value.contiguous()), in place of it",
             )
 
 

@@ -76,8 +76,8 @@ class ModelState:
                         raise problem(
                             ValueError,
                             f"MC1206: an attribute hides the model's {kind} {'.'.join(filter(None, (path, key)))!r}",
-                            "forward reads the attribute, and the step trains what it hides",
-                            (f"module.{key} = value, before mirrorc.compile()", f"del vars(module)[{key!r}]"),
+                            f"forward reads the attribute, and training changes the {kind}",
+                            (f"del vars(module)[{key!r}]", f"module.{key} = value, before it is compiled"),
                         )
 
     def _rescan_modules(self) -> None:
@@ -168,10 +168,10 @@ class ModelState:
             if _member(members, key) is not member:
                 raise problem(
                     ValueError,
-                    f"MC1206: the model's {description} was replaced since mirrorc.compile()",
-                    "the step trains what was there before",
+                    f"MC1206: the model's {description} was replaced since it was compiled",
+                    "the compiled program reads what was there before",
                     (
-                        "write into it instead, as load_state_dict does without assign=True",
+                        "model.load_state_dict(state) without assign=True, or tensor.copy_(value), which write into it",
                         "make a new optimizer over model.parameters(), and compile the model anew",
                     ),
                 )
@@ -180,7 +180,10 @@ class ModelState:
                 raise problem(
                     ValueError,
                     f"MC1207: parameter {name!r} has a hook on its gradient, which a captured step does not call",
-                    fix="remove it, and change the gradient in the loss, in forward, or in an optimizer of your own",
+                    fix=(
+                        "optimizer.register_step_pre_hook(hook), in place of parameter.register_hook(hook)",
+                        "change the gradient in the loss or in forward",
+                    ),
                 )
         is_stale = self.lacks_carried() or list(map(len, self._dicts)) != self._sizes
         if is_stale or (self._added and self._find_added() != self._added_now):

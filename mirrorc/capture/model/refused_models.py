@@ -43,13 +43,13 @@ def check_model(model: Any, *, is_trained: bool = True) -> None:
                 ValueError,
                 f"MC1202: {name!r} is a {type(tensor).__name__} of torch.distributed, of which this process has a part",
                 "mirrorc gives each process all parameters; fully_shard and tensor parallelism deal them out",
-                "give the model as it was before, and mirrorc.Memory(shard_optimizer=True) to save memory",
+                "leave fully_shard(model) out; memory=mirrorc.Memory(shard_optimizer=True) saves memory, too",
             )
         if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
             raise problem(
                 ValueError,
                 f"MC1203: {name!r} belongs to a lazy module and has no shape yet",
-                fix="call model(example_input) once before compiling",
+                fix="model(example_input), once, before it is compiled",
             )
         if tensor.is_meta:
             raise problem(
@@ -60,8 +60,8 @@ def check_model(model: Any, *, is_trained: bool = True) -> None:
         if tensor.layout is not torch.strided:
             raise problem(
                 ValueError,
-                f"MC1203: {name!r} is a sparse tensor: mirrored variables are dense",
-                fix=f"model.{name}.to_dense()",
+                f"MC1203: {name!r} is a sparse tensor, and parameters and buffers must be dense",
+                fix=f"model.{name} = nn.Parameter(model.{name}.to_dense()), or the same of a buffer",
             )
         if tensor.is_inference():
             raise problem(

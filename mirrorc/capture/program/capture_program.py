@@ -302,8 +302,8 @@ def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None
             raise problem(
                 CaptureError,
                 f"MC2303: {model_name} draws other numbers from Python's random for a shard of another size",
-                "a step draws the same for all replicas",
-                ("torch.rand(len(x))", "draw them before the step"),
+                "all replicas draw the same",
+                ("torch.rand(len(x))", "draw them in your loop, and pass them as an argument"),
             )
         for part in ("gradients", "writes"):
             if set(_output(first)[part]) != set(_output(other)[part]):
@@ -329,8 +329,9 @@ def _notes(
     notes = [note for graph in captured for note in graph.traced.notes]
     if outputs is not None and outputs.unknown:
         text = message(
-            f"MC3402: {outputs.unknown} of {model_name} may lie along the batch: a step returns it as a PerReplica",
+            f"MC3402: {outputs.unknown} of {model_name} may lie along the batch: it is returned as a PerReplica",
             "a graph for another number of examples would tell, and the model takes no other",
+            ("value.gather(), of what the call returns, for all rows", "return a tensor with a row for each example"),
         )
         notes.append(Note(text))
     if num_parts > 1 and captured[0].trains:
@@ -394,7 +395,7 @@ def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
         if node.kwargs["variable"] in added:
             raise problem(
                 ValueError,
-                f"MC1206: the model's {added[str(node.kwargs['variable'])]} was added since mirrorc.compile()",
+                f"MC1206: the model's {added[str(node.kwargs['variable'])]} was added since it was compiled",
                 fix="make a new optimizer over model.parameters(), and compile the model anew",
             )
 

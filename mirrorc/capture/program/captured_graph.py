@@ -231,7 +231,7 @@ def _note_checkpoints(values: Mapping[fx.Node, fx.Node], model_name: str) -> Non
             raise problem(
                 CaptureError,
                 f"MC2507: the policy of a checkpoint in {model_name} asks for {error}",
-                "a step keeps a result where it is, or computes it again",
+                "a result is kept where it is, or computed again",
                 "return MUST_SAVE or PREFER_RECOMPUTE from the policy",
                 at=source_line(node) or node.name,
             ) from None
@@ -302,7 +302,7 @@ def _outputs(
         raise problem(
             CaptureError,
             f"MC2203: the loss of {model_name} does not depend on any parameter that the optimizer updates",
-            fix="check what the optimizer was given: optimizer.param_groups",
+            fix="torch.optim.SGD(model.parameters(), lr=0.1), or another optimizer over parameters that the loss depends on",
         )
     writes = {variable_names.get(name, name): values[node] for name, node in joint.buffer_writes.items()}
     loss = values[joint.loss] if joint.loss is not None else None

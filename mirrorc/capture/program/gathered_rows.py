@@ -105,7 +105,7 @@ class GatheredRows:
                         "numbers of rows in all",
                         f"it is {totals[_key(shard, value)]} rows in one place and {rows} in another, and no "
                         "trace tells which is which",
-                        (alike, "give one of the two another dimension"),
+                        (alike, "gather one of the two with another shape, value[:, None]"),
                     )
             agrees = agrees and all(node.kwargs["rows"] == rows for node in nodes)
         self._known |= totals

@@ -33,7 +33,7 @@ def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, model_name: str) -> N
                 CaptureError,
                 f"MC2506: {model_name} asserts something in backward",
                 "gradients may be on their way already",
-                ("assert it in forward", "compare parameters between steps"),
+                ("assert it in forward", "compare parameters in your loop, between calls"),
                 at=source_line(node),
             )
         condition, text = node.args[0], node.args[1]
@@ -50,8 +50,8 @@ def _refuse(target: Any, node: fx.Node, model_name: str) -> NoReturn:
     raise problem(
         CaptureError,
         f"MC2506: {model_name} calls {target}, which returns nothing",
-        "a captured step leaves out calls whose result nothing uses",
-        ("call it in your loop, between steps", "let it return a tensor that the loss depends on"),
+        "a captured graph leaves out calls whose result nothing uses",
+        ("call it in your loop, between calls", "let it return a tensor that the loss depends on"),
         at=source_line(node),
     )
 

@@ -95,13 +95,13 @@ def refuse_replica_values(
             CaptureError,
             f"MC2503: {call}, and its shards are run in microbatches",
             "replicas would meet for parts of the batch, and the loss would not be that of the whole batch",
-            "leave microbatches out",
+            "leave microbatches= out",
         )
     if len(devices) > 1 and any(device.is_asynchronous for device in devices):
         raise problem(
             CaptureError,
             f"MC2503: {call}, which several GPUs cannot do yet",
-            fix=("train it on CPU devices", "train it on one GPU"),
+            fix=("devices=['cpu:0', 'cpu:1']", "devices=['cuda:0']"),
         )
     if first.target not in ops.MEETINGS:
         return
@@ -119,7 +119,10 @@ def refuse_stale_buffers(
             CaptureError,
             f"MC2503: {model_name} writes the buffer {written[0]!r} for a batch of fewer examples than devices",
             "it calls mirrorc.all_reduce or the like as plain PyTorch, and a replica without examples would not know the value",
-            (f"give batches of at least {len(runs)} examples, drop_last=True", "mirrorc.Compiler(capture='dynamo')"),
+            (
+                f"give batches of at least {len(runs)} examples, drop_last=True",
+                "compiler=mirrorc.Compiler(capture='dynamo')",
+            ),
         )
 
 
@@ -175,7 +178,7 @@ def refuse_over_workers(program: Program) -> None:
             CaptureError,
             "MC2503: the model asks for values of all replicas as plain PyTorch, which several workers cannot do yet",
             "replicas of other workers would not hear of it",
-            ("mirrorc.Compiler(capture='dynamo')", "train it in one process"),
+            ("compiler=mirrorc.Compiler(capture='dynamo')", "python train.py, in one process, with devices=2"),
         )
     if not any(device.is_asynchronous for device in program.devices):
         return
@@ -184,5 +187,5 @@ def refuse_over_workers(program: Program) -> None:
         raise problem(
             CaptureError,
             f"MC2503: the model calls {_say(met)}, which several workers with GPUs cannot do yet",
-            fix=("train it on CPU devices", "train it on one GPU in one process"),
+            fix=("devices=['cpu:0'], on each worker", "python train.py, in one process, with devices=['cuda:0']"),
         )

@@ -58,7 +58,7 @@ def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
         raise problem(
             CaptureError,
             f"MC2501: a lookup of {model_name} has sparse=True, and what it reads is no parameter",
-            "its gradient goes on through what computes it, where a step has dense tensors",
+            "its gradient goes on through what computes it, where gradients are dense",
             "sparse=False",
         )
     if arguments.get("scale_grad_by_freq"):
@@ -66,7 +66,7 @@ def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
             CaptureError,
             f"MC2501: the lookup in {name!r} of {model_name} has sparse=True and scale_grad_by_freq=True",
             "torch does not support them together",
-            "leave one of them out",
+            ("scale_grad_by_freq=False", "sparse=False"),
         )
 
 

@@ -53,7 +53,10 @@ def choose_sent_as_factors(
                 CommunicationError,
                 "MC6105: exchange='factors' needs machines and settings that are alike",
                 f"{why_not}, so that parameters would drift apart in the last bits",
-                ("mirrorc.Communication(exchange='dense')", "give all workers the same machines and settings"),
+                (
+                    "communication=mirrorc.Communication(exchange='dense')",
+                    "give all workers the same machines and settings",
+                ),
                 now="No parameter was changed",
             )
         return (

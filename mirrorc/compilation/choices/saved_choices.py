@@ -39,8 +39,8 @@ class SavedChoices:
         if not self._exchange.is_open:
             raise problem(
                 ExecutionError,
-                f"MC7003: step.load_state_dict() came when the step had chosen another {_FACTORS} already",
-                fix="load it before the first call",
+                f"MC7003: step.load_state_dict() came after the first call, which has chosen another {_FACTORS}",
+                fix="step.load_state_dict(state), before the first step(x, y)",
             )
         self._exchange.load(names)
 
@@ -51,7 +51,7 @@ def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
             ValueError,
             f"MC7002: the state's entry 'choices' is not a dict of {_DEVICES} and {_FACTORS}",
             f"it is {state!r:.80}",
-            "give what step.state_dict() gave",
+            "step.load_state_dict(state), with state = step.state_dict()",
         )
     names = state[_FACTORS]
     if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
@@ -59,6 +59,6 @@ def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
             TypeError,
             f"MC7002: the state's entry {_FACTORS!r} is not a list of names, or None",
             f"it is {names!r:.80}",
-            "give what step.state_dict() gave",
+            "step.load_state_dict(state), with state = step.state_dict()",
         )
     return None if names is None else tuple(names)

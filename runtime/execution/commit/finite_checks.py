@@ -202,7 +202,10 @@ def _text(messages: Sequence[str]) -> str:
     return message(
         f"MC5101: {messages[0]}",
         "; ".join(messages[1:]),
-        ("look at this batch and at the learning rate", "check_finite='skip', to leave the update of such a step out"),
+        (
+            "x.isfinite().all() of this batch; if it is, a smaller learning rate",
+            "check_finite='skip', which skips such updates",
+        ),
     )
 
 

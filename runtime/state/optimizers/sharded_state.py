@@ -14,7 +14,7 @@ from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
 _FIXES = (
     "step.gather_optimizer_state() on all workers before, which makes it whole until the next step",
-    "of a step that is closed, load state that was saved, or optimizer.state.clear()",
+    "optimizer.load_state_dict(state) or optimizer.state.clear(), once the step is closed",
 )
 _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[InternalSteps]] = weakref.WeakKeyDictionary()
 

@@ -27,9 +27,9 @@ class Callers:
         if len(running) > 1:
             raise problem(
                 ExecutionError,
-                "MC5004: another step over some of the same parameters is running in another thread",
-                "steps run one after the other",
-                ("call them from one thread", "guard them with a lock"),
+                "MC5004: another step or module over some of the same parameters is running in another thread",
+                "calls over the same parameters run one after the other",
+                ("make all calls from one thread", "with lock: around each call, where lock = threading.Lock()"),
             )
         running_call = running[0] if running else self.now
         for callers in list(_callers):

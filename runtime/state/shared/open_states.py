@@ -75,10 +75,10 @@ def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], writte
         name, theirs = conflict
         raise problem(
             ExecutionError,
-            f"MC5004: an open step has {name!r} on {listed(d.name for d in theirs)}, and this one runs on "
+            f"MC5004: another open step or module has {name!r} on {listed(d.name for d in theirs)}, and this one runs on "
             f"{listed(d.name for d in held.store.devices)}",
-            "steps over the same parameters have one copy of them on each device",
-            ("close that step first, by its close() or by leaving its with block", "compile both for the same devices"),
+            "there is one copy of the parameters on each device, for all that share them",
+            ("close() the other one first", "devices=[...], the same for both"),
         )
 
 

@@ -104,7 +104,7 @@ def check_type(name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: tor
     if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
         raise problem(
             ValueError,
-            f"MC1206: variable {name!r} was {dtype}{list(shape)} and has become "
-            f"{tensor.dtype}{list(tensor.shape)} since mirrorc.compile()",
-            fix="compile the changed model anew",
+            f"MC1206: the model's {name!r} was {dtype}{list(shape)} and has become "
+            f"{tensor.dtype}{list(tensor.shape)} since it was compiled",
+            fix="make a new optimizer over model.parameters(), and compile the model anew",
         )

@@ -54,7 +54,7 @@ class SavedBuffers:
             raise problem(
                 TypeError,
                 f"MC7002: replica_buffers in the state of a step is a {type(state).__name__}, not a dict",
-                fix="give what step.state_dict() returned, unchanged",
+                fix="step.load_state_dict(state), with state = step.state_dict()",
             )
         for name, buffer in state.items():
             _check(name, buffer, store)
@@ -95,25 +95,27 @@ def _check(name: str, buffer: Any, store: StepVariables) -> None:
         raise problem(
             TypeError,
             f"MC7002: {name!r} in replica_buffers of a step's state is no such buffer",
-            fix="give what state_dict() gave",
+            fix="step.load_state_dict(state), with state = step.state_dict()",
         )
     if len(buffer[_REPLICAS]) != len(store.devices):
         raise problem(
             ValueError,
             f"MC7001: {name!r} is saved for {counted(len(buffer[_REPLICAS]), 'replica')}, and this step has {len(store.devices)}",
             "a buffer that forward writes is saved once for each replica",
-            f"compile for {counted(len(buffer[_REPLICAS]), 'device')}",
+            f"mirrorc.compile(..., devices={len(buffer[_REPLICAS])}), as when it was saved",
         )
     tensor = store.tensors.get(name)
     if tensor is None and not name.startswith("outside."):  # which the first call finds
         raise problem(
             ValueError,
             f"MC7001: {name!r} in replica_buffers is no buffer of this model",
-            fix="load the state of a step over this model",
+            fix="step.load_state_dict(state), with a state of a step over this model",
         )
     if tensor is not None and any(value.shape != tensor.shape for value in buffer[_REPLICAS]):
-        raise ValueError(
-            f"MC7001: {name!r} in replica_buffers has another shape than the model's, {list(tensor.shape)}"
+        raise problem(
+            ValueError,
+            f"MC7001: {name!r} in replica_buffers has another shape than the model's, {list(tensor.shape)}",
+            fix="build the model as it was when the state was saved",
         )
 
 

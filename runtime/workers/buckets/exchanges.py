@@ -200,7 +200,7 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
             raise problem(
                 ExecutionError,
                 f"MC1104: link {node.kwargs['link']!r} cannot be used by one of several workers",
-                "it does not add up a worker's buckets in one place, from which they could be sent",
+                "it leaves no sum of the worker's devices in one place, to be sent to other workers",
                 "communication=mirrorc.Communication(link='shared-memory')",
             )
     packs = [pack_of(node) for node in launches if node.target in (*ops.EXCHANGES_OF_SUMS, ops.gather_factors)]

@@ -29,8 +29,8 @@ class Event(enum.Enum):
 class Next(enum.Enum):
     RAISE = "the error is raised as it is; the connections stay"
     FIND = "heartbeats name the failed worker, whose failure is published and counts instead"
-    AGAIN = "the step may be called again, on all workers"
-    RESTORE = "load a checkpoint into model and optimizer on all workers, and call the step again"
+    AGAIN = "make the call again, on all workers"
+    RESTORE = "load a checkpoint into model and optimizer on all workers, and go on"
     RESTART = "end all workers, and start them again from a checkpoint"
 
 

@@ -101,13 +101,12 @@ class ControlCollectives:
         self, subject: str, facts: Mapping[str, object], remedy: str, open_transport: Callable[[], Transport]
     ) -> None:
         try:
-            compare(subject, facts, over=open_transport())
+            compare(subject, facts, over=open_transport(), remedy=remedy)
         except LostConnectionError:
             self._call.stage = CallStage.BEFORE  # other workers do not raise this error
             raise
         except CommunicationError as error:
-            text = with_line(str(error), "now", "No parameter was changed")
-            raise CommunicationError(with_line(text, "fix", remedy) if remedy else text) from None
+            raise CommunicationError(with_line(str(error), "now", "No parameter was changed")) from None
 
     def _look(self) -> None:
         if self._is_over():

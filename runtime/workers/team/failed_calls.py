@@ -49,7 +49,7 @@ class FailedCalls:
         if self._why_over:
             raise problem(
                 CommunicationError,
-                "MC6202: no further step can be made by these workers",
+                "MC6202: these workers can make no further call",
                 self._why_over,
                 Next.RESTART.value,
             )
@@ -126,11 +126,11 @@ def _event(error: BaseException, failure: Failure | None) -> Event:
 
 def _state_text(parameters: Parameters, is_whole: Callable[[], bool], torn: Callable[[], str]) -> str:
     if parameters is Parameters.BETWEEN and (buckets := torn()):
-        return f"It had committed: parameters are between those before and those after this step: {buckets}."
+        return f"The update had begun: parameters are between those before and those after this step: {buckets}."
     if parameters in (Parameters.BETWEEN, Parameters.BEFORE_HERE):
         return "No parameter was changed here, but other workers may have updated some."
     if parameters is Parameters.BEFORE:
         return "No parameter was changed."
     if is_whole():
-        return "It had committed here: parameters are those after this step."
-    return "It had committed: parameters may have been updated in part, so load a checkpoint."
+        return "The update was made here: parameters are those after this step."
+    return "The update had begun: parameters may have been updated in part, so load a checkpoint."

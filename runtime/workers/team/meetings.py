@@ -30,9 +30,13 @@ _IN_WORDS = {
     "deals_anew": "what they have of the optimizer's state, which is to be dealt out anew",
 }
 _REMEDIES = {
-    "parameters": "the optimizer does not give the same numbers everywhere, or something has written on one worker alone: load a "
-    "checkpoint of model and optimizer on all workers",
-    "deals_anew": "Load it on all workers, or on none",
+    "kind": "make the same calls in one order, on all workers",
+    "variables": "compile the same model, on all workers",
+    "hyperparameters": "the same optimizer.param_groups, on all workers",
+    "modes": "model.train() or model.eval(), on all workers",
+    "parameters": "load a checkpoint of model and optimizer on all workers: the optimizer does not give the same numbers "
+    "everywhere, or something has written on one worker alone",
+    "deals_anew": "optimizer.load_state_dict(state) on all workers, or on none",
     "schedule": "let forward go the same way on all of them, and freeze the same: where numbers that Python draws decide, give "
     "all the same seeds (random.seed, numpy.random.seed, torch.manual_seed)",
 }
@@ -101,8 +105,8 @@ class Meetings:
             self._call.stage = CallStage.REFUSED
             raise problem(
                 ValueError,
-                "MC6303: no worker has examples in this step, which needs at least one",
-                fix="leave the batch out on all workers",
+                "MC6303: no worker has examples in this call, which needs at least one",
+                fix="leave this batch out, on all workers",
             )
         self._watcher.local_progress = self._watcher.local_progress.met()
         all_rows = self._known_counts.of_all(headers, all_counts, run_control)
@@ -116,13 +120,13 @@ class Meetings:
     ) -> CommunicationError:
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
         if name in facts and not (any(left) and name in _OF_LIVE_ONES):
-            self._control.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))
+            self._control.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, _REMEDIES["kind"]))
         workers = self._cluster.workers
         worker, source = workers[other], workers[left.index(False) if False in left else 0]
         return problem(
             CommunicationError,
             f"MC6301: workers differ in {_IN_WORDS[name]}",
             f"{worker} says something else than {source}",
-            "let all workers make the same calls in one order",
+            _REMEDIES["kind"],
             now="No parameter was changed",
         )

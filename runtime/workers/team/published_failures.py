@@ -10,7 +10,9 @@ from mirrorc.runtime.workers.protocol.call_progress import least_far
 from mirrorc.runtime.workers.protocol.call_state import CallState, Failure
 from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 
-_OUTCOME = re.compile(r"(\. |\n  now:  )(No parameter was changed|It had committed).*", re.DOTALL)
+_OUTCOME = re.compile(
+    r"(\. |\n  now:  )(No parameter was changed|The update had begun|The update was made).*", re.DOTALL
+)
 
 
 class PublishedFailures:

@@ -71,14 +71,14 @@ def test_containers_sparse_tensors_and_scalars() -> None:
 @pytest.mark.parametrize(
     ("value", "call", "message"),
     [
-        (tensors([1.0], [1.0, 2.0]), lambda v: v.reduce(), r"MC1307: the values have other shapes\n  why:  \[1\], \[2\]"),
-        (tensors([[1.0]], [[1.0, 2.0]]), lambda v: v.gather(0), r"(?s)other shapes.*\[1, 1\], \[1, 2\]"),
-        (tensors(1.0, [1.0]), lambda v: v.gather(), "other shapes"),
+        (tensors([1.0], [1.0, 2.0]), lambda v: v.reduce(), r"MC1307: the values have different shapes\n  why:  \[1\], \[2\]"),
+        (tensors([[1.0]], [[1.0, 2.0]]), lambda v: v.gather(0), r"(?s)different shapes.*\[1, 1\], \[1, 2\]"),
+        (tensors(1.0, [1.0]), lambda v: v.gather(), "different shapes"),
         (tensors(True, False), lambda v: v.reduce("mean"), "(?s)booleans have no mean.*which counts them"),
-        (tensors(1.0, 2.0), lambda v: v.reduce("max"), "(?s)op is 'max'.*say 'sum' or 'mean'"),
+        (tensors(1.0, 2.0), lambda v: v.reduce("max"), "(?s)op is 'max'.*op='sum' or op='mean'"),
         (PerReplica(["a", "b"]), lambda v: v.gather(), "the values are str"),
         (PerReplica([torch.ones(1), None]), lambda v: v.reduce(), "the values are Tensor, NoneType"),
-        (PerReplica([{"a": torch.ones(1)}, {"b": torch.ones(1)}]), lambda v: v.reduce(), "other entries"),
+        (PerReplica([{"a": torch.ones(1)}, {"b": torch.ones(1)}]), lambda v: v.reduce(), "different entries"),
         (PerReplica([]), lambda v: v.reduce(), "the values are nothing"),
     ],
 )  # fmt: skip

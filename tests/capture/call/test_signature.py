@@ -55,7 +55,8 @@ def test_an_evaluation_may_leave_it_out() -> None:
     assert paths(Masked(), X, Z, target=Y, trains=False) == {"x": 0.0, "mask": 2.0, "target": 1.0}
     for model in (Masked(), Several()):
         with pytest.raises(
-            TypeError, match=r"is the last argument the target, or one of .*\?\n.*\n  fix:  target=\.\.\."
+            TypeError,
+            match=r"is the last argument the target, or one of .*\?\n.*\n  fix:  step\.evaluate\(x, target=y\)",
         ):
             paths(model, X, Y, trains=False)
 

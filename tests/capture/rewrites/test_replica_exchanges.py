@@ -101,7 +101,7 @@ def test_values_that_do_not_go_together(text: str) -> None:
 def test_microbatches_are_refused() -> None:
     with pytest.raises(
         mirrorc.CaptureError,
-        match=r"Meeting calls mirrorc.all_reduce at .*microbatches\n  why:  .*\n  fix:  leave microbatches out",
+        match=r"Meeting calls mirrorc.all_reduce at .*microbatches\n  why:  .*\n  fix:  leave microbatches= out",
     ):
         captured_model(Meeting(), 2, 8, microbatches=2)
 

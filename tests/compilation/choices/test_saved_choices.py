@@ -48,7 +48,7 @@ def test_how_gradients_are_sent_is_as_it_was() -> None:
         assert "0.weight whole" in str(program) and choices_of(later) == MIDDLE
         load(later, MIDDLE)  # as it is already
         with pytest.raises(
-            mirrorc.ExecutionError, match="the step had chosen another sent_as_factors already\n  fix:  load it be"
+            mirrorc.ExecutionError, match=r"which has chosen another sent_as_factors\n  fix:  step\.load_state_dict"
         ):
             load(later, choices_of(first))
 

@@ -128,7 +128,7 @@ def test_a_job_that_does_not_end_is_named() -> None:
     pool, release = pool_of(2, timeout_seconds=0.2), threading.Event()
     try:
         with pytest.raises(
-            ExecutionError, match=r"^MC5007: cpu:1 did not finish the step within 0.2 s\n(?s:.*)Communication\(timeout="
+            ExecutionError, match=r"^MC5007: cpu:1 did not finish the call within 0.2 s\n(?s:.*)Communication\(timeout="
         ):
             pool.run([lambda: 1, lambda: release.wait(PATIENT)], lambda: None)
     finally:

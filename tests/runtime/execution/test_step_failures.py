@@ -58,11 +58,11 @@ def advice(backend: str, model: nn.Module, bad: torch.Tensor) -> str:
 
 def test_the_eager_backend_is_recommended_where_it_says_more(opaque: str) -> None:
     index, nothing = torch.tensor([0, 1, 2, 9]), torch.full((4, 4), float("nan"))
-    plain = "check this step's batch and that line"
+    plain = "check the batch of this call and that line"
     assert advice("eager", Table(), index) == plain
     assert advice("eager", Asserting(), nothing) == advice(opaque, Asserting(), nothing) == plain
     hint = "compiler=mirrorc.Compiler(backend='eager'), which names the operator exactly"
-    assert advice(opaque, Table(), index) == f"check this step's batch\n  or:   {hint}"
+    assert advice(opaque, Table(), index) == f"check the batch of this call\n  or:   {hint}"
 
 
 def test_after_a_failed_update_the_hyperparameters_are_to_be_checked_and_not_the_batch() -> None:
@@ -71,7 +71,7 @@ def test_after_a_failed_update_the_hyperparameters_are_to_be_checked_and_not_the
     with mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=F.mse_loss, compiler=eager) as step:
         optimizer.param_groups[0]["betas"] = (0.9,)
         with pytest.raises(
-            ExecutionError, match=r"MC5001: .* in update raised(.*\n)*  fix:  check optimizer.param_groups"
+            ExecutionError, match=r"MC5001: .* in update raised(.*\n)*  fix:  print\(optimizer.param_groups\)"
         ):
             step(torch.ones(4, 3), torch.zeros(4, 3))
 
@@ -97,7 +97,7 @@ def test_what_a_call_may_have_written_behind_its_commit_is_said_of_its_kind() ->
         (evaluating(nn.BatchNorm1d(3)), f"No parameter was changed, but {BUFFERS}"),
     ):
         failures = {0: MemoryError("no memory")}
-        assert f"MemoryError: no memory\n  now:  It had committed. {said}\n  fix:  check" in str(
+        assert f"MemoryError: no memory\n  now:  The update had begun. {said}\n  fix:  check" in str(
             explain_failure(program, failures, has_committed=True)
         )
         assert "no memory\n  now:  No parameter was changed\n  fix:  check" in str(
@@ -105,4 +105,4 @@ def test_what_a_call_may_have_written_behind_its_commit_is_said_of_its_kind() ->
         )
         interrupt = KeyboardInterrupt()
         note_if_torn(interrupt, program, has_committed=True)
-        assert interrupt.__notes__[0].startswith(f"mirrorc's step was interrupted when it had committed: {said}")
+        assert interrupt.__notes__[0].startswith(f"mirrorc's call was interrupted when the update had begun: {said}")

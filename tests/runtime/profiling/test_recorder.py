@@ -236,12 +236,12 @@ def test_no_record_says_why() -> None:
     for none in (None, recorder):
         with pytest.raises(
             ExecutionError,
-            match=r"MC5005: no step was recorded, and a report needs one training step with this program",
+            match=r"MC5005: no call was recorded, and a report needs one training call with this program",
         ):
             recorded_steps(none)
     recorder.begin()
     with pytest.raises(
-        ExecutionError, match=r"each that began .* failed or was interrupted\n  fix:  call the step with a batch"
+        ExecutionError, match=r"each that began .* failed or was interrupted\n  fix:  make one call that succeeds"
     ):
         recorded_steps(recorder)
     run_steps(recorder, 1)
@@ -330,7 +330,7 @@ def test_a_gpu_that_hangs_is_not_asked_for_its_times_for_ever() -> None:
     clock = EventClock(torch.device("meta"), IMPATIENT, lambda: HangingEvent(gpu), lambda: gpu.host_ms / 1e3)
     marks = (clock.begin(), clock.mark())
     with pytest.raises(
-        ExecutionError, match=r"meta has not done what was queued on it within 0\.05 s\n.*\n  fix:  step\.close\(\)"
+        ExecutionError, match=r"meta has not done what was queued on it within 0\.05 s\n.*\n  fix:  close\(\)"
     ):
         clock.times_ns(marks)
     comes.set()

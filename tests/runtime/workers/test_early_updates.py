@@ -90,7 +90,9 @@ def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(fa
     assert (
         "MC6201: training call 3 has failed\n  why:  worker 1 (" in other["failed"] and "MemoryError" in other["failed"]
     )
-    assert "It had committed here: parameters are those after this step\n  fix:  load a checkpoint" in other["failed"]
+    assert (
+        "The update was made here: parameters are those after this step\n  fix:  load a checkpoint" in other["failed"]
+    )
     assert "some parameters are new, others old" in culprit["refused"]["evaluate"]
     said = other["refused"].pop("step")
     assert (
@@ -111,11 +113,11 @@ def test_a_connection_that_is_lost_between_updates_leaves_parameters_between_two
     for own in found[case][: len(CASES[case]["devices"])]:
         assert own["failed"].startswith("CommunicationError: MC6201: training call 3 has failed\n  why:  ")
         assert (
-            "It had committed: parameters are between those before and those after this step: bucket 0 of "
+            "The update had begun: parameters are between those before and those after this step: bucket 0 of "
             in own["failed"]
         )
         assert own["failed"].endswith(
-            " was updated\n  fix:  load a checkpoint into model and optimizer on all workers, and call the step again"
+            " was updated\n  fix:  load a checkpoint into model and optimizer on all workers, and go on"
         )
         assert "the cable is cut" in own["failed"]
 
@@ -130,8 +132,8 @@ def test_a_connection_that_is_lost_between_gathers_leaves_parameters_between_two
         )  # the third gathers the state
         assert "the cable is cut" in own["failed"]
         assert re.search(
-            r"It had committed: parameters are between those before and those after this step: bucket (\d) of (\d) was updated, "
-            r"buckets 0.* in part\n  fix:  load a checkpoint into model and optimizer on all workers, and call the step again$",
+            r"The update had begun: parameters are between those before and those after this step: bucket (\d) of (\d) was "
+            r"updated, buckets 0.* in part\n  fix:  load a checkpoint into model and optimizer on all workers, and go on$",
             own["failed"],
         )
 
@@ -169,5 +171,5 @@ def test_the_survivors_of_a_killed_worker_say_what_was_updated(tmp_path: Any) ->
         assert survivor["failed"].endswith("end all workers, and start them again from a checkpoint")
         assert "some parameters are new, others old" in survivor["refused"]["model"]
         assert set(survivor["restored"].values()) == {"nothing"}
-        assert "no further step can be made by these workers\n  why:  worker 2 (" in survivor["over"]
+        assert "these workers can make no further call\n  why:  worker 2 (" in survivor["over"]
         assert survivor["seconds"] < 30

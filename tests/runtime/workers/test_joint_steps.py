@@ -168,7 +168,7 @@ def test_a_step_without_any_example_is_refused_by_all(found: Mapping[str, Any]) 
     losses, values = reference(FAULTS["nothing"], [1])
     for own in found["nothing"][:2]:
         assert own["losses"][0].startswith(
-            "ValueError: MC6303: no worker has examples in this step, which needs at least one"
+            "ValueError: MC6303: no worker has examples in this call, which needs at least one"
         )
         assert own["losses"][1] == pytest.approx(losses[0], rel=1e-12)
         assert_values(own["values"], values, *EXACTLY)
@@ -269,9 +269,7 @@ def test_after_a_failure_on_one_worker_all_go_on(found: Mapping[str, Any]) -> No
         assert second["losses"][number].startswith("ValueError: MC1304: arguments disagree on dim 0")
         assert f"training call {number + 1} has failed\n  why:  worker 1 (" in first["losses"][number]
         assert "it raised ValueError: MC1304: arguments disagree on dim 0" in first["losses"][number]
-        assert (
-            "No parameter was changed\n  fix:  the step may be called again, on all workers" in first["losses"][number]
-        )
+        assert "No parameter was changed\n  fix:  make the call again, on all workers" in first["losses"][number]
     assert "OSError: the disk is full" in second["losses"][2] and "OSError: the disk is full" in first["losses"][2]
     assert "worker 0 (" in second["losses"][3] and "OSError: the disk is full" in second["losses"][3]
     assert first["losses"][4] == second["losses"][4]
@@ -354,7 +352,7 @@ def test_a_worker_that_lives_and_does_not_come_is_named(tmp_path: Any) -> None:
         *made, error = own[rank]["losses"]
         assert len(made) == 2 and "training call 3 has failed\n  why:  worker 1 (" in error
         assert "it lives, but is behind the others: it is between training calls 2 and 3 (" in error
-        assert "the step may be called again, on all workers" in error
+        assert "make the call again, on all workers" in error
     assert (
         "training call 3 has failed\n  why:  the other workers have given up on this one, worker 1 ("
         in own[1]["losses"][-1]
@@ -381,5 +379,5 @@ def test_a_worker_that_fails_at_any_moment_is_named(tmp_path: Any, what: str, se
         assert worker["seconds"] < 30
         if "are between those before and those after this step" in worker["losses"][-1]:
             continue
-        made = len(worker["losses"]) - 1 + ("It had committed here" in worker["losses"][-1])
+        made = len(worker["losses"]) - 1 + ("The update was made here" in worker["losses"][-1])
         assert values.setdefault(made, worker["values"]) == worker["values"]

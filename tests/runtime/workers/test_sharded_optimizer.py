@@ -213,7 +213,7 @@ def test_a_worker_that_is_lost_behind_the_commit_leaves_parameters_between_steps
     (one,) = outcome(tmp_path, workers("shard", given, num_processes=2), num_ended=1)
     assert "training call 3 has failed\n  why:  worker 1 (" in one["losses"][2]
     assert re.search(
-        r"It had committed: parameters are between those before and those after this step: buckets 0.* were updated in part",
+        r"The update had begun: parameters are between those before and those after this step: buckets 0.* were updated in part",
         one["losses"][2],
     )
 

@@ -57,7 +57,7 @@ def test_after_a_failure_on_one_worker_all_go_on(found: dict[str, Any]) -> None:
         assert_values(own["values"], values)
     assert "it raised ValueError: MC1304: arguments disagree on dim 0" in first["losses"][0]
     assert "OSError: the disk is full" in first["losses"][1] and "OSError: the disk is full" in second["losses"][1]
-    assert "No parameter was changed\n  fix:  the step may be called again, on all workers" in second["losses"][2]
+    assert "No parameter was changed\n  fix:  make the call again, on all workers" in second["losses"][2]
 
 
 @pytest.mark.slow

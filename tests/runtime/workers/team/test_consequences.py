@@ -87,8 +87,8 @@ OTHERS = {  # a failure of another worker, by its event
 TEXTS = {
     "before": "No parameter was changed.",
     "before here": "No parameter was changed here, but other workers may have updated some.",
-    "between": "It had committed: parameters are between those before and those after this step: bucket 0.",
-    "after": "It had committed here: parameters are those after this step.",
+    "between": "The update had begun: parameters are between those before and those after this step: bucket 0.",
+    "after": "The update was made here: parameters are those after this step.",
 }
 
 
