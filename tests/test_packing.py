@@ -70,7 +70,11 @@ def test_ranges_are_equal_but_for_the_last(num_elements: int, number: int) -> No
     [
         ([["a", "b"]], ValueError, "puts 'c' into no group"),
         ([["a"], ["b", "a"], ["c"]], ValueError, "has 'a' in two places"),
-        ([["a"], ["b"], ["c", "d"]], ValueError, "names 'd', which has no gradient\n  fix:  there are a, b, c"),
+        (
+            [["a"], ["b"], ["c", "d"]],
+            ValueError,
+            "names 'd', which has no gradient\n  fix:  use names of gradients: a, b, c",
+        ),
         ([["a", "c"], ["b"]], ValueError, "puts 'a' (torch.float32) and 'c' (torch.float64) in one group"),
         ([["a"], [], ["b"], ["c"]], ValueError, "gives an empty group"),
         ("abc", TypeError, "give a list of lists of names"),

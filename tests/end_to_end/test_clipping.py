@@ -126,7 +126,9 @@ def test_a_group_that_is_added_needs_a_bound_of_its_own() -> None:
         step(x, target=target)
         optimizer.add_param_group({"params": list(model[1].parameters())})
         before = [p.clone() for p in model.parameters()]
-        with pytest.raises(ValueError, match=r"has 1 bound, but the optimizer has 2 groups now\n.*\n  fix:  close"):
+        with pytest.raises(
+            ValueError, match=r"has 1 bound, but the optimizer has 2 groups now\n.*\n  fix:  mirrorc.compile"
+        ):
             step(x, target=target)
         assert all(map(torch.equal, before, model.parameters()))
         del optimizer.param_groups[1]

@@ -387,7 +387,7 @@ def test_modules_outside_that_no_step_can_run_are_refused() -> None:
 
     outside = {
         r"writes the parameter 'outside\.other\.weight' in place": Writes(),
-        r"(?s)share memory.*with \.clone\(\)": Shares(own),
+        r"(?s)share memory.*\.clone\(\)": Shares(own),
     }
     for text, other in outside.items():
         loss = lambda y, target, other=other: other(y).mean()  # noqa: E731

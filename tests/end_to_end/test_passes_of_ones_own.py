@@ -174,7 +174,7 @@ def test_added_passes_stand_where_they_were_placed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("added", "error", "message"),
     [
-        ([ClipBuckets(1.0)], TypeError, r"add holds ClipBuckets.*, without a place\n  fix:  mirrorc.after"),
+        ([ClipBuckets(1.0)], TypeError, r"add holds ClipBuckets.*, without a place\n  fix:  add=\[mirrorc.after"),
         ([mirrorc.after("insert-updates", ClipBuckets(1.0))], ValueError, r"'clip-buckets' next to 'insert-updates', which is"),
         ([mirrorc.after("insert-update", ClipBuckets)], TypeError, r"is no pass\n  why:  a pass has name"),
         ([mirrorc.before("insert-update", ClipBuckets(1.0))], mirrorc.PassError, r"takes programs from UPDATED to UPDATED"),

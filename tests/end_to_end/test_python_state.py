@@ -464,7 +464,7 @@ def test_state_that_only_a_later_run_changes_is_not_advanced_by_each_replica() -
     ((x, y),) = data_of(6)
     with compiled_step(model, loss_of, capture="autograd") as step:
         step(x, y)
-        with unchanged(model), pytest.raises(ExecutionError, match=r"changed kept\['n'\](?s:.*)call the step again"):
+        with unchanged(model), pytest.raises(ExecutionError, match=r"changed kept\['n'\](?s:.*)make the call again"):
             step(x, y + 1e3)
         assert kept == {"n": 0}
         step(x, y + 1e3)

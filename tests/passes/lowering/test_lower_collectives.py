@@ -37,6 +37,6 @@ def test_an_unknown_link_is_refused() -> None:
 def test_a_link_that_cannot_join_the_devices_is_refused(
     names: tuple[str, ...], link: str, why: str, others: str
 ) -> None:
-    said = f"MC1104: link='{link}' cannot join {', '.join(names)}\n  why:  {why}\n  fix:  use {others}, or None for the best"
+    said = f"MC1104: link='{link}' cannot join {', '.join(names)}\n  why:  {why}\n  fix:  link={others}, or None for the best"
     with pytest.raises(ValueError, match=f"^{said}$"):
         on_devices(*names, link=link)

@@ -117,7 +117,7 @@ def test_a_missing_replica_is_named_when_time_is_up(link: str, missing: int) -> 
             assert isinstance(error, CommunicationError), error
             text = str(error)
             assert text.startswith(f"MC5007: cpu:{replica} waited 0.05 s in all_reduce of bucket 0 for cpu:{missing}\n")
-            assert "mirrorc.Communication(timeout=...)" in text and not any(f"for cpu:{p}" in text for p in present)
+            assert "mirrorc.Communication(timeout=" in text and not any(f"for cpu:{p}" in text for p in present)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "send"])

@@ -50,7 +50,7 @@ def test_a_buffer_that_was_replaced_before_a_refused_call_is_used_by_the_next_on
         step(x)
         model.a.data, kept = torch.full((4,), 3.0), model.b.data
         model.b.data = torch.ones(1)
-        with pytest.raises(ValueError, match="variable 'b' was"):
+        with pytest.raises(ValueError, match="the model's 'b' was"):
             step(x)
         model.b.data = kept
         torch.testing.assert_close(step(x), model(x).detach())

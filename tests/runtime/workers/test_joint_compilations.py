@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from worker_processes import LazyOutcomes, free_port, outcome, told, workers
 
+pytestmark = pytest.mark.slow
+
 GOOD = ["", "", ""]
 ATTEMPTS: dict[str, list[list[str]]] = {
     "on one worker": [GOOD, ["", "optimizer", ""], ["", "value", ""], ["value", "", ""], GOOD],
@@ -94,8 +96,6 @@ def test_a_worker_that_ends_before_it_comes_to_compile_is_named_to_all_others(tm
 
 ENDS = """
 import mirrorc, torch
-
-pytestmark = pytest.mark.slow
 if mirrorc.cluster.join(timeout=60).rank:
     raise ValueError("there is no data")
 model = torch.nn.Linear(2, 1)
