@@ -156,7 +156,7 @@ def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> Non
             try:
                 raised, has_trained = both.disturb(lambda run: interrupter.interrupted(run, place, alarm))  # noqa: B023
             except AssertionError as error:
-                assert way == "one thread" and "had committed" in str(error), interrupter.where
+                assert way == "one thread" and "had begun" in str(error), interrupter.where
                 both.close()
                 both = lockstep(way)
                 outcomes.append(None)
