@@ -53,10 +53,7 @@ from mirrorc.runtime.codegen.backends import Backend, backend_named
 from mirrorc.step import Step, module_calls_of
 from mirrorc.user.optimizer_groups import OptimizerGroups, check_optimizers
 
-_AS_ASKED = (
-    *("model", "loss_reduction", "cuda_graphs", "microbatches", "progress", "check_replicas_every"),
-    *("exchange", "program", "dynamic"),
-)
+_AS_ASKED = ("model", "loss_reduction", "cuda_graphs", "microbatches", "progress", "check_replicas_every", "exchange")
 
 
 def compile(
@@ -353,8 +350,11 @@ def _chosen(
     if bound is not None:  # reserved memory would come on top of activations
         parameters["reserves_memory"] = False
     pipeline, pipeline_remarks = step_pipeline(request, parameters)
+    shards_optimizer = asked["shard_optimizer"] and workers.are_several
     chosen = StepOptions(
         **{name: asked[name] for name in _AS_ASKED},
+        program=asked["program"],
+        dynamic=asked["dynamic"],
         optimizers=optimizers,
         loss_fn=loss_fn,
         backend=backend,
@@ -368,7 +368,7 @@ def _chosen(
         activation_memory=bound,
         scaler=scaler,
         autocast=checked_autocast(asked["autocast"], devices),
-        program_workers=replace(workers, shards_optimizer=asked["shard_optimizer"] and workers.are_several),
+        program_workers=replace(workers, shards_optimizer=True) if shards_optimizer else workers,
         cluster=joint.cluster if joint is not None else None,
         compilation=joint.round if joint is not None else None,
         remarks=(*remarks, *pipeline_remarks),

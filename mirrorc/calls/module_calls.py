@@ -57,6 +57,7 @@ class ModuleCalls:
         self._reduction = reduction
         self._alone = LocalCoordinator(timeout_seconds)  # for forward, which workers run alone
         self._have_met = coordinator.team is None
+        self._meets = False  # whether the last forward exchanged values with other workers
         self._last_share = -1, 1.0  # the number of the last backward, and the weight of this worker in it
         self._warns_of_shares = True
         self.programs: tuple[Program, ...] = ()
@@ -101,16 +102,16 @@ class ModuleCalls:
 
     def _run(self, call: Call, *, trains: bool) -> ForwardRun:
         self._state.begin_use()
-        shards = self._signature.shards_of(call, trains=trains)
+        shards = self._signature.shards_of(call)
         purpose = Purpose.FORWARD if trains else Purpose.EVALUATION
-        compiled, shards = self._specializer.specialization_for(call, shards, purpose=purpose)
-        meets = compiled.backward is not None and compiled.backward.meets_in_forward
-        if compiled.backward is not None and not meets and not self._have_met:
+        compiled, shards = self._specialization_for(call, shards, purpose)
+        self._meets = compiled.executor.meets_workers
+        if compiled.backward is not None and not (self._meets or self._have_met):
             self._take_over_values(compiled.backward, call, shards)
-        coordinator = self._coordinator if meets else self._alone
+        coordinator = self._coordinator if self._meets else self._alone
         with coordinator.call():
-            if meets:
-                compiled, shards = self._meet_in_forward(compiled, call, shards)
+            if self._meets:
+                compiled, shards = self._meet_in_forward(compiled, call, shards, purpose)
             executor = compiled.executor
             executor.state.prepare_for(executor.program)
             self._runs.run(compiled, shards, coordinator)
@@ -124,6 +125,16 @@ class ModuleCalls:
             differentiable = frozenset(executor.used.last.outputs)
         kept = executor.outputs.take_kept()
         return ForwardRun(call, compiled, shards, outputs, kept, self._runs.draws, differentiable)
+
+    def _specialization_for(self, call: Call, shards: Shards, purpose: Purpose) -> tuple[Specialization, Shards]:
+        """If it cannot be compiled, and other workers wait for this one in the same forward, they are told."""
+        try:
+            return self._specializer.specialization_for(call, shards, purpose=purpose)
+        except BaseException:
+            if self._meets or (purpose is Purpose.FORWARD and not self._have_met):
+                with self._coordinator.call():
+                    raise
+            raise
 
     def _outputs_of(self, compiled: Specialization, shards: Shards) -> dict[str, Any]:
         outputs = compiled.executor.outputs.take(shards.num_examples)
@@ -141,17 +152,19 @@ class ModuleCalls:
             self._state.accept()
         self._have_met = True
 
-    def _meet_in_forward(self, compiled: Specialization, call: Call, shards: Shards) -> tuple[Specialization, Shards]:
+    def _meet_in_forward(
+        self, compiled: Specialization, call: Call, shards: Shards, purpose: Purpose
+    ) -> tuple[Specialization, Shards]:
         """The program that fits those of the other workers; in the first call, all take over the values of the chief."""
         while (retry := self._exchange_header(compiled.executor, call, shards, compiled.backward)) is not None:
             if retry.rows_elsewhere is not None:
-                self._specializer.note_rows(call, shards, Purpose.FORWARD, retry.rows_elsewhere)
+                self._specializer.note_rows(call, shards, purpose, retry.rows_elsewhere)
             elif self._have_met:
                 raise _different_parameters()
             else:
                 self._state.begin_use()
                 self._state.accept()
-            compiled, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.FORWARD)
+            compiled, shards = self._specializer.specialization_for(call, shards, purpose=purpose)
         self._have_met = True
         return compiled, shards
 
@@ -200,6 +213,9 @@ class ModuleCalls:
             of_leaves = backward.cut.gradients_of_leaves
             unused = {name for leaf, name in of_leaves.items() if leaf not in executor.used.last.leaves}
             gradients = {name: value for name, value in gradients.items() if name not in unused}
+        if not any(shards.num_examples):
+            leaves = [(name, run.call.leaves[leaf].tensor) for leaf, name in backward.cut.gradients_of_leaves.items()]
+            gradients |= {name: torch.zeros_like(tensor) for name, tensor in leaves if tensor is not None}
         names = (*backward.cut.gradients_of_leaves.values(), *backward.gradients)
         is_reached = {name: any(reached[place] for place in backward.cut.reached[name]) for name in names}
         return [gradients.get(name) if is_reached[name] else None for name in names]

@@ -79,8 +79,7 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
     kept = [Argument(names.free(node.name), ArgumentKind.SAVED, begin + i) for i, node in enumerate(first.saved)]
     backward_graphs = tuple(cut.backward(tangents, kept) for cut in cuts)
     forward_graphs = tuple(cut.forward() for cut in cuts)
-    has_gradients = bool(first.output["gradients"])
-    arguments = [a for a in program.arguments if has_gradients or a.kind is not ArgumentKind.LOSS_WEIGHT]
+    arguments = [a for a in program.arguments if first.is_weighted or a.kind is not ArgumentKind.LOSS_WEIGHT]
     seeds = {a.name for a in arguments if a.kind is ArgumentKind.SEED}
     if not any(n.users for g in backward_graphs for n in g.find_nodes(op="placeholder") if n.target in seeds):
         arguments = [argument for argument in arguments if argument.kind is not ArgumentKind.SEED]
@@ -96,7 +95,7 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
         shard_graphs=backward_graphs,
         arguments=(*arguments, *tangents, *kept),
         variables=_variables(program.variables, backward_graphs, updates=True),
-        accumulation=Accumulation.GRADIENTS if has_gradients else Accumulation.NONE,
+        accumulation=Accumulation.GRADIENTS if first.is_weighted else Accumulation.NONE,
     )
     of_batch = {a.name: a.leaf for a in program.arguments if a.kind is ArgumentKind.BATCH and a.leaf is not None}
     placeholders = [n for graph in backward_graphs for n in graph.find_nodes(op="placeholder") if n.users]
@@ -174,6 +173,12 @@ class _Cut:
         self.saved = self._values_to_save()
 
     @property
+    def is_weighted(self) -> bool:
+        """Whether backward takes the worker's weight: its gradients, or values in it, are summed over workers."""
+        meets = any(node.target in ops.MEETINGS for node in self._backward)
+        return bool(self.output["gradients"]) or (meets and self._program.workers.are_several)
+
+    @property
     def types(self) -> tuple[Any, ...]:
         return self.tangents, [(node.meta["val"].dtype, node.meta["val"].dim()) for node in self.saved]
 
@@ -245,22 +250,22 @@ class _Cut:
             values[node] = _placeholder(graph, argument, node)
         for argument, node in zip(saved, self.saved, strict=True):
             values[node] = _placeholder(graph, argument, node)
-        if not self.output["gradients"]:
+        if not self.is_weighted:
             one = call(graph, torch.ops.aten.full.default, ([], 1.0), {"dtype": weight.meta["val"].dtype})
             one.meta.update(weight.meta)
             values[weight].replace_all_uses_with(one)
             graph.erase_node(values[weight])
             values[weight] = one
-        is_weighted = self._program.workers.are_several and bool(self.output["gradients"])
+        is_divided = self._program.workers.are_several and self.is_weighted
         for node in self._backward:
             if node not in values:
                 values[node] = copy_node(graph, node, values)
-            if node.target is take_gradient and not self.output["gradients"]:
+            if node.target is take_gradient and not self.is_weighted:
                 values[node].update_arg(2, None)  # the weight is one
-            if node.target is ops.gather and is_weighted:
+            if node.target is ops.gather and is_divided:
                 _divide(values[node], values[weight])
         gradients = {name: values[node] for name, node in self.output["gradients"].items()}
-        if not gradients and not values[weight].users:
+        if not self.is_weighted and not values[weight].users:
             graph.erase_node(values[weight])
         graph.output({"loss": None, "gradients": gradients, "writes": {}})
         return graph

@@ -94,7 +94,6 @@ class Backward:
     Attributes:
         constants: tensors that it reads, other than variables.
         runs_plain: it runs as plain PyTorch.
-        meets_in_forward: forward exchanges values with other workers.
     """
 
     executor: Executor
@@ -102,7 +101,6 @@ class Backward:
     gradients: tuple[str, ...]
     constants: tuple[torch.Tensor, ...]
     runs_plain: bool
-    meets_in_forward: bool
 
 
 @dataclass(frozen=True, eq=False)

@@ -225,7 +225,7 @@ class Specializer:
             del self._rows_elsewhere[next(iter(self._rows_elsewhere))]
 
     def _with_rows(self, call: Call, shards: Shards, purpose: Purpose) -> Shards:
-        if not self._rows_elsewhere or not purpose.trains:
+        if not self._rows_elsewhere or not (purpose.trains or self._options.is_module):
             return shards
         rows = self._rows_elsewhere.get(self._key(call, replace(shards, rows_elsewhere=None), purpose))
         return replace(shards, rows_elsewhere=rows)

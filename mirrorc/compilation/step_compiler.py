@@ -39,6 +39,7 @@ from mirrorc.compilation.program_facts import remarks_on_facts, remarks_on_whole
 from mirrorc.compilation.progress import Progress
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.errors import CaptureError
+from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, names_of_called_regions
 from mirrorc.ir.program import CAPTURE, Accumulation, Program, Remark
 from mirrorc.ir.variables import Synchronization
@@ -217,15 +218,15 @@ class StepCompiler:
         cut = cut_at_outputs(joint, len(call.leaves), type(self._options.model).__name__)
         rest, executors = self._options.pipeline[len(common) :], {}
         for purpose, program in ((Purpose.FORWARD, cut.forward), (Purpose.BACKWARD, cut.backward)):
-            passes = (purpose if program.trains else Purpose.FORWARD).passes_of(rest)
+            has_gradients = any(variable.update is not None for variable in program.variables.values())
+            passes = (purpose if has_gradients else Purpose.FORWARD).passes_of(rest)
             lowered = self._lowered(program, passes, progress)
             regions = self._compiled_regions(lowered, progress)
             executors[purpose] = self._executor(lowered, regions, captured, purpose)
         gradients = [name for name, variable in cut.backward.variables.items() if variable.update is not None]
         constants = [captured.constants[name] for name in cut.read_variables if name in captured.constants]
         runs_plain = any(True for graph in cut.backward.shard_graphs for _ in calls_to(graph, take_gradient))
-        meets = bool(worker_meetings(executors[Purpose.FORWARD].program))
-        backward = Backward(executors[Purpose.BACKWARD], cut, tuple(gradients), tuple(constants), runs_plain, meets)
+        backward = Backward(executors[Purpose.BACKWARD], cut, tuple(gradients), tuple(constants), runs_plain)
         return Specialization(
             executors[Purpose.FORWARD],
             captured.guards,
@@ -332,7 +333,10 @@ class StepCompiler:
         self._warnings.warn_of_differences(captured.differences)
         self._warnings.warn_of_notes(captured.notes)
         check_owned_names(options.pipeline, {*self._model.parameters, *captured.program.variables})
-        program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
+        accumulation = purpose.accumulation
+        if purpose is Purpose.EVALUATION and options.is_module and options.model.training and _meets(captured.program):
+            accumulation = Accumulation.FORWARD  # all workers make it
+        program = captured.program.evolve(accumulation=accumulation, workers=options.program_workers)
         refuse_over_workers(program)
         remarks = [*options.remarks, *remarks_on_facts(program, self._model, options.microbatches)]
         if purpose in (Purpose.GRADIENTS, Purpose.FORWARD):
@@ -421,3 +425,7 @@ def _log_times(subject: str, program: Program, times: Sequence[float]) -> None:
     counts = f"{counted(len(program.regions), 'region')}, {counted(len(program.buckets), 'bucket')}"
     named = "%.2f s for the capture, %.2f s for the passes, %.2f s for the regions"
     logger.info(f"compiled %s in %.2f s: {named}; %s", subject, sum(seconds), *seconds, counts)
+
+
+def _meets(program: Program) -> bool:
+    return any(True for graph in program.shard_graphs for _ in calls_to(graph, *ops.MEETINGS))

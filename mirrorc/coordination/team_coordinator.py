@@ -337,8 +337,6 @@ class TeamCoordinator:
         return total.to(self._options.devices[0].torch_device, dtype)
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
-        if len(flags) < 2:
-            return [*flags]
         counts = torch.tensor(flags, dtype=torch.float64)
         self.team.control.all_reduce(counts)
         return [bool(count) for count in counts]

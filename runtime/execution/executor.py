@@ -88,9 +88,10 @@ class Executor:
             workers = OtherWorkers(functools.partial(self._vote, team, Columns.of(program)), team.hear)
         self.commit = commit_point_of(program, timeout_seconds, self.used.settle, workers)
         self.outputs = StepOutputs(program)
+        self.meets_workers = team is not None and bool(worker_meetings(program))
         self._replica_values = (
             WorkerValues(program, timeout_seconds, team.launch_value)
-            if team is not None and worker_meetings(program)
+            if team is not None and self.meets_workers
             else ReplicaValues(program, timeout_seconds)
         )
         self._plain_exchanges = PlainExchanges(program.devices, program.present, timeout_seconds)

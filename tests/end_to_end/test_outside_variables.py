@@ -281,7 +281,8 @@ def test_students_of_one_teacher_are_free_of_each_other() -> None:
     assert len({id(step._state.callers.now) for step in steps}) == 3
     teacher.train()
     with pytest.raises(
-        mirrorc.ExecutionError, match=r"another open step or module has .*running_mean' on cpu:0, and this one runs on cpu:0 and"
+        mirrorc.ExecutionError,
+        match=r"another open step or module has .*running_mean' on cpu:0, and this one runs on cpu:0 and",
     ):
         steps[1](x, target=x)
     steps[0].close()

@@ -44,6 +44,11 @@ def _call(model: nn.Module, optimizer: torch.optim.Optimizer, call: list[Any], n
     return loss.item()
 
 
+def _frozen(given: Mapping[str, Any]) -> nn.Module:
+    """The module that the outputs go through, such as a discriminator; without one, nothing."""
+    return made(given["behind"], "SGD", seed=7)[0].requires_grad_(False) if "behind" in given else nn.Identity()
+
+
 def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     """Makes the ``calls`` of a case as one of the workers; an error of a call is told, and the next call made."""
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
@@ -55,11 +60,15 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     else:
         step = mirrorc.compile(model, devices, loss_fn=F.cross_entropy, **options, **own)
 
+    behind: Any = _frozen(given)
+    if "behind" in given:
+        behind = mirrorc.data_parallel(behind, devices, **options)
+
     def compute(number: int, sizes: list[int]) -> torch.Tensor:
         x, y = batch(number, rank, sizes[rank])
         if not given.get("is_module"):
             return step.gradients(x, y)
-        loss = F.cross_entropy(step(x), y)
+        loss = F.cross_entropy(behind(step(x)), y)
         loss.backward()
         return loss.detach()
 
@@ -95,9 +104,11 @@ def reference(given: Mapping[str, Any], skips: int | None = None) -> dict[str, A
     """What all workers of `train` have, where no call fails, or the one with the number ``skips`` is not among the calls."""
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
 
+    behind = _frozen(given)
+
     def compute(number: int, sizes: list[int]) -> torch.Tensor:
         x, y = whole(number, sizes)
-        loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(behind(model(x)), y)
         loss.backward()
         return loss.detach()
 
@@ -109,6 +120,9 @@ def reference(given: Mapping[str, Any], skips: int | None = None) -> dict[str, A
             losses.append(compute(number, call[1]).item())
             optimizer.step()
             optimizer.zero_grad()
+        elif call[0] == "evaluates":
+            with torch.no_grad():
+                model(whole(number, call[1])[0])
         else:
             losses.append(_call(model, optimizer, call, number, compute))
         gradients.append(_gradients_of(model))

@@ -74,7 +74,21 @@ MODULES: dict[str, dict[str, Any]] = {
         [1, 2],
         model="synchronized",
         optimizer="SGD",  # Adam's first steps are as long where a gradient is zero but for rounding
-        calls=[["updates", [4, 2]], ["updates", [1, 5]], ["updates", [0, 5]], ["gradients", [3, 3]]],
+        calls=[
+            ["updates", [4, 2]],
+            ["updates", [1, 5]],
+            ["evaluates", [0, 3]],
+            ["updates", [0, 5]],
+            ["gradients", [3, 3]],
+        ],
+        is_module=True,
+    ),
+    "chain": training(
+        [1, 2],
+        model="twins",
+        optimizer="SGD",
+        behind="synchronized",
+        calls=[["updates", [4, 2]], ["updates", [0, 5]], ["gradients", [3, 3]]],
         is_module=True,
     ),
     "module that gathers": training(
@@ -131,7 +145,8 @@ def test_each_worker_has_the_gradient_of_all_examples(found: Mapping[str, Any], 
 
 
 @pytest.mark.parametrize(
-    "name", selections.slow_but(FAST, ["module", "module that meets", "plain module", "plain module with branches"])
+    "name",
+    selections.slow_but(FAST, ["module", "module that meets", "chain", "plain module", "plain module with branches"]),
 )
 def test_a_module_has_the_gradient_of_all_examples(found: Mapping[str, Any], name: str) -> None:
     expected = reference(MODULES[name])
