@@ -57,7 +57,7 @@ class ModuleCalls:
         self._reduction = reduction
         self._alone = LocalCoordinator(timeout_seconds)  # for forward, which workers run alone
         self._have_met = coordinator.team is None
-        self._meets = False  # whether the last forward exchanged values with other workers
+        self._meets = False  # whether a forward has exchanged values with other workers
         self._last_share = -1, 1.0  # the number of the last backward, and the weight of this worker in it
         self._warns_of_shares = True
         self.programs: tuple[Program, ...] = ()
@@ -105,12 +105,13 @@ class ModuleCalls:
         shards = self._signature.shards_of(call)
         purpose = Purpose.FORWARD if trains else Purpose.EVALUATION
         compiled, shards = self._specialization_for(call, shards, purpose)
-        self._meets = compiled.executor.meets_workers
-        if compiled.backward is not None and not (self._meets or self._have_met):
+        meets = compiled.executor.meets_workers
+        self._meets |= meets
+        if compiled.backward is not None and not (meets or self._have_met):
             self._take_over_values(compiled.backward, call, shards)
-        coordinator = self._coordinator if self._meets else self._alone
+        coordinator = self._coordinator if meets else self._alone
         with coordinator.call():
-            if self._meets:
+            if meets:
                 compiled, shards = self._meet_in_forward(compiled, call, shards, purpose)
             executor = compiled.executor
             executor.state.prepare_for(executor.program)
@@ -130,8 +131,8 @@ class ModuleCalls:
         """If it cannot be compiled, and other workers wait for this one in the same forward, they are told."""
         try:
             return self._specializer.specialization_for(call, shards, purpose=purpose)
-        except BaseException:
-            if self._meets or (purpose is Purpose.FORWARD and not self._have_met):
+        except Exception:
+            if purpose is Purpose.FORWARD and (self._meets or not self._have_met):
                 with self._coordinator.call():
                     raise
             raise

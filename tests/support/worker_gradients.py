@@ -84,6 +84,9 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 elif kind == "fails":  # in forward on the last worker
                     worker_training._is_full = rank == len(given["devices"]) - 1
                     compute(number, *call)
+                elif kind == "misshapen":  # the batch of the last worker, whose forward cannot be captured
+                    x, _ = batch(number, rank, call[0][rank])
+                    step(x[:, :3] if rank == len(given["devices"]) - 1 else x)
                 elif kind == "evaluates":
                     with torch.no_grad():
                         step(batch(number, rank, call[0][rank])[0])
