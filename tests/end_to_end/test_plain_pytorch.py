@@ -612,7 +612,7 @@ LATER = [
     (draws, r"forward of Does drew random numbers of torch, and drew none when it was captured"),
     (counts, r"MC2601: .* wrote the buffer 'seen', and did not when it was captured"),
     (counts_uncounted, r"MC2601: .* wrote the buffer 'seen', and did not when it was captured"),
-    (replaces_the_memory, r"MC2601: .* wrote its parameter 'frozen' in place.*now:  No parameter was .*between steps"),
+    (replaces_the_memory, r"MC2601: .* wrote its parameter 'frozen' in place.*now:  No parameter was .*between calls"),
     (keeps_a_graph, r"MC2601: .* wrote the buffer 'seen', and did not when it was captured"),
     (uses_what_an_object_holds, r"MC2306: .* uses the parameter 'last.weight' through .* or an object.*No parameter"),
 ]
