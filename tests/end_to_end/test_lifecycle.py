@@ -243,7 +243,7 @@ def test_with_ends_the_threads_also_when_a_step_fails() -> None:
 def test_closing_before_the_first_step() -> None:
     step = compile_mlp(make_mlp())
     step.close()
-    with pytest.raises(ExecutionError, match="closed"):
+    with pytest.raises(ExecutionError, match="MC5003"):
         step(**mlp_batch(4))
 
 
@@ -374,7 +374,7 @@ def test_closing_while_jobs_are_handed_out_stops_the_step(monkeypatch: pytest.Mo
         assert is_stopped.wait(TIMEOUT_SECONDS / 10)
 
     before_the_last_job(step, close_meanwhile)
-    with pytest.raises(ExecutionError, match="closed"):
+    with pytest.raises(ExecutionError, match="MC5003"):
         step(**mlp_batch(4))
     closing[0].join(TIMEOUT_SECONDS)
     assert not closing[0].is_alive() and left == [], "the call is waited for"
