@@ -331,7 +331,7 @@ FAULTS = [
     ("control flow", ("test_errors.py:", 'if self.fault == "control flow" and y.sum() > 0', "torch.where")),
     ("item", ("test_errors.py:", "y.max().item()", "compute with tensors")),
     ("raises", ("test_errors.py:", "raise RuntimeError", "the user's own words", "fix:  ")),
-    ("parameter in place", ("writes the parameter 'layer.weight' in place", "between steps")),
+    ("parameter in place", ("writes the parameter 'layer.weight' in place", "between calls")),
     ("input in place", ("writes its argument 'x' in place", "x = x.clone()")),
     ("a buffer with a gradient", ("requires a gradient to the buffer 'seen'", "detached", "seen = self.seen.clone()")),
     ("no scalar", ("is no scalar", "shape [3]", ".mean()", "loss_reduction")),
