@@ -57,7 +57,8 @@ def test_opt_names_the_file_to_give_in_place_of_a_lowered_program(tmp_path: Path
     assert done.exit_code == 2 and "is LOWERED already" in done.stderr and "00-capture.mirror.gz" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["show", pytest.param("diff", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["show", "diff"])
 def test_commands_that_read_programs_import_no_compiler(command: str, captured: Path) -> None:
     script = f"""
 import sys

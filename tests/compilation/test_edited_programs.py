@@ -201,6 +201,7 @@ def test_a_region_that_computes_something_else_is_refused(dumped: Path) -> None:
         step(BATCH[0], target=BATCH[1])
 
 
+@pytest.mark.slow
 def test_calls_of_other_sizes_and_evaluations_compile_as_usual(dumped: Path) -> None:
     (path,) = dumped.glob("*-lower-devices.mirror.gz")
     with step_of(path) as step, step_of() as plain:
