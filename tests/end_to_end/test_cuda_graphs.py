@@ -384,7 +384,7 @@ def with_hook(parameters: Iterator[nn.Parameter], lr: float) -> torch.optim.Opti
         (partial(torch.optim.SGD, fused=False), ("by SGD", "group 0 is not fused")),
         (partial(torch.optim.AdamW, capturable=True), ("AdamW, which runs by itself", "capturable")),
         (with_hook, ("SGD, which runs by itself", "hooks")),
-        (partial(torch.optim.SGD, weight_decay=torch.tensor(0.5)), ("a tensor in 'weight_decay'", "give numbers")),
+        (partial(torch.optim.SGD, weight_decay=torch.tensor(0.5)), ("a tensor in 'weight_decay'", "float(")),
     ],
     ids=["rmsprop", "foreach", "not-fused", "capturable", "hook", "tensor"],
 )
