@@ -122,9 +122,9 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(way: str) -> None:
                 bad = batch(**kind, place=place)
                 raised, has_trained = both.disturb(lambda _: both.disturbed.step(**bad))  # noqa: B023
                 assert isinstance(raised, NonFiniteError) and isinstance(raised, ExecutionError) and not has_trained
-                assert said in str(raised) and "\n  now:  No parameter was changed\n  fix:  x.isfinite().all()" in str(raised), (
-                    str(raised)
-                )
+                assert said in str(raised) and "\n  now:  No parameter was changed\n  fix:  x.isfinite().all()" in str(
+                    raised
+                ), str(raised)
             both.go_on()
         assert both.disturbed.step.num_skipped == 0
 
