@@ -14,10 +14,10 @@ import copy
 import math
 import random
 import statistics
+import time
 import warnings
 
 import torch
-from dynamic import seconds
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,12 +90,15 @@ def main() -> None:
     last_compilation, num_programs = 0, 0
     with mirrorc.compile(model, devices, optimizer=other, compiler=compiler, debug=debug) as step:
         for number in range(args.episodes):
-            episodes: list[Episode] = []
-            played.append(seconds(lambda episodes=episodes: episodes.append(play(plain, args.longest))))  # type: ignore[misc]
-            lengths.append(len(episodes[0][1]))
+            start = time.perf_counter()
+            episode = play(plain, args.longest)
+            played.append(time.perf_counter() - start)
+            lengths.append(len(episode[1]))
             trained = {"plain": update, "mirrorc": step}
             for name in trained if number % 2 else reversed(trained):
-                times[name].append(seconds(lambda name=name: trained[name](*episodes[0])))  # type: ignore[misc]
+                start = time.perf_counter()
+                trained[name](*episode)
+                times[name].append(time.perf_counter() - start)
             if len(step.programs) > num_programs:
                 last_compilation, num_programs = number + 1, len(step.programs)
     differ = max((a - b).abs().max().item() for a, b in zip(plain.parameters(), model.parameters(), strict=True))
