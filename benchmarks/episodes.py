@@ -16,6 +16,7 @@ import random
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -47,7 +48,8 @@ class ActorCritic(nn.Module):
 def play(model: ActorCritic, longest: int) -> Episode:
     """Balances a pole on a cart (Barto, Sutton and Anderson, 1983) until it falls."""
     x, speed, angle, turn = (random.uniform(-0.05, 0.05) for _ in range(4))
-    states, actions = [], []
+    states: list[tuple[float, ...]] = []
+    actions: list[int] = []
     while len(states) < longest and abs(x) < 2.4 and abs(angle) < 0.21:
         states.append((x, speed, angle, turn))
         with torch.no_grad():
@@ -94,7 +96,7 @@ def main() -> None:
             episode = play(plain, args.longest)
             played.append(time.perf_counter() - start)
             lengths.append(len(episode[1]))
-            trained = {"plain": update, "mirrorc": step}
+            trained: dict[str, Callable[..., object]] = {"plain": update, "mirrorc": step}
             for name in trained if number % 2 else reversed(trained):
                 start = time.perf_counter()
                 trained[name](*episode)
@@ -102,9 +104,8 @@ def main() -> None:
             if len(step.programs) > num_programs:
                 last_compilation, num_programs = number + 1, len(step.programs)
     differ = max((a - b).abs().max().item() for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-    print(
-        f"{len(set(lengths))} lengths, {min(lengths)} to {max(lengths)}; {num_programs} programs, the last in call {last_compilation}"
-    )
+    print(f"{len(set(lengths))} lengths, {min(lengths)} to {max(lengths)}")
+    print(f"{num_programs} programs, the last in call {last_compilation}")
     playing = sum(played[last_compilation:])
     of_plain, of_step = (times[name][last_compilation:] for name in times)
     print(
