@@ -108,7 +108,7 @@ class ModuleCalls:
         meets = compiled.executor.meets_workers
         self._meets |= meets
         if compiled.backward is not None and not (meets or self._have_met):
-            self._take_over_values(compiled.backward, call, shards)
+            compiled, shards = self._take_over_values(call, shards)
         coordinator = self._coordinator if meets else self._alone
         with coordinator.call():
             if meets:
@@ -143,20 +143,30 @@ class ModuleCalls:
             return outputs
         return compiled.outputs.of_no_examples(compiled.executor.program.devices[0].torch_device)
 
-    def _take_over_values(self, backward: Backward, call: Call, shards: Shards) -> None:
-        """In the first call, all workers receive the chief's values."""
+    def _take_over_values(self, call: Call, shards: Shards) -> tuple[Specialization, Shards]:
+        """In the first call, workers choose how they exchange gradients, and all receive the chief's values."""
         with self._coordinator.call():
-            while self._exchange_header(backward.executor, call, shards) is not None:
+            compiled, shards = self._chosen_by_all(call, shards)
+            assert compiled.backward is not None, "another choice changes nothing but the passes"
+            executor = compiled.backward.executor
+            while self._exchange_header(executor, call, shards) is not None:
                 self._state.begin_use()
-            backward.executor.state.prepare_for(backward.executor.program)
-            self._coordinator.end_backward(backward.executor.program)
+            executor.state.prepare_for(executor.program)
+            self._coordinator.end_backward(executor.program)
             self._state.accept()
         self._have_met = True
+        return compiled, shards
+
+    def _chosen_by_all(self, call: Call, shards: Shards) -> tuple[Specialization, Shards]:
+        with self._specializer.choices.in_call():
+            return self._specializer.specialization_for(call, shards, purpose=Purpose.FORWARD)
 
     def _meet_in_forward(
         self, compiled: Specialization, call: Call, shards: Shards, purpose: Purpose
     ) -> tuple[Specialization, Shards]:
         """The program that fits those of the other workers; in the first call, all take over the values of the chief."""
+        if not self._have_met and purpose is Purpose.FORWARD:
+            compiled, shards = self._chosen_by_all(call, shards)
         while (retry := self._exchange_header(compiled.executor, call, shards, compiled.backward)) is not None:
             if retry.rows_elsewhere is not None:
                 self._specializer.note_rows(call, shards, purpose, retry.rows_elsewhere)

@@ -114,9 +114,10 @@ class Specializer:
             self._interrupts.let_go()
         program = cached.executor.program if cached is not None else None
         is_usable = program and not self._compiler.states[purpose].needs_other_buckets(program, is_stale=is_stale)
-        if cached is not None and program is not None and is_usable:
-            self.choices.settle(program)
-            if self.choices.apply_to(program):
+        if cached is not None and is_usable:
+            trained = cached.executors[-1].program
+            self.choices.settle(trained)
+            if self.choices.apply_to(trained):
                 return cached, shards
         key = self._promote_changed_numbers(cache, key, call, shards, purpose) if cached is None else key
         try:
@@ -205,7 +206,7 @@ class Specializer:
     def _why_numbers(self, shards: Shards, purpose: Purpose) -> str:
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
-        may_send = self.choices.exchange.may_send(purpose is Purpose.STEP)
+        may_send = self.choices.exchange.may_send(purpose.sends_factors)
         return why_sizes_are_numbers(
             self._options, sends_factors=may_send, front_end=self._compiler.front_ends.get(purpose, "")
         )

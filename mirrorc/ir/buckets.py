@@ -138,6 +138,9 @@ class Bucket:
         return self.part.start + start, self.part.start + stop
 
     def made(self, replica: int, num_replicas: int) -> tuple[int, int]:
+        """The elements that a replica computes from factors. Replica 0 computes all of a gradient left to the user."""
+        if self.rule.leaves_whole_gradient:
+            return (0, self.num_elements if replica == 0 else 0)
         return (self.updated if self.is_sent_as_factors else self.share)(replica, num_replicas)
 
     def owner_of_parameters(self, replica: int) -> int:

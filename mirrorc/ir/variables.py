@@ -117,6 +117,10 @@ class Placement(enum.Enum):
     )
 
 
+LEFT_TO_USER = "p.grad"
+"""The label of gradients that no optimizer of the program takes."""
+
+
 @dataclass(frozen=True)
 class UpdateRule:
     """How a parameter is updated; equal for all gradients of a bucket.
@@ -138,6 +142,16 @@ class UpdateRule:
     takes_rows: bool = False
     writes_rows: bool = False
     may_be_unused: bool = False
+
+    @property
+    def is_flat(self) -> bool:
+        """True if the update takes flat gradients of a bucket, or the user gets views of them."""
+        return self.elementwise or self.leaves_whole_gradient
+
+    @property
+    def leaves_whole_gradient(self) -> bool:
+        """True for the user's ``p.grad``, unless it is sparse."""
+        return self.label == LEFT_TO_USER and not self.takes_rows
 
     @property
     def why_by_itself(self) -> str:

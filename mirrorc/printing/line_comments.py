@@ -134,7 +134,8 @@ def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     is_sent = all(user.target is ops.gather_factors for node in gradients for pack in node.users for user in pack.users)
     whose = "this worker's replicas'" if program.workers.are_several and not is_sent else "all replicas'"
     when = " or ".join(sorted({"in the update" if is_made_in_updates(node) else "at the wait" for node in gradients}))
-    text = f"a factored gradient is not made here: {when} each device makes its own share of it, of {whose} factors"
+    makes = "the first device makes it" if program.leaves_gradients else "each device makes its own share of it"
+    text = f"a factored gradient is not made here: {when} {makes}, of {whose} factors"
     return ({gradients[0]: [text]} if gradients else {}) | _of_gathered(program, graph)
 
 
@@ -214,6 +215,7 @@ def _factored(program: Program, node: fx.Node) -> str:
     maker = maker_of(node)
     if maker is Maker.SHARES and is_made_in_updates(node):
         return f"{made_of}, made by shares in the update"
+    maker = Maker.GATHERED if maker is Maker.SHARES and program.leaves_gradients else maker
     return f"{made_of}, made {maker.value}" if maker is not None else made_of
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mirrorc.ir.variables import UpdateRule, Variable
+from mirrorc.ir.variables import LEFT_TO_USER, UpdateRule, Variable
 from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import has_step_hooks, has_torchs_step
 from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_fused, state_signature, writes_rows
@@ -213,7 +213,7 @@ def update_rules(
 
 def gradient_rule(*, is_sparse: bool, may_be_unused: bool) -> UpdateRule:
     """The rule of a gradient that is left to the user, whole or as rows."""
-    return UpdateRule("p.grad", 0, elementwise=False, takes_rows=is_sparse, may_be_unused=may_be_unused)
+    return UpdateRule(LEFT_TO_USER, 0, elementwise=False, takes_rows=is_sparse, may_be_unused=may_be_unused)
 
 
 def _group(groups: OptimizerGroups, number: int) -> dict[str, Any]:

@@ -74,10 +74,12 @@ class FactorGradients:
     def run(self, program: Program) -> Program:
         if not program.buckets:
             raise PassError("MC4003: pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
-        slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
+        slots = {slot.variable: slot for b in program.buckets if b.rule.is_flat for slot in b.slots}
         rows = {slot.variable: slot for b in program.buckets if b.rule.takes_rows for slot in b.slots}
+        sent = {slot.variable for b in program.buckets if b.is_sent_as_factors for slot in b.slots}
+        due = {*rows, *program.gathered, *sent}
         why_not = self._why_no_shares(program, bool(slots))
-        if why_not and not rows and not program.gathered:
+        if why_not and not due:
             return program.with_remarks(f"no gradient stays factors: {why_not}", is_kept=program.num_replicas > 1)
         if rows and program.accumulation in (Accumulation.ADDS, Accumulation.ENDS):
             raise problem(
@@ -85,7 +87,6 @@ class FactorGradients:
                 f"MC2501: sparse gradients of several calls, as that of {min(rows)}, are not kept",
                 fix="nn.Embedding(..., sparse=False), with an optimizer for dense gradients",
             )
-        due = {*rows, *program.gathered, *(program.workers.sent_as_factors if program.trains else ())}
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         names, whole = self._named(program, graphs, slots | rows, due, why_not)
@@ -151,7 +152,7 @@ class FactorGradients:
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
             )
         if program.num_replicas == 1 and program.workers.are_several:
-            is_sent = bool(program.workers.sent_as_factors)
+            is_sent = any(bucket.is_sent_as_factors for bucket in program.buckets)
             return "" if is_sent else "one device has no share to make, and workers exchange whole buckets"
         if program.num_replicas == 1:
             is_cpu = program.devices[0].torch_device.type == "cpu"
@@ -195,7 +196,7 @@ def _remark(program: Program, whole: Mapping[str, str]) -> str:
         else "devices can gather these"
         if program.gathered
         else "each device can make its own share of them"
-        if program.num_replicas > 1
+        if program.num_replicas > 1 and not program.leaves_gradients
         else "workers can send these"
         if program.workers.are_several
         else "only what this step or the last one adds to is written"

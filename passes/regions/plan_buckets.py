@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mirrorc.analysis.gradients.sent_factors import sent_factors
+from mirrorc.analysis.gradients.sent_factors import sendable, sent_factors
 from mirrorc.errors import PassError
 from mirrorc.ir.buckets import Bucket, Pack, SentFactors, Slot
 from mirrorc.ir.program import Program, Stage
@@ -95,8 +95,11 @@ class PlanBuckets:
         return plan_of(self.buckets)
 
     def run(self, program: Program) -> Program:
-        as_factors = {name: sent_factors(program, name) for name in program.workers.sent_as_factors}
         rows = {name for name, variable in program.variables.items() if variable.update and variable.update.takes_rows}
+        can_be_sent = {gradient.variable for gradient in sendable(program, 1)} | rows
+        chosen = program.workers.sent_as_factors
+        as_factors = {name: sent_factors(program, name) for name in chosen if name in can_be_sent}
+        without = [name for name in chosen if name in program.variables and name not in can_be_sent]
         factored = {*as_factors, *program.gathered, *rows}
         ready = _gradients(program)
         position = {gradient.name: gradient.ready for gradient in ready}
@@ -117,7 +120,10 @@ class PlanBuckets:
         alike += ", sent to other devices in one way" if program.gathered else ""
         num_kinds = len({_kind(member, factored) for members in in_launch_order for member in members})
         kinds = f"{num_kinds} kinds of bucket: a bucket holds {alike}"
-        return result.with_remarks(self._remark(buckets), *([kinds] if num_kinds > 1 else []))
+        verb = "goes" if len(without) == 1 else "go"
+        whole = f"{listed(without)} {verb} to other workers whole: no factors of the gradient exist in this program"
+        more = [*([kinds] if num_kinds > 1 else []), *([whole] if without else [])]
+        return result.with_remarks(self._remark(buckets), *more)
 
     def _planned(self, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Grouping:
         plan = self._plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Hashable, Sequence, Set
 
 import torch
 
@@ -24,6 +24,7 @@ class GradientState(EvaluationState):
     def __init__(self, state: StepState) -> None:
         super().__init__(state)
         self._num_layouts = 0
+        self._writer: Hashable = None  # of the gradients in buckets
         self._sums: dict[str, torch.Tensor] = {}  # of this call's gradients and those that were there
 
     @property
@@ -41,6 +42,7 @@ class GradientState(EvaluationState):
         if tuple(flat.bucket for flat in self.buckets) != program.buckets:
             self._state.users_buckets = [self._laid_out(bucket) for bucket in program.buckets]
             self._num_layouts += 1
+            self._writer = None
 
     def _laid_out(self, bucket: Bucket) -> FlatBucket:
         gradients = [memory_for_gradients(bucket, device.torch_device) for device in self.store.devices]
@@ -73,8 +75,14 @@ class GradientState(EvaluationState):
                     parameter.grad.copy_(total)
         self._sums = {}
 
+    def keeps_gradients_of(self, writer: Hashable) -> bool:
+        return self._writer == writer
+
+    def give_gradients_to(self, writer: Hashable) -> None:
+        self._writer = writer
+
     def abandon(self, *, has_committed: bool) -> bool:
-        self._sums = {}
+        self._sums, self._writer = {}, None
         return super().abandon(has_committed=has_committed)
 
 

@@ -100,6 +100,9 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 worker_training._is_full = False
             found["gradients"].append(_gradients_of(model))
         found["values"] = values_of(model)
+        if given.get("is_module"):
+            buckets = step.programs[1].buckets
+            found["as_factors"] = [s.variable for b in buckets if b.is_sent_as_factors for s in b.slots]
     return found
 
 

@@ -47,9 +47,9 @@ def sendable(program: Program, least_elements: int) -> Iterator[Sendable]:
     has_parts = any(len(program.graphs_run_by(replica)) > 1 for replica in program.present)
     for name, (node, gradient) in recognized[0].items():
         variable, value = program.variables[name], node.meta["val"]
-        is_elementwise = variable.update is not None and variable.update.elementwise
+        is_flat = variable.update is not None and variable.update.is_flat
         of_shards = tuple(shard[name][1] for shard in recognized if name in shard)
-        whole = why_whole(value, variable.strides if is_elementwise else None, least_elements)
+        whole = why_whole(value, variable.strides if is_flat else None, least_elements)
         if has_parts:
             whole = whole or why_whole_in_microbatches(gradient.form)
         if not whole and len(of_shards) == len(recognized):

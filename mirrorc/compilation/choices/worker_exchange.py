@@ -88,7 +88,7 @@ class ExchangeChoice(JointChoice):
 
     def noted_in(self, program: Program) -> Program:
         """Raises ValueError if workers cannot send the rows that an optimizer takes."""
-        is_sent = program.trains and program.accumulation is Accumulation.NONE
+        is_sent = program.trains and not _accumulates(program)
         if sends_whole(self._options) and is_sent:
             program = program.with_remarks(_WHOLE_FOR_SYMBOLS)
         self._check_rows(program)
@@ -102,7 +102,7 @@ class ExchangeChoice(JointChoice):
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
         """Accumulated gradients are sent whole."""
-        is_sent = self.concerns(program) and program.accumulation is Accumulation.NONE
+        is_sent = self.concerns(program) and not _accumulates(program)
         return (*(self._names if is_sent else ()), *self._rows_of(program))
 
     def _rows_of(self, program: Program) -> tuple[str, ...]:
@@ -171,3 +171,7 @@ class ExchangeChoice(JointChoice):
             if isinstance(entry, CompressExchange) and entry.narrows(dtype):
                 return num_elements * NARROW[entry.dtype].itemsize
         return num_elements * dtype.itemsize
+
+
+def _accumulates(program: Program) -> bool:
+    return program.accumulation in (Accumulation.ADDS, Accumulation.ENDS)

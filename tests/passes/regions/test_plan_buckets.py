@@ -219,6 +219,16 @@ def test_splits_decline_with_a_reason() -> None:
     assert contents(other) == [["large"], ["b"], ["c"]] and [len(own) for own in packs(other)] == [2, 1, 1]
 
 
+def test_a_gradient_without_factors_goes_whole_whatever_workers_have_chosen() -> None:
+    program = captured_model(nn.Sequential(nn.Linear(4, 100), nn.Tanh(), nn.Linear(100, 3)), 1)
+    names = ("0.weight", "0.bias")
+    workers = dataclasses.replace(World(2).worker(0), sent_as_factors=names)
+    planned = PlanBuckets().run(program.evolve(workers=workers))
+    sent = [slot.variable for bucket in planned.buckets if bucket.is_sent_as_factors for slot in bucket.slots]
+    assert sent == ["0.weight"]
+    assert planned.remarks[-1].text.startswith("0.bias goes to other workers whole: no factors of the gradient exist")
+
+
 def test_groups_of_ones_own_are_buckets() -> None:
     def mine(gradients: Sequence[Gradient]) -> list[list[str]]:
         return [["d", "a"], ["b"], ["c"]]

@@ -70,6 +70,21 @@ MODULES: dict[str, dict[str, Any]] = {
     "plain module with branches": training(
         [1, 1], model="mixture", calls=[["updates", [1, 2]], ["gradients", [3, 1]], ["updates", [2, 2]]], is_module=True
     ),
+    "module of factors": training(
+        [1, 1],
+        model="table",
+        calls=[["gradients", [4, 2]], ["updates", [1, 5]], ["updates", [0, 4]], ["updates", [4, 2]]],
+        options={"exchange": "factors"},
+        is_module=True,
+    ),
+    "module of factors on more devices": training(
+        [2, 2],
+        model="table",
+        optimizer="SGD",
+        calls=[["gradients", [4, 3]], ["updates", [4, 5]], ["updates", [4, 3]]],
+        options={"exchange": "factors"},
+        is_module=True,
+    ),
     "module that meets": training(
         [1, 2],
         model="synchronized",
@@ -122,6 +137,7 @@ UNLIKE: dict[str, Any] = training(
 BROKEN: dict[str, Any] = training(
     [1, 2], calls=[["updates", [2, 4]], ["gradients", [2, 3]], ["fails", [2, 3]], ["updates", [2, 3]]], **ALONE
 )
+TESTED_APART = ("module that gathers", "module with a norm", "module that evaluates first")
 FAST = ("2 x 1", "module", "module with a norm", "unlike")
 
 
@@ -149,7 +165,7 @@ def test_each_worker_has_the_gradient_of_all_examples(found: Mapping[str, Any], 
 
 @pytest.mark.parametrize(
     "name",
-    selections.slow_but(FAST, ["module", "module that meets", "chain", "plain module", "plain module with branches"]),
+    selections.slow_but(FAST, [name for name in MODULES if name not in TESTED_APART]),
 )
 def test_a_module_has_the_gradient_of_all_examples(found: Mapping[str, Any], name: str) -> None:
     expected = reference(MODULES[name])
@@ -158,6 +174,8 @@ def test_a_module_has_the_gradient_of_all_examples(found: Mapping[str, Any], nam
         for gradients, those in zip(own["gradients"], expected["gradients"], strict=True):
             assert_values(gradients, those)
         assert_values(own["values"], expected["values"])
+        sends_factors = MODULES[name].get("options", {}).get("exchange") == "factors"
+        assert set(own["as_factors"]) == ({"table.weight", "head.weight"} if sends_factors else set())
 
 
 def test_a_module_has_the_mean_of_statistics(found: Mapping[str, Any]) -> None:
