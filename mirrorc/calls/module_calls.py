@@ -24,7 +24,6 @@ from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
-from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
 from mirrorc.runtime.state.module_states import BackwardState
 from mirrorc.runtime.state.step_state import StepState
@@ -149,7 +148,7 @@ class ModuleCalls:
             compiled, shards = self._chosen_by_all(call, shards)
             assert compiled.backward is not None, "another choice changes nothing but the passes"
             executor = compiled.backward.executor
-            while self._exchange_header(executor, call, shards) is not None:
+            while self._exchange_header(compiled, call, shards, of_backward=True) is not None:
                 self._state.begin_use()
             executor.state.prepare_for(executor.program)
             self._coordinator.end_backward(executor.program)
@@ -167,7 +166,7 @@ class ModuleCalls:
         """The program that fits those of the other workers; in the first call, all take over the values of the chief."""
         if not self._have_met and purpose is Purpose.FORWARD:
             compiled, shards = self._chosen_by_all(call, shards)
-        while (retry := self._exchange_header(compiled.executor, call, shards, compiled.backward)) is not None:
+        while (retry := self._exchange_header(compiled, call, shards, of_backward=False)) is not None:
             if retry.rows_elsewhere is not None:
                 self._specializer.note_rows(call, shards, purpose, retry.rows_elsewhere)
             elif self._have_met:
@@ -180,11 +179,13 @@ class ModuleCalls:
         return compiled, shards
 
     def _exchange_header(
-        self, executor: Executor, call: Call, shards: Shards, backward: Backward | None = None
+        self, compiled: Specialization, call: Call, shards: Shards, *, of_backward: bool
     ) -> Retry | None:
         self._coordinator.note_call(call)
-        later = backward.executor if backward is not None else None
-        return self._coordinator.exchange_header(executor, shards.num_examples, backward=later)
+        executor = compiled.executors[-1 if of_backward else 0]
+        later = compiled.backward.executor if compiled.backward is not None and not of_backward else None
+        rows = compiled.row_counts(shards, of_backward=of_backward)
+        return self._coordinator.exchange_header(executor, shards.num_examples, rows, backward=later)
 
     def _backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         def run_with_others() -> list[torch.Tensor | None]:
@@ -202,7 +203,7 @@ class ModuleCalls:
         each = zip(shards.tensors, run.tangents_of_replicas(tangents), run.kept, strict=True)
         tensors = [[*shard, *parts, *kept] for shard, parts, kept in each]
         executor = backward.executor
-        if self._exchange_header(executor, run.call, shards) is not None:
+        if self._exchange_header(run.compiled, run.call, shards, of_backward=True) is not None:
             raise _different_parameters()
         outputs = run.by_output(tangents)
         absent = frozenset(name for name, parts in outputs.items() if all(part is None for part in parts))

@@ -140,7 +140,10 @@ class TrainingCalls:
     def _exchange_header(self, compiled: CompiledCall) -> Purpose | None:
         call, shards = compiled.call, compiled.shards
         self._coordinator.note_call(call)
-        retry = self._coordinator.exchange_header(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)
+        rows = compiled.specialization.row_counts(shards)
+        retry = self._coordinator.exchange_header(
+            compiled.executor, shards.num_examples, rows, is_stale=compiled.is_stale
+        )
         if retry is None:
             return None
         if retry.rows_elsewhere is not None:

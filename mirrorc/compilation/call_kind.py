@@ -43,11 +43,6 @@ class Purpose(enum.Enum):
         return self.trains and self not in (Purpose.GRADIENTS, Purpose.FORWARD, Purpose.BACKWARD)
 
     @property
-    def sends_factors(self) -> bool:
-        """False where gradients of several calls are added up, and in evaluations."""
-        return self.trains and self.accumulation not in (Accumulation.ADDS, Accumulation.ENDS)
-
-    @property
     def accumulation(self) -> Accumulation:
         return _ACCUMULATION.get(self, Accumulation.NONE)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mirrorc.analysis.gradients.sent_factors import Counts, CountsOfReplicas, row_counts
 from mirrorc.capture.call.call_arguments import Call, Structure
 from mirrorc.capture.call.recompile_reasons import FIRST_CALL, CallKind, changes_since, changing_arguments
 from mirrorc.capture.call.shard_types import SymbolicDims
@@ -26,6 +28,7 @@ from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.runtime.execution.executor import Executor
+from mirrorc.torch_internals import size_now
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +138,20 @@ class Specialization:
         sizes = self.sizes.of_shards(shards) if self.sizes is not None else []
         assert sizes is not None, "the program was found for these shards"
         return sizes
+
+    @functools.cached_property
+    def _row_counters(self) -> list[Callable[[Shards], Counts]]:
+        return [self._row_counter(row_counts(executor.program)) for executor in self.executors]
+
+    def _row_counter(self, counts: CountsOfReplicas) -> Callable[[Shards], Counts]:
+        if self.sizes is not None and counts:
+            return self.sizes.sizes_for(counts)
+        numbers = tuple([size_now(count) for _, count in counts])
+        return lambda _: numbers
+
+    def row_counts(self, shards: Shards, *, of_backward: bool = False) -> Counts:
+        """The numbers of rows in the factors that this worker sends."""
+        return self._row_counters[-1 if of_backward else 0](shards)
 
     def fits(self, shards: Shards) -> bool:
         return self.sizes is not None and self.sizes.of_shards(shards) is not None

@@ -61,7 +61,7 @@ class Specializer:
         self._options = options
         self._model = model
         self._interrupts = interrupts
-        are_numbers = options.dynamic is False and not why_sizes_are_numbers(options, sends_factors=False)
+        are_numbers = options.dynamic is False and not why_sizes_are_numbers(options)
         self._caches = {
             purpose: Specializations(purpose.value, has_numbers_as_sizes=are_numbers) for purpose in Purpose
         }
@@ -206,10 +206,7 @@ class Specializer:
     def _why_numbers(self, shards: Shards, purpose: Purpose) -> str:
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
-        may_send = self.choices.exchange.may_send(purpose.sends_factors)
-        return why_sizes_are_numbers(
-            self._options, sends_factors=may_send, front_end=self._compiler.front_ends.get(purpose, "")
-        )
+        return why_sizes_are_numbers(self._options, self._compiler.front_ends.get(purpose, ""))
 
     def _promote_changed_numbers(
         self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose

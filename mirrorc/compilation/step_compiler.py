@@ -62,7 +62,7 @@ from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.shared.open_states import parameters_in_training
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.team.team import Team
-from mirrorc.torch_internals import SizesGivenUp, is_dense
+from mirrorc.torch_internals import is_dense
 from mirrorc.user.aliased_tensors import refuse_shared_memory
 
 logger = logging.getLogger(__name__)
@@ -183,8 +183,6 @@ class StepCompiler:
             training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
         if purpose is Purpose.FORWARD:
             return self._forward_and_backward(training_call, captured, call, symbolic, progress)
-        if captured.sizes is not None and self._options.program_workers.are_several:
-            _refuse_counted_rows(captured.program)
         times.append(time.perf_counter())
         program, regions = self._lowered_and_compiled(captured, progress, purpose, times)
         _log_times(subject, program, times)
@@ -342,8 +340,6 @@ class StepCompiler:
         if purpose in (Purpose.GRADIENTS, Purpose.FORWARD):
             remarks += remarks_on_whole_sums(options.pipeline)
         program = with_gathered(self._choices.put_into(program.with_remarks(*remarks)), options)
-        if captured.sizes is not None and program.workers.sent_as_factors:
-            raise SizesGivenUp("workers send each other factors, of which they know how many there are")
         pipeline = purpose.passes_of(options.pipeline)
         return self._edited.continued(program, pipeline) if self._edited and purpose.trains else (program, pipeline)
 
@@ -396,14 +392,6 @@ class StepCompiler:
         moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
         constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
         refuse_shared_memory({**self._model.tensors, **captured.outside, **constants}, moving)
-
-
-def _refuse_counted_rows(program: Program) -> None:
-    for name, variable in program.variables.items():
-        if variable.update is not None and variable.update.takes_rows:
-            raise SizesGivenUp(
-                f"workers send each other rows of the gradient of {name!r}, of which they know how many there are"
-            )
 
 
 def _refuse_rows(program: Program) -> None:

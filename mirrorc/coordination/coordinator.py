@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.analysis.gradients.sent_factors import Counts
 from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.coordination.team_coordinator import Retry, TeamCoordinator
@@ -58,6 +59,7 @@ class Coordinator(Protocol):
         self,
         executor: Executor,
         num_examples: Sequence[int],
+        row_counts: Counts = (),
         *,
         is_stale: bool = False,
         backward: Executor | None = None,
@@ -65,6 +67,7 @@ class Coordinator(Protocol):
         """Exchanges headers with all workers, and broadcasts one worker's values if they agree to.
 
         Args:
+            row_counts: the numbers of rows in the factors that this worker sends.
             backward: of a forward of a module: its numbers of gathered rows are compared, too.
 
         Returns:
@@ -137,6 +140,7 @@ class LocalCoordinator:
         self,
         executor: Executor,
         num_examples: Sequence[int],
+        row_counts: Counts = (),
         *,
         is_stale: bool = False,
         backward: Executor | None = None,

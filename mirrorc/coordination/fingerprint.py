@@ -12,7 +12,7 @@ from torch import nn
 
 from mirrorc.analysis.communication.worker_meetings import gathered_rows, worker_meetings
 from mirrorc.analysis.communication.worker_schedule import worker_schedule
-from mirrorc.analysis.gradients.sent_factors import Counts, row_counts
+from mirrorc.analysis.gradients.sent_factors import Counts
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.cluster.consistency import digest
 from mirrorc.custom_ops.eager_calls import OPAQUE
@@ -29,15 +29,12 @@ class Facts:
     """Facts of one worker and their digest.
 
     Args:
-        row_counts: numbers of rows in the factors that the program sends.
         meets: the model exchanges values with other workers.
     """
 
-    def __init__(
-        self, texts: Mapping[str, str], row_counts: Counts = (), gathered_rows: Counts = (), *, meets: bool = False
-    ) -> None:
+    def __init__(self, texts: Mapping[str, str], gathered_rows: Counts = (), *, meets: bool = False) -> None:
         self.texts, self.digest = texts, digest(repr(texts))
-        self.row_counts, self.gathered_rows = row_counts, gathered_rows
+        self.gathered_rows = gathered_rows
         self.meets = meets
 
 
@@ -48,9 +45,7 @@ def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
     runs_plain = any(next(calls_to(graph, *OPAQUE), None) is not None for graph in graphs)
     first = {"forward and backward": "plain PyTorch, as capture='autograd'" if runs_plain else "compiled graphs"}
     more = {"buffers that forward writes": written, "random numbers": str(needs_seed)}
-    return Facts(
-        {**first, **lines, **more}, row_counts(program), gathered_rows(program), meets=bool(worker_meetings(program))
-    )
+    return Facts({**first, **lines, **more}, gathered_rows(program), meets=bool(worker_meetings(program)))
 
 
 def hyperparameters_of(options: StepOptions) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere, no_gathered_rows, rows_agree, rows_elsewhere
 from mirrorc.analysis.cost.link_speed import LinkSpeed
-from mirrorc.analysis.gradients.sent_factors import no_rows
+from mirrorc.analysis.gradients.sent_factors import Counts, no_rows
 from mirrorc.capture.call.call_arguments import Call, without_examples
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.cluster import Cluster
@@ -181,6 +181,7 @@ class TeamCoordinator:
         self,
         executor: Executor,
         num_examples: Sequence[int],
+        row_counts: Counts = (),
         *,
         is_stale: bool = False,
         backward: Executor | None = None,
@@ -192,6 +193,7 @@ class TeamCoordinator:
         Args:
             executor: on a worker whose loop has ended, the last call's.
             num_examples: by replica; empty on a worker whose loop has ended.
+            row_counts: the numbers of rows in the factors that this worker sends.
             is_stale: the user has changed the optimizer's state since the last step.
             backward: of a forward of a module.
         """
@@ -201,7 +203,7 @@ class TeamCoordinator:
         written = self._announcements.written(executor.program, is_stale=is_stale) if is_first else 0
         self._num_present = sum(number > 0 for number in num_examples)
         facts, program = self._announcements.facts_of(executor), executor.program
-        counts = facts.row_counts if num_examples else no_rows(program)
+        counts = row_counts if num_examples else no_rows(program)
         rows = facts.gathered_rows if num_examples else no_gathered_rows(program)
         rows += self._announcements.facts_of(backward).gathered_rows if backward is not None else ()
         header, details = self._announcements.of_step(

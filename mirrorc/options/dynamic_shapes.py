@@ -6,14 +6,12 @@ from mirrorc.messages.problem import problem
 from mirrorc.options.step_options import StepOptions
 
 
-def why_sizes_are_numbers(options: StepOptions, *, sends_factors: bool, front_end: str = "") -> str:
+def why_sizes_are_numbers(options: StepOptions, front_end: str = "") -> str:
     """Why sizes of arguments cannot be symbols; empty if they can.
 
     Args:
         front_end: the front end of the capture; empty before the first one.
     """
-    if sends_factors:
-        return "workers may send each other factors of gradients, of which they know how many there are"
     if options.activation_memory is not None:
         return "Memory(activations=) bounds what a step of known size takes"
     if options.cuda_graphs:
@@ -23,15 +21,9 @@ def why_sizes_are_numbers(options: StepOptions, *, sends_factors: bool, front_en
     return ""
 
 
-def sends_whole(options: StepOptions) -> bool:
-    """True if workers send whole gradients, because a program with symbolic sizes does not know the rows of factors."""
-    return options.program_workers.are_several and options.exchange == "auto" and bool(options.dynamic)
-
-
 def check_dynamic(options: StepOptions) -> None:
     """Refuses ``dynamic=True`` with options that need constant sizes."""
-    sends_factors = options.program_workers.are_several and options.exchange == "factors"
-    why = why_sizes_are_numbers(options, sends_factors=sends_factors)
+    why = why_sizes_are_numbers(options)
     if options.dynamic and why:
         raise problem(
             ValueError,

@@ -22,6 +22,8 @@ from mirrorc.torch_internals import num_bytes_now, sizes_key
 Counts = tuple[int, ...]
 """Numbers of rows of sent factors: for each bucket, gradient and replica, the number of parts, then the rows of each.
 """
+CountsOfReplicas = tuple[tuple[int, int | torch.SymInt], ...]
+"""`Counts`, each with its replica; symbolic in a program with symbolic sizes."""
 
 
 # In a captured program, before it is outlined
@@ -92,6 +94,8 @@ def _described(
     if rows is None or not all(type(value) is int for value in details.values()):
         return None
     kinds = tuple(RowType(sizes_key(factor.shape[1:]), factor.dtype) for factor in rows)
+    if not all(type(size) is int for kind in kinds for size in kind.shape):
+        return None
     sorted_details = tuple(Detail(name, value) for name, value in sorted(details.items()))
     return SentFactors(form.operation.__name__, kinds, sorted_details)
 
@@ -137,16 +141,16 @@ def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[tor
     return factors * program.workers.num_workers if is_gathered else factors
 
 
-def row_counts(program: Program) -> Counts:
-    counts: list[int] = []
+def row_counts(program: Program) -> CountsOfReplicas:
+    counts: list[tuple[int, int | torch.SymInt]] = []
     for bucket in program.buckets:
         if not bucket.is_sent_as_factors:
             continue
         packs = packs_of(program, bucket.index)
         for place in range(len(bucket.slots)):
-            for pack in packs:
+            for replica, pack in enumerate(packs):
                 parts = (rows_of(gradients_of(pack)[place]) or []) if pack.args else []
-                counts += [len(parts), *(len(part[0]) for part in parts)]
+                counts += [(replica, len(parts)), *((replica, part[0].shape[0]) for part in parts)]
     return tuple(counts)
 
 

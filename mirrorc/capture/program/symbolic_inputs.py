@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +89,23 @@ class SymbolicSizes:
                 return None
             numbers_of_replicas.append(numbers)
         return numbers_of_replicas
+
+    def sizes_for(self, sizes: Sequence[tuple[int, Any]]) -> Callable[[Shards], tuple[int, ...]]:
+        """A function that computes sizes, each of a replica's values, from the shards."""
+        of_replica: dict[int, list[Any]] = {}
+        for replica, size in sizes:
+            of_replica.setdefault(replica, []).append(size)
+        functions = {}
+        for replica, wanted in of_replica.items():
+            arguments = self.graphs[self.shard_of_replica[replica] or 0][0]
+            if arguments is not None:
+                functions[replica] = arguments.sizes_for(wanted)
+
+        def of_shards(shards: Shards) -> tuple[int, ...]:
+            known = {r: iter(function(*self._tensors(shards, r))) for r, function in functions.items()}
+            return tuple([next(known[replica]) if replica in known else size for replica, size in sizes])
+
+        return of_shards
 
     def _tensors(self, shards: Shards, replica: int) -> Sequence[torch.Tensor]:
         if not self.microbatches:

@@ -16,7 +16,6 @@ from mirrorc.ir import ops
 from mirrorc.ir.links import carries_between_workers, why_no_factors_for_workers
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.messages.problem import problem
-from mirrorc.options.dynamic_shapes import sends_whole
 from mirrorc.options.step_options import StepOptions
 from mirrorc.passes import CompressExchange, FactorGradients, SendLargest, SendPayload
 from mirrorc.passes.workers.compress_exchange import NARROW
@@ -24,10 +23,6 @@ from mirrorc.runtime.devices.machine import product_facts, seconds_per_multiplic
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.torch_internals import size_now
 
-_WHOLE_FOR_SYMBOLS = (
-    "workers send gradients whole, none as factors, because sizes of arguments may become symbols: how many factors there are is "
-    "part of a program; without dynamic=True factors are sent where they are cheaper, and each size is compiled then"
-)
 _AS_IF_ALIKE = "; taken as if all workers had as many examples as this one"
 
 
@@ -89,8 +84,6 @@ class ExchangeChoice(JointChoice):
     def noted_in(self, program: Program) -> Program:
         """Raises ValueError if workers cannot send the rows that an optimizer takes."""
         is_sent = program.trains and not _accumulates(program)
-        if sends_whole(self._options) and is_sent:
-            program = program.with_remarks(_WHOLE_FOR_SYMBOLS)
         self._check_rows(program)
         names, concerns = self._names_for(program), self.concerns(program)
         if not concerns and not names:
@@ -129,17 +122,13 @@ class ExchangeChoice(JointChoice):
                 "nn.Embedding(..., sparse=False)",
             )
 
-    def may_send(self, purpose_sends: bool) -> bool:
-        """False if all gradients are sent whole, or if nothing is sent."""
-        return purpose_sends and self._may_send_factors and (not self._is_final or bool(self._names))
-
     @property
     def _may_send_factors(self) -> bool:
         return self._options.program_workers.are_several and self._factoring is not None
 
     @property
     def _factoring(self) -> FactorGradients | None:
-        if self._options.exchange == "dense" or sends_whole(self._options):
+        if self._options.exchange == "dense":
             return None
         factoring = next((entry for entry in self._options.pipeline if isinstance(entry, FactorGradients)), None)
         if factoring is None or why_no_factors_for_workers(factoring.link, self._options.devices):

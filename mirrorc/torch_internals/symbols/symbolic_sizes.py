@@ -222,24 +222,33 @@ class SizesOfArguments:
             return None
 
     def _made_check(self, keys: Sequence[Any]) -> Callable[..., Any]:
-        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
-
-        lines = [f"def check({', '.join(f't{leaf}' for leaf in range(self._count))}):"]
         ranks = [f"len({name}.shape) != {tensor.dim()}" for name, tensor in self._leaves.items()]
-        lines.append(f"    if {' or '.join(ranks)}: return None")
-        lines += [f"    {symbol} = {name}.{kind}[{dim}]" for symbol, (name, kind, dim) in self._places.items()]
+        lines = [f"    if {' or '.join(ranks)}: return None", *self._assignments()]
         conditions = list(dict.fromkeys(self._guards()))
-        scope: dict[str, Any] = {**SYMPY_INTERP}
+        scope: dict[str, Any] = {}
         for name, tensor in self._leaves.items():
             scope[f"{name}_dtype"] = tensor.dtype
             conditions += [f"{name}.dtype is {name}_dtype"]
             conditions += [f"{name}.shape == {_tuple(tensor.shape)}", f"{name}.stride() == {_tuple(tensor.stride())}"]
         lines.append(f"    if not ({' and '.join(conditions)}): return None")
-        lines.append(f"    return ({' '.join(f'{0 if key is None else _code(key)},' for key in keys)})")
         if {s for guard in self._fake_mode.shape_env.guards for s in guard.expr.free_symbols} - self._places.keys():
             return lambda *_: None
-        exec("\n".join(lines), scope)  # from torch's expressions of sizes above
-        made: Callable[..., Any] = scope["check"]
+        return self._function([*lines, _returned(keys)], scope)
+
+    def sizes_for(self, sizes: Sequence[Size]) -> Callable[..., tuple[int, ...]]:
+        """A function that computes sizes of the graph's values from its arguments."""
+        return self._function([*self._assignments(), _returned([size_key(size) for size in sizes])], {})
+
+    def _assignments(self) -> list[str]:
+        return [f"    {symbol} = {name}.{kind}[{dim}]" for symbol, (name, kind, dim) in self._places.items()]
+
+    def _function(self, lines: Sequence[str], scope: dict[str, Any]) -> Callable[..., Any]:
+        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+        head = f"def function({', '.join(f't{leaf}' for leaf in range(self._count))}):"
+        scope |= SYMPY_INTERP
+        exec("\n".join([head, *lines]), scope)  # from torch's expressions of sizes
+        made: Callable[..., Any] = scope["function"]
         return made
 
     def _guards(self) -> Iterator[str]:
@@ -251,6 +260,10 @@ class SizesOfArguments:
                     yield f"{symbol} {sign} {bound}"
         for guard in environment.guards:
             yield f"({_code(guard.expr)})"
+
+
+def _returned(keys: Sequence[Any]) -> str:
+    return f"    return ({' '.join(f'{0 if key is None else _code(key)},' for key in keys)})"
 
 
 def _code(key: Any) -> str:

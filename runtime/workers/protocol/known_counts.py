@@ -12,6 +12,7 @@ from mirrorc.cluster.consistency import digest
 from mirrorc.runtime.workers.protocol.header import Header
 
 Counts = tuple[int, ...]
+_MOST_COUNTS = 4096  # kinds of batches
 RunControl = Callable[[Callable[[Any], Any]], None]
 
 
@@ -43,7 +44,7 @@ class KnownCounts:
             padded[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
             gathered = [torch.empty_like(padded) for _ in decoded]
             run_control(lambda group: group.all_gather(padded, gathered))
-            if len({peer.known for peer in decoded}) > 1:
+            if len({peer.known for peer in decoded}) > 1 or len(self._by_digest) > _MOST_COUNTS:
                 self._by_digest = {}  # all workers clear their caches
             for peer, numbers in zip(decoded, gathered, strict=True):
                 self._by_digest[peer.counts] = tuple(map(int, numbers[: peer.num_counts]))

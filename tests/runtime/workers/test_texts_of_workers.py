@@ -32,7 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
         "batches": [*BATCHES[:3], [BATCHES[3][0], []], [BATCHES[4][0], []]],
         "joins": True,
     },
-    "whole": {"devices": [1, 1], "batches": BATCHES, "model": WIDE, "options": {"dynamic": True}},
+    "factors from the first on": {
+        "devices": [1, 1],
+        "batches": BATCHES,
+        "model": WIDE,
+        "options": {"dynamic": True, "exchange": "factors"},
+    },
     "bits": {"devices": [1, 1], "batches": BATCHES[:4], "model": WIDE, "options": {"exact_order": True}},
     "factors": {"devices": [1, 1], "batches": BATCHES[:4], "model": WIDE, "options": {"exchange": "factors"}},
     "rows": {"devices": [1, 1], "batches": BATCHES[:4], "model": {"takes_rows": True}},
@@ -44,8 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
     "draws": {**DRAWS, "batches": OF_ONE_LENGTH},
     "draws, each size": {**DRAWS, "batches": OF_ONE_LENGTH, "options": {"exchange": "dense", "dynamic": False}},
 }
-FAST = ("lengths", "2 x 2", "whole", "one text")
-AS_NUMBERS = ("factors", "rows", "draws, each size")
+FAST = ("lengths", "2 x 2", "one text")
+AS_NUMBERS = ("draws, each size",)
 AT_RANDOM = ("draws", "draws, each size")
 
 
@@ -81,7 +86,7 @@ def test_one_program_serves_all_lengths(found: Mapping[str, Any], case: str) -> 
         if case == "one changes" and rank == 0:
             assert own["programs"] == 1 and "i64[4, 6]" in own["text"]
         else:
-            most = {"from the first on": 1, "few": 4, "2 x 2": 4}.get(
+            most = {"from the first on": 1, "factors from the first on": 1, "few": 4, "2 x 2": 4}.get(
                 case, 3
             )  # batches of fewer texts come first, each alone
             assert own["programs"] <= most
@@ -89,27 +94,7 @@ def test_one_program_serves_all_lengths(found: Mapping[str, Any], case: str) -> 
 
 
 @pytest.mark.slow
-def test_workers_send_whole_gradients_and_say_why(found: Mapping[str, Any]) -> None:
-    for own in found["whole"][:2]:
-        assert (
-            "workers send gradients whole, none as factors, because sizes of arguments may become symbols"
-            in own["text"]
-        )
-        assert "sent as factors" not in own["text"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "why"),
-    [
-        ("factors", "workers may send each other factors of gradients, of which they know how many there are"),
-        (
-            "rows",
-            "workers send each other rows of the gradient of 'tokens.weight', of which they know how many there are",
-        ),
-    ],
-)
-def test_where_numbers_of_rows_are_told_sizes_are_numbers(found: Mapping[str, Any], case: str, why: str) -> None:
+@pytest.mark.parametrize("case", ["factors from the first on", "factors", "rows"])
+def test_numbers_of_factors_may_be_symbols(found: Mapping[str, Any], case: str) -> None:
     for own in found[case][:2]:
-        assert f"sizes of arguments are numbers: {why}" in own["text"]
-        assert ": size[" not in own["text"]
+        assert "sent as factors" in own["text"] and ": size[s0]" in own["text"]
