@@ -49,7 +49,7 @@ from mirrorc.options.step_options import (
 from mirrorc.options.step_pipeline import step_pipeline
 from mirrorc.options.table import MODES, OPTIONS, Distributed, FiniteCheck, LossReduction, Mode, checked_arguments
 from mirrorc.options.worker_options import check_devices_of_worker, joined_workers, worker_devices
-from mirrorc.runtime.codegen.backends import Backend, backend_named
+from mirrorc.runtime.codegen.regions import Backend, backend_named
 from mirrorc.step import Step, module_calls_of
 from mirrorc.user.optimizer_groups import OptimizerGroups, check_optimizers
 

@@ -39,7 +39,7 @@ from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.prediction import Foundations
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
-from mirrorc.runtime.state.shared.open_states import held_state
+from mirrorc.runtime.state.shared.shared_state import held_state
 from mirrorc.user.loop_warnings import GradientHabits
 from mirrorc.user.thread_modes import CallersModes
 

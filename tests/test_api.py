@@ -16,7 +16,7 @@ import mirrorc
 from mirrorc.capture.front_ends import front_end
 from mirrorc.ir.links import link_names
 from mirrorc.packing import ByBytes
-from mirrorc.runtime.codegen import backends
+from mirrorc.runtime.codegen import regions
 
 
 def compiled(model: nn.Module, **options: object) -> mirrorc.Step:
@@ -121,7 +121,7 @@ def test_types_name_the_texts_that_options_take() -> None:
 
     for option, choices in {
         "loss_reduction": {"mean", "sum"},
-        "backend": set(backends._backends),
+        "backend": set(regions._backends),
         "link": set(link_names()),
         "capture": {"auto", *front_end._front_ends},
     }.items():

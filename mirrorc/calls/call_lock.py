@@ -11,7 +11,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import message, problem
 from mirrorc.runtime.devices.thread_pool import is_thread_of_device
 from mirrorc.runtime.execution.interrupts import InterruptGuard
-from mirrorc.runtime.state.shared.call_owner import Callers
+from mirrorc.runtime.state.shared.shared_state import Callers
 
 _T = TypeVar("_T")
 _LONGEST_CLOSING_SECONDS = 5.0

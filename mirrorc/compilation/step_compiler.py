@@ -57,9 +57,8 @@ from mirrorc.runtime.codegen.regions import RegionCompiler, RegionFunction
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
-from mirrorc.runtime.profiling.clocks import clock_for
-from mirrorc.runtime.profiling.recorder import Recorder
-from mirrorc.runtime.state.shared.open_states import parameters_in_training
+from mirrorc.runtime.profiling.recorder import Recorder, clock_for
+from mirrorc.runtime.state.shared.shared_state import parameters_in_training
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.torch_internals import is_dense

@@ -12,7 +12,7 @@ from mirrorc.messages.problem import problem
 from mirrorc.options.option import WITHOUT_OPTIMIZER, Exclusion, OptionGroup, Request, option
 from mirrorc.pipeline.pipeline_edits import Placed
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.runtime.codegen.backends import backend_named
+from mirrorc.runtime.codegen.regions import backend_named
 
 # Backends and front ends from outside of the package may have any name; these are the package's own.
 BackendName = Literal["inductor", "eager"] | str

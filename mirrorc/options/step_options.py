@@ -22,7 +22,7 @@ from mirrorc.options.communication import Exchange
 from mirrorc.options.table import LossReduction
 from mirrorc.passes import ShareParameters
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.runtime.codegen.backends import Backend
+from mirrorc.runtime.codegen.regions import Backend
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
 

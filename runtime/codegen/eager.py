@@ -13,8 +13,8 @@ from mirrorc.analysis.graph.layouts import BY_POSITION, may_read_memory_in_order
 from mirrorc.custom_ops import out_products
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.rearrangements import VIEWS_IN_ORDER
-from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.codegen.graph_function import generate
+from mirrorc.runtime.codegen.regions import Backend, RegionFunction
 from mirrorc.torch_internals import SizesGivenUp, has_symbols, is_dense, schema_of, sizes_key, with_sizes_now
 
 

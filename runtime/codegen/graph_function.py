@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
@@ -10,9 +11,51 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from torch import fx
+from torch.profiler import record_function
 
-from mirrorc.runtime.codegen.bound_calls import WAITS, Asking, Constant, TwoPartCall
-from mirrorc.runtime.profiling.clocks import Clock
+from mirrorc.ir.nodes import is_compute, is_region_call, region_of
+from mirrorc.runtime.profiling.recorder import Clock
+from mirrorc.torch_internals import is_profiled
+
+
+class Constant:
+    """A node's value that is bound once, not computed in every step."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class TwoPartCall:
+    """A call in two parts: ``arrive`` takes the arguments and never blocks; ``leave`` waits for other graphs' calls.
+
+    A generated function with pauses yields between the parts.
+
+    Args:
+        may_end: return the function's output early if ``leave`` returns False.
+    """
+
+    def __init__(self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False) -> None:
+        self.arrive, self.leave, self.may_end = arrive, leave, may_end
+
+
+class Asking:
+    """A call with requests. The generated function first yields the requests; its caller resumes it once they are met.
+
+    Args:
+        asks: pairs of a function that makes a request, and the positions of its arguments among the call's.
+    """
+
+    def __init__(self, call: Callable[..., Any], asks: Sequence[tuple[Callable[..., Any], Sequence[int]]]) -> None:
+        self.call, self.asks = call, asks
+
+
+class _Waits:
+    pass
+
+
+WAITS = _Waits()
+"""Yielded before a call that waits for other graphs' calls."""
+
 
 _serial = itertools.count()
 _programs: weakref.WeakValueDictionary[str, GraphFunction] = weakref.WeakValueDictionary()
@@ -234,3 +277,53 @@ class _Generator:
         name = f"c{len(self.namespace)}"
         self.namespace[name] = value
         return name
+
+
+def with_profiler_ranges(function: GraphFunction) -> Callable[[list[Any]], Any]:
+    """The call of a device's function, with a profiler range around each inner call if a profiler is active."""
+    if not is_profiled():
+        return function.call
+    return functools.partial(_paused_in_ranges if function.pauses else _in_ranges, function)
+
+
+def _in_ranges(function: GraphFunction, values: list[Any]) -> Any:
+    plain = _named(function)
+    try:
+        return function.call(values)
+    finally:
+        function.namespace.update(plain)
+
+
+def _paused_in_ranges(function: GraphFunction, values: list[Any]) -> Iterator[Any]:
+    plain = _named(function)
+    try:
+        return (yield from function.call(values))
+    finally:
+        function.namespace.update(plain)
+
+
+def _named(function: GraphFunction) -> Mapping[str, Any]:
+    plain = {name: function.namespace[name] for name, node in function.calls.items() if _is_named(node)}
+    for name, bound in plain.items():
+        function.namespace[name] = _ranged(range_name(function.calls[name], function.title), bound)
+    return plain
+
+
+def _is_named(node: fx.Node) -> bool:
+    return is_region_call(node) or not (is_compute(node) or node.target.__module__ == "_operator")
+
+
+def range_name(node: fx.Node, device: str) -> str:
+    if is_region_call(node):
+        return f"mirrorc::{region_of(node)} {device}"
+    bucket = f" b{node.kwargs['bucket']}" if isinstance(node.kwargs.get("bucket"), int) else ""
+    bucket += f" pack {node.kwargs['pack']}" if node.kwargs.get("pack") is not None else ""
+    return f"mirrorc::{getattr(node.target, '__name__', node.target)}{bucket} {device}"
+
+
+def _ranged(name: str, bound: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return bound(*args, **kwargs)
+
+    return run

@@ -11,10 +11,10 @@ from torch import fx
 
 from mirrorc.custom_ops import out_products
 from mirrorc.custom_ops.eager_calls import OPAQUE
-from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.codegen.eager import EagerBackend
+from mirrorc.runtime.codegen.regions import Backend, RegionFunction
 from mirrorc.runtime.codegen.unfolded_dims import unfold_dims
-from mirrorc.runtime.devices.current import made_current
+from mirrorc.runtime.devices.events import made_current
 from mirrorc.torch_internals import (
     call_directly,
     compile_with_inductor,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mirrorc.runtime.communication.base import Communicator
-from mirrorc.runtime.communication.communicators import (
+from mirrorc.runtime.communication.base import (
+    Communicator,
     communicator_for,
     communicators_of,
     register_communicator,

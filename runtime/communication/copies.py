@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from mirrorc.ir.variables import share_bounds
-from mirrorc.runtime.communication.base import Communicator
-from mirrorc.runtime.communication.communicators import register_communicator
+from mirrorc.runtime.communication.base import Communicator, register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous
 from mirrorc.runtime.devices.events import record_event, wait_event
 

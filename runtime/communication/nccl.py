@@ -11,8 +11,7 @@ from torch.cuda import nccl
 
 from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
-from mirrorc.runtime.communication.base import Communicator
-from mirrorc.runtime.communication.communicators import register_communicator
+from mirrorc.runtime.communication.base import Communicator, register_communicator
 from mirrorc.runtime.communication.rendezvous import Tag
 from mirrorc.runtime.devices.events import record_event, wait_event
 

@@ -9,11 +9,9 @@ import torch
 
 from mirrorc.ir.routes import Route
 from mirrorc.ir.variables import share_bounds
-from mirrorc.runtime.communication.base import Communicator
-from mirrorc.runtime.communication.communicators import register_communicator
+from mirrorc.runtime.communication.base import Communicator, register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
-from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, unmade_sum
-from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, add_visited
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, UnmadeShare, Visit, add_visited, unmade_sum
 
 
 @register_communicator

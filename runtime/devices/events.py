@@ -1,4 +1,4 @@
-"""Events, which order the streams of a GPU; no-ops on CPUs."""
+"""The current GPU, and events, which order its streams; no-ops on CPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def made_current(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
+    if device is None or device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def record_event(device: torch.device) -> Any:

@@ -11,22 +11,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from mirrorc.analysis.communication.plain_exchanges import exchanges_as_plain_pytorch
 from mirrorc.analysis.communication.worker_meetings import worker_meetings
 from mirrorc.custom_ops.replica_collectives import exchanging
+from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.program import ArgumentKind, Program
+from mirrorc.runtime.codegen.graph_function import GraphFunction, generate, with_profiler_ranges
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator, communicators_of
 from mirrorc.runtime.communication.plain_exchanges import PlainExchanges
 from mirrorc.runtime.communication.replica_values import ReplicaValues
 from mirrorc.runtime.devices.events import record_event, wait_device
-from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.devices.uninterrupted import completed
 from mirrorc.runtime.execution.binding.binder import Binder
-from mirrorc.runtime.execution.binding.bound_functions import BoundFunctions
-from mirrorc.runtime.execution.binding.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave
+from mirrorc.runtime.execution.binding.eager_backward import driven, waits_between
+from mirrorc.runtime.execution.binding.interleaving import (
+    InterleavingTrial,
+    PausingStep,
+    can_interleave,
+    interleave,
+    pauses_at,
+)
 from mirrorc.runtime.execution.binding.step_outputs import StepOutputs
 from mirrorc.runtime.execution.commit.commit_point import OtherWorkers
 from mirrorc.runtime.execution.commit.finite_checks import commit_point_of
@@ -35,19 +43,63 @@ from mirrorc.runtime.execution.commit.used_variables import UsedVariables
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
-from mirrorc.runtime.execution.profiler_ranges import with_profiler_ranges
-from mirrorc.runtime.execution.replica_arguments import replica_arguments
+from mirrorc.runtime.execution.replica_arguments import HostCopies, replica_arguments
 from mirrorc.runtime.execution.step_failures import explain_failure, note_if_torn
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
-from mirrorc.runtime.state.shares.gradient_shares import forget_writes
+from mirrorc.runtime.state.shares.pieces import forget_writes
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.buckets.exchanges import exchanges_of
 from mirrorc.runtime.workers.buckets.replica_values import WorkerValues
 from mirrorc.runtime.workers.protocol.vote import Columns, Vote
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.torch_internals import is_plain_thread
+
+
+class BoundFunctions:
+    """One function per replica, bound again for each memory layout. Functions in ``pausing`` yield at `pauses_at`."""
+
+    def __init__(self, program: Program, binder: Binder, recorder: Recorder | None) -> None:
+        self._program, self._binder, self._recorder = program, binder, recorder
+        self._layout = -1
+        self.whole: list[GraphFunction] = []
+        self.pausing: list[GraphFunction] = []
+
+    def bind(self) -> None:
+        if self._layout == self._binder.state.layout:
+            return
+        self._binder.pieces.clear()
+        self._binder.summed_pieces.clear()
+        self._binder.all_deferred.clear()
+        self.whole, self.pausing = self._generate(), []
+        if self._recorder is not None:
+            self._recorder.nodes = [function.marked for function in self.whole]
+        self._layout = self._binder.state.layout
+
+    def bind_pausing(self) -> None:
+        if not self.pausing:
+            self.pausing = self._generate(pauses_at)
+
+    def _generate(self, pauses: Callable[[fx.Node], bool] = lambda _: False) -> list[GraphFunction]:
+        clocks = self._recorder.clocks if self._recorder is not None else [None] * self._program.num_replicas
+        bind = self._binder.bind
+        functions = [
+            generate(
+                name,
+                module.graph,
+                functools.partial(bind, r),
+                boxed=is_region_call,
+                clock=clocks[r],
+                pauses=pauses,
+                waits=waits_between(self._program, module.graph).__contains__,
+            )
+            for r, (name, module) in enumerate(self._program.device_graphs.items())
+        ]
+        for function in functions:
+            if function.asks:
+                function.call = driven(function)
+        return functions
 
 
 class Executor:

@@ -16,7 +16,7 @@ from mirrorc.ir.program import Region
 from mirrorc.printing.printed_values import type_of
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.codegen.regions import RegionFunction, retarget
-from mirrorc.runtime.devices.current import made_current
+from mirrorc.runtime.devices.events import made_current
 from mirrorc.torch_internals import inductor_wrapper, size_now, storage_key, watched_operators, with_sizes_now
 
 

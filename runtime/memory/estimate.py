@@ -20,7 +20,7 @@ from mirrorc.runtime.memory.activations import Activations, Moment, activations_
 from mirrorc.runtime.memory.dry_run import DryRun, dry_run
 from mirrorc.runtime.memory.report import GRADIENT_PARTS, DeviceMemory, HeldMemory, LiveValue, MemoryPeak, MemoryReport
 from mirrorc.runtime.state.optimizers.flat_optimizer import UpdateMemory
-from mirrorc.runtime.state.shares.gradient_shares import pieces_of_share
+from mirrorc.runtime.state.shares.pieces import pieces_of_share
 from mirrorc.runtime.state.step_state import StepState
 
 _MOST_LISTED = 5  # values at the peak

@@ -1,10 +1,11 @@
-"""Attributes each nanosecond of a device's step to one part."""
+"""Attributes each nanosecond of a device's step to one part, and rounds printed times so that they add up."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import fx
@@ -90,3 +91,28 @@ def apportioned(values: Sequence[float], num_units: int) -> list[int]:
     for i in by_remainder[: num_units - sum(whole)]:
         whole[i] += 1
     return whole
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Milliseconds as whole units of the last printed digit."""
+
+    digits: int
+
+    @classmethod
+    def for_step(cls, step_ms: float) -> Rounding:
+        return cls(3 if step_ms < 10 else 2 if step_ms < 1000 else 1)
+
+    def text(self, ms: float) -> str:
+        return f"{ms:.{self.digits}f}"
+
+    def units(self, ms: float) -> int:
+        """Derived from the text, because ``round(ms * scale)`` may round a tie differently."""
+        return round(float(self.text(ms)) * 10**self.digits)
+
+    def text_of(self, units: int) -> str:
+        return self.text(units / 10**self.digits)
+
+    def adding_up(self, values: Iterable[float], total: float) -> list[str]:
+        """Texts whose sum is the text of the total."""
+        return [self.text_of(units) for units in apportioned([*values], self.units(total))]

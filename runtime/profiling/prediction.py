@@ -27,9 +27,8 @@ from mirrorc.ir.nodes import is_region_call, region_of
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.runtime.profiling.accounting import typical
-from mirrorc.runtime.profiling.clocks import nanoseconds
 from mirrorc.runtime.profiling.collectives import collectives_of, skew_ns
-from mirrorc.runtime.profiling.recorder import Call, RecordedStep
+from mirrorc.runtime.profiling.recorder import Call, RecordedStep, nanoseconds
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from collections.abc import Hashable
 from mirrorc.ir.program import Program
 from mirrorc.runtime.state.evaluation_state import EvaluationState
 from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients, Examples
-from mirrorc.runtime.state.state_view import StateView
-from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.step_state import StateView, StepState
 
 
 class AccumulationState(StateView):

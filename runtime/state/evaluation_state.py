@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from mirrorc.ir.program import Program
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
-from mirrorc.runtime.state.state_view import StateView
+from mirrorc.runtime.state.step_state import StateView
 
 
 class EvaluationState(StateView):

@@ -1,4 +1,4 @@
-"""The state of a step: variables and optimizers."""
+"""The state of a step, variables and optimizers, and its view in calls without updates."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from mirrorc.runtime.state.gradients.residuals import UnsentGradients
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers, Laid
 from mirrorc.runtime.state.optimizers.flat_optimizer import UpdateMemory
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
-from mirrorc.runtime.state.shared import open_states
-from mirrorc.runtime.state.shared.call_owner import Callers
-from mirrorc.runtime.state.shared.shared_state import HeldState, Hold
+from mirrorc.runtime.state.shared import shared_state
+from mirrorc.runtime.state.shared.shared_state import Callers, HeldState, Hold
 from mirrorc.runtime.state.shared.torn_state import TornState, refuse_torn
 from mirrorc.runtime.state.variables.layout import FlatBucket, Layout, Moved
 from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
-from mirrorc.runtime.state.variables.saved_buffers import SavedBuffers
-from mirrorc.runtime.state.variables.step_variables import StepVariables
+from mirrorc.runtime.state.variables.step_variables import SavedBuffers, StepVariables
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -94,19 +92,19 @@ class StepState:
                 self.loss_scale.close()
 
     def begin_use(self) -> None:
-        open_states.begin_use(self._held)
+        shared_state.begin_use(self._held)
 
     def take_in(
         self, outside: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
     ) -> None:
-        open_states.take_in(self._hold, outside, counters, written)
+        shared_state.take_in(self._hold, outside, counters, written)
 
     def keep_only(self, names: Collection[str]) -> None:
         if self.store.drop_unless(names):
             self._held.release()
 
     def reads(self, constants: Collection[torch.Tensor]) -> None:
-        open_states.reads(self._held, constants)
+        shared_state.reads(self._held, constants)
 
     @property
     def is_behind(self) -> bool:
@@ -283,3 +281,35 @@ class StepState:
         writes.
         """
         self._held.gradients_writer = writer
+
+
+class StateView:
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+
+    @property
+    def store(self) -> StepVariables:
+        return self._state.store
+
+    @property
+    def buckets(self) -> Sequence[FlatBucket]:
+        return self._state.buckets
+
+    @property
+    def optimizers(self) -> BucketOptimizers:
+        return self._state.optimizers
+
+    @property
+    def reserved(self) -> ReservedMemory:
+        return self._state.reserved
+
+    @property
+    def layout(self) -> int:
+        return self._state.layout
+
+    @property
+    def num_skipped(self) -> int:
+        return self._state.num_skipped
+
+    def begin(self) -> None:
+        pass

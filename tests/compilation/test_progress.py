@@ -25,8 +25,7 @@ import mirrorc
 from mirrorc.compilation import progress
 from mirrorc.compilation.progress import free_terminal
 from mirrorc.ir.program import Program, Region, Stage
-from mirrorc.runtime.codegen.backends import RegionFunction
-from mirrorc.runtime.codegen.regions import RegionCompiler
+from mirrorc.runtime.codegen.regions import RegionCompiler, RegionFunction
 
 SHOWS_CURSOR = "\x1b[?25h"
 

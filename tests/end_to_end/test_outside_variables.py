@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from twins import compiled_step
 
 import mirrorc
-from mirrorc.runtime.state.shared import open_states
+from mirrorc.runtime.state.shared import shared_state
 
 COPIES = {"link": "copy", "disable": ("share-parameters",)}
 ADAMW, SGD = functools.partial(torch.optim.AdamW, lr=0.05), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -481,7 +481,7 @@ def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, mon
     plain.losses[1] = lambda y, target: y.mean()
     take_turns(own, plain, 0, 1)
     reaches[0] = True
-    take_in = open_states.take_in
+    take_in = shared_state.take_in
 
     def interrupted(*args: Any) -> None:
         monkeypatch.undo()
@@ -493,7 +493,7 @@ def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, mon
             sys.settrace(before)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(open_states, "take_in", interrupted)
+    monkeypatch.setattr(shared_state, "take_in", interrupted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with unchanged(own.nets), pytest.raises(KeyboardInterrupt):

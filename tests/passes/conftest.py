@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mirrorc.runtime.codegen.backends import register_backend, unregister_backend
 from mirrorc.runtime.codegen.eager import EagerBackend
+from mirrorc.runtime.codegen.regions import register_backend, unregister_backend
 from mirrorc.torch_internals import inductor_decompositions
 
 

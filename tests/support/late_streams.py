@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mirrorc.runtime.devices import events, host_copies
+from mirrorc.runtime.devices import events
+from mirrorc.runtime.execution import replica_arguments
 
 
 class LateEvent:
@@ -105,7 +106,7 @@ class LateGpu:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self._current)
         monkeypatch.setattr(events, "record_event", self.record_event)
         for name in ("record_event", "copied_to"):
-            monkeypatch.setattr(host_copies, name, getattr(self, name))
+            monkeypatch.setattr(replica_arguments, name, getattr(self, name))
         monkeypatch.setattr(
-            host_copies, "reserve_for", lambda t, stream: self.kept.setdefault(id(t), []).append(stream)
+            replica_arguments, "reserve_for", lambda t, stream: self.kept.setdefault(id(t), []).append(stream)
         )

@@ -22,7 +22,7 @@ from mirrorc.ir.nodes import bucket_of, is_compute, pack_of
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
-from mirrorc.runtime.codegen.bound_calls import Constant, TwoPartCall
+from mirrorc.runtime.codegen.graph_function import Constant, TwoPartCall
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.communication.replica_values import ReplicaValues
@@ -36,14 +36,15 @@ from mirrorc.runtime.execution.commit.update_progress import UpdateProgress, is_
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradients.sparse_rows import add_up_rows, note_rows, rows_written, write_rows
 from mirrorc.runtime.state.shares.deferred_tables import DeferredTables
-from mirrorc.runtime.state.shares.gradient_shares import (
+from mirrorc.runtime.state.shares.pieces import (
+    FactoredBucket,
     MadeShare,
+    Piece,
     UnmadeShare,
     make_pieces,
     make_whole,
     pieces_of_share,
 )
-from mirrorc.runtime.state.shares.pieces import FactoredBucket, Piece
 from mirrorc.runtime.workers.buckets.replica_values import WorkerValues
 from mirrorc.torch_internals import copy_each
 

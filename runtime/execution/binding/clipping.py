@@ -17,8 +17,7 @@ from mirrorc.ir.value_types import value_type
 from mirrorc.runtime.execution.binding.binder import Binder, binds
 from mirrorc.runtime.execution.commit.part_visitors import BoundVisitor, NormVisitor, norm_of, norms_of_all
 from mirrorc.runtime.state.shares.deferred_tables import DeferredTables
-from mirrorc.runtime.state.shares.gradient_shares import forget_writes
-from mirrorc.runtime.state.shares.pieces import bounding_by, scaling_by
+from mirrorc.runtime.state.shares.pieces import bounding_by, forget_writes, scaling_by
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import scale_each
 

@@ -18,8 +18,7 @@ from mirrorc.messages.problem import problem
 from mirrorc.runtime.execution.binding.binder import Binder, binds, binds_waits
 from mirrorc.runtime.state.gradients.residuals import UnsentGradients
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.workers.buckets.payload import SentPart, SentPayload
-from mirrorc.runtime.workers.buckets.top_k import LargestElements
+from mirrorc.runtime.workers.buckets.payload import LargestElements, SentPart, SentPayload
 
 LaunchPart = Callable[[int, int, Callable[[], SentPart]], None]
 """See `mirrorc.runtime.communication.Communicator.launch_part`."""

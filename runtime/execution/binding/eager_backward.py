@@ -14,8 +14,7 @@ from mirrorc.custom_ops.eager_calls import backward_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program
-from mirrorc.runtime.codegen.bound_calls import WAITS, Asking
-from mirrorc.runtime.codegen.graph_function import GraphFunction
+from mirrorc.runtime.codegen.graph_function import WAITS, Asking, GraphFunction
 
 
 class Asked:

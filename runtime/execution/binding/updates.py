@@ -1,4 +1,4 @@
-"""Nodes that update parameters."""
+"""Nodes that update parameters, accumulate gradients over calls, or leave them to the user."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import fx
 
 from mirrorc.analysis.buckets.rescaling import scaling_factor
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of
+from mirrorc.ir.nodes import bucket_of, pack_of
 from mirrorc.runtime.execution.binding.binder import Binder, binds
 from mirrorc.runtime.execution.binding.clipping import making_deferred, scaling
-from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
-from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
-from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare
-from mirrorc.runtime.state.shares.pieces import scaling_by
+from mirrorc.runtime.state.evaluation_state import EvaluationState
+from mirrorc.runtime.state.gradient_state import GradientState
+from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer, SlotOptimizer
+from mirrorc.runtime.state.shares.pieces import UnmadeShare, scaling_by
 from mirrorc.runtime.state.variables.reserved_memory import OF_PARTS
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # what is smaller has no inverse
@@ -94,3 +95,42 @@ def _usual(factor: torch.Tensor) -> float | None:
     number = factor.item()
     is_usual = number != 1.0 and _SMALLEST <= abs(number) <= 1 / _SMALLEST
     return number if is_usual else None
+
+
+@binds(ops.accumulate)
+def _bind_accumulate(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    accumulated, bucket = _accumulated(binder), bucket_of(node)
+
+    def accumulate(packed: torch.Tensor, **_: Any) -> None:
+        accumulated.add(bucket, replica, packed)
+
+    return accumulate
+
+
+@binds(ops.add_accumulated)
+def _bind_add_accumulated(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    accumulated, bucket = _accumulated(binder), bucket_of(node)
+    packs = binder.program.buckets[bucket].packs
+    elements = next((slice(pack.start, pack.stop) for pack in packs if pack.number == pack_of(node)), slice(None))
+
+    def add_accumulated(packed: torch.Tensor, **_: Any) -> torch.Tensor:
+        accumulated.add_to(bucket, replica, packed, elements)
+        return packed
+
+    return add_accumulated
+
+
+def _accumulated(binder: Binder) -> AccumulatedGradients:
+    assert not isinstance(binder.state, EvaluationState), "an evaluation has no gradients"
+    return binder.state.accumulated
+
+
+@binds(ops.add_to_grad)
+def _bind_add_to_grad(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    state, bucket = binder.state, bucket_of(node)
+    assert isinstance(state, GradientState), "a program for gradients has their state"
+
+    def add_to_grad(gradient: torch.Tensor, **_: Any) -> None:
+        state.add(bucket, gradient, binder.unused(bucket))
+
+    return add_to_grad

@@ -12,11 +12,16 @@ import torch
 
 from mirrorc.ir.buckets import Bucket
 from mirrorc.runtime.devices.process_memory import return_freed_memory
-from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer, SlotOptimizer, UpdateMemory, update_memory
 from mirrorc.runtime.state.optimizers.flat_state import FlatState, Laid, Shown, UserState
-from mirrorc.runtime.state.optimizers.sharded_state import has_dealt_state, refuse_dealt_state, watch_dealt_state
-from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
-from mirrorc.runtime.state.optimizers.user_state import ShownNumbers, ShownState, are_the_same
+from mirrorc.runtime.state.optimizers.user_state import (
+    ShownNumbers,
+    ShownState,
+    are_the_same,
+    has_dealt_state,
+    refuse_dealt_state,
+    watch_dealt_state,
+)
 from mirrorc.runtime.state.optimizers.user_steps import InternalSteps, UserSteps
 from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.variables.variables import VariableStore

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
-from mirrorc.runtime.state.optimizers.sharded_state import DealtState
-from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
-from mirrorc.runtime.state.optimizers.user_state import ShownNumbers
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer, SlotOptimizer
+from mirrorc.runtime.state.optimizers.user_state import DealtState, ShownNumbers
 from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 from mirrorc.user.optimizer_kinds import SCALAR_STATE, flat_entries
 

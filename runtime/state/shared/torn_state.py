@@ -12,7 +12,7 @@ from torch import nn
 from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted, listed
-from mirrorc.runtime.state.variables.watched_tensor import Watched
+from mirrorc.runtime.state.variables.variables import Watched
 from mirrorc.torch_internals import calls_step_hooks
 
 _torn: weakref.WeakSet[TornState] = weakref.WeakSet()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mirrorc.runtime.state.shares.pieces import FactoredPiece, Factors, Piece, Visit
-from mirrorc.runtime.state.shares.table_pieces import OwnRows, TablePiece
+from mirrorc.runtime.state.shares.product_pieces import OwnRows, TablePiece
 from mirrorc.torch_internals import norms_of_each, subtract_each
 
 _MARGIN = 16.0  # between a bound and the largest number, for rounding errors

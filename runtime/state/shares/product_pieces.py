@@ -1,9 +1,10 @@
-"""Shares of matrix products; each piece is a rectangle of a matrix."""
+"""Shares of matrix products and of tables' gradients; each piece is a rectangle of a matrix."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from mirrorc.runtime.state.shares.pieces import (
     Take,
     Visit,
     makes_shares_of,
+    visit_parts,
 )
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -109,3 +111,111 @@ def _add_products(pairs: Pairs, out: torch.Tensor) -> None:
 
 def _is_single_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
     return num_inner * (m + n) < m * n * (num_pairs - 1)
+
+
+OwnRows = tuple[torch.Tensor, torch.Tensor]
+"""Row indices in a rectangle (int64, in separate memory), and the rows to add there."""
+
+
+@makes_shares_of(ops.index_add)
+@dataclass
+class TablePiece(Rectangle):
+    """A rectangle of a table's gradient, in memory that is zero except for a step's rows.
+
+    ``written``: the last step's row indices within the rectangle; None for unknown content.
+    """
+
+    padding_idx: int = -1
+    num_rows: int = 0
+    written: Sequence[torch.Tensor] | None = None
+
+    @classmethod
+    def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
+        for piece in super().cut(slot, factored, first, last, **details):
+            yield replace(piece, num_rows=slot.shape[0])
+
+    def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
+        self.add_rows([self._select(part) for part in factors], total)
+
+    def add_rows(self, parts: Sequence[OwnRows], total: torch.Tensor) -> None:
+        out = total.view(self._sizes()[0], -1)
+        written, self.written = self.written, None
+        if written is None:
+            out.zero_()
+        for places in written or ():
+            out.index_fill_(0, places, 0.0)
+        for places, rows in parts:
+            out.index_add_(0, places, rows)
+        self.written = [places for places, _ in parts]
+
+    def _select(self, factors: Factors) -> OwnRows:
+        rows, places = self.rows_and_places(factors)
+        positions = self._positions_of_rows(places)
+        if positions is None:  # the batch may be overwritten before the next step clears the rows
+            return places.to(torch.int64, copy=True) - self.rows.start, rows
+        return places.index_select(0, positions).long() - self.rows.start, rows.index_select(0, positions)
+
+    def _positions_of_rows(self, places: torch.Tensor) -> torch.Tensor | None:
+        conditions = [places >= self.rows.start] if self.rows.start else []
+        if self.rows.stop < self.num_rows:
+            conditions.append(places < self.rows.stop)
+        if self.rows.start <= self.padding_idx < self.rows.stop:
+            conditions.append(places != self.padding_idx)
+        return functools.reduce(torch.logical_and, conditions).nonzero().squeeze(1) if conditions else None
+
+    @property
+    def num_rows_here(self) -> int:
+        return self._sizes()[0]
+
+    def rows_and_places(self, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+        """A microbatch's rows, 2-D, and their row numbers in the table, inside this rectangle or not."""
+        rows, indices = factors
+        return rows.reshape(-1, rows.shape[-1])[:, self.columns], indices.reshape(-1)
+
+    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
+        factors = self.factors_in(buckets)
+        if visit.defer is not None and self.has_few_rows(factors):
+            visit.defer(self, factors, total)
+        else:
+            self.add_up(factors, total)
+            self.visit_made(total, visit)
+
+    def has_few_rows(self, factors: Sequence[Factors]) -> bool:
+        num_added = sum(indices.numel() for _, indices in factors)
+        return 0 < 2 * num_added < self.num_rows_here and factors[0][0].is_floating_point()
+
+    def visit_made(self, total: torch.Tensor, visit: Visit) -> None:
+        if 2 * self.num_made > total.numel():
+            visit_parts(total, visit)
+            return
+        if not self.written:
+            return
+        places = torch.cat(list(self.written))
+        out = total.view(self.rows.stop - self.rows.start, -1)
+        if not visit.writes:
+            visit_parts(out[places.unique()].view(-1), visit)
+            return
+        rows = out[places]
+        visit_parts(rows.view(-1), visit)
+        out.index_copy_(0, places, rows)  # a row that is there twice is written twice, with the same numbers
+
+    @property
+    def num_made(self) -> int:
+        """The number of written rows; repeated rows count each time."""
+        if self.written is None:
+            return self.stop - self.start
+        return sum(map(len, self.written)) * self._sizes()[1]
+
+    def forget(self) -> None:
+        self.written = None
+
+    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+        parts = [rows for replica_factors in factors for rows, _ in replica_factors[self.factored]]
+        if (
+            self.rows == slice(0, self.num_rows)
+            and self.padding_idx < 0
+            and all(rows.dim() == 2 or rows.is_contiguous() for rows in parts)
+        ):
+            return 0
+        rows = max(parts, key=torch.Tensor.numel)
+        return rows.numel() // len(factors) * rows.itemsize

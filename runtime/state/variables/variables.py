@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,19 +14,129 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.runtime.devices.process_memory import return_freed_memory
-from mirrorc.runtime.state.variables.allocation import (
+from mirrorc.runtime.state.variables.layout import (
+    FlatBucket,
+    Layout,
+    Moved,
     allocate_buckets,
     allocate_per_replica,
     check_members,
     check_type,
     mirror_first,
+    names_in,
     shared_copies,
 )
-from mirrorc.runtime.state.variables.layout import FlatBucket, Layout, Moved, names_in
-from mirrorc.runtime.state.variables.members import Members, counters_among
 from mirrorc.runtime.state.variables.user_buffers import CopiesOfShown
-from mirrorc.runtime.state.variables.watched_tensor import Watched, count_write, leave_homes_of_others, memory_of
 from mirrorc.user.aliased_tensors import refuse_shared_memory, warn_of_holders
+
+
+@dataclass
+class Watched:
+    """A tensor as mirrorc last used it. ``home`` is its memory in mirrorc's buffers, or None."""
+
+    tensor: torch.Tensor
+    version: int
+    address: int
+    home: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, home: torch.Tensor | None) -> Watched:
+        return cls(tensor, tensor._version, tensor.data_ptr(), home)
+
+    def has_changed(self) -> bool:
+        return self.tensor._version != self.version or self.has_moved()
+
+    def has_moved(self) -> bool:
+        return self.tensor.data_ptr() != self.address
+
+    def note(self) -> None:
+        self.version, self.address = self.tensor._version, self.tensor.data_ptr()
+
+
+def count_write(written: Collection[Watched]) -> None:
+    """Increments versions of tensors that mirrorc has written, and marks the tensors as unchanged."""
+    torch.autograd.graph.increment_version([watched.tensor for watched in written])
+    for watched in written:
+        watched.version = watched.tensor._version
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def leave_homes_of_others(changed: Collection[Watched], watched: Collection[Watched]) -> None:
+    """Allocates memory for tensors that the user put into other variables' homes, as in a swap."""
+    homes = {memory_of(entry.home) for entry in watched if entry.home is not None}
+    for entry in changed:
+        is_home = entry.home is not None and entry.tensor.data_ptr() == entry.home.data_ptr()
+        if not is_home and memory_of(entry.tensor) in homes:
+            entry.tensor.data = entry.tensor.detach().clone()
+
+
+_COUNTER = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class Members:
+    """The tensors of a store. Immutable, because a call in another thread may iterate over them.
+
+    Attributes:
+        names: id of a tensor -> its name.
+        guarded: variables with guards on shape and dtype; a change compiles a new program.
+        counters: id of a statistic -> id of its counter; forwards do not change the statistic's version.
+    """
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
+    guarded: frozenset[str] = frozenset()
+    counters: Mapping[int, int] = field(default_factory=dict)
+
+    def with_added(
+        self, tensors: Mapping[str, torch.Tensor], counters: Mapping[int, int], *, are_guarded: bool = False
+    ) -> Members:
+        """Adds tensors. Members may be among them, under the same names."""
+        new = tensors.keys() - self.tensors.keys()
+        return Members(
+            {**self.tensors, **tensors},
+            {**self.names, **{id(tensor): name for name, tensor in tensors.items()}},
+            self.guarded | new if are_guarded else self.guarded - tensors.keys(),
+            {**self.counters, **counters},
+        )
+
+    def joined(self, other: Members, names: Mapping[str, str]) -> Members:
+        new = {names[name]: tensor for name, tensor in other.tensors.items() if names[name] not in self.tensors}
+        return Members(
+            {**self.tensors, **new},
+            {**self.names, **{id(tensor): name for name, tensor in new.items()}},
+            self.guarded | (new.keys() & {names[name] for name in other.guarded}),
+            {**other.counters, **self.counters},
+        )
+
+    def only(self, remaining: Collection[str]) -> Members:
+        names = {key: name for key, name in self.names.items() if name in remaining}
+        return Members(
+            {name: tensor for name, tensor in self.tensors.items() if name in remaining},
+            names,
+            self.guarded.intersection(remaining),
+            {key: counter for key, counter in self.counters.items() if key in names and counter in names},
+        )
+
+    def counter_of(self, name: str) -> str | None:
+        tensor = self.tensors.get(name)
+        return self.names.get(self.counters[id(tensor)]) if id(tensor) in self.counters else None
+
+    def counted(self) -> set[str]:
+        return {self.names[key] for pair in self.counters.items() for key in pair if key in self.names}
+
+
+def counters_among(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
+    """Ids of a model's statistics -> ids of their counters, which are buffers of the same module."""
+    counters = {}
+    for name, tensor in tensors.items():
+        counter = tensors.get(f"{name.rpartition('.')[0]}.{_COUNTER}".removeprefix("."))
+        if counter is not None and counter is not tensor and not isinstance(tensor, torch.nn.Parameter):
+            counters[id(tensor)] = id(counter)
+    return counters
 
 
 class VariableStore:

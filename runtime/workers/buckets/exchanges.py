@@ -17,8 +17,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import problem
 from mirrorc.runtime.communication import Communicator
-from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, make_pieces
-from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, UnmadeShare, Visit, make_pieces
 from mirrorc.runtime.workers.buckets.factor_messages import FactorMessage, Gathering, NumRows, RowsOf
 from mirrorc.runtime.workers.buckets.joint_launches import JointLaunches, Launch
 from mirrorc.runtime.workers.buckets.payload import SentPart

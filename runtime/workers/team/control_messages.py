@@ -15,9 +15,8 @@ from mirrorc.cluster.consistency import StoreTransport, Transport, compare, dige
 from mirrorc.errors import CommunicationError
 from mirrorc.messages.problem import with_line
 from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState
-from mirrorc.runtime.workers.team.published_failures import PublishedFailures
-from mirrorc.runtime.workers.transport.connect import all_texts
-from mirrorc.runtime.workers.transport.connections import Connections
+from mirrorc.runtime.workers.team.step_watcher import PublishedFailures
+from mirrorc.runtime.workers.transport.connections import Connections, all_texts
 from mirrorc.runtime.workers.transport.lane import LostConnectionError, in_words
 
 _LONGEST_ANSWER_SECONDS = 10.0  # of the store, after the time to wait for others

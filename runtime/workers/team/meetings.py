@@ -11,11 +11,9 @@ from mirrorc.cluster import Cluster
 from mirrorc.errors import CommunicationError
 from mirrorc.messages.problem import problem
 from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState
-from mirrorc.runtime.workers.protocol.header import NUM_FIELDS, Agreement, Header, agreement
-from mirrorc.runtime.workers.protocol.known_counts import Counts, KnownCounts
+from mirrorc.runtime.workers.protocol.header import NUM_FIELDS, Agreement, Counts, Header, KnownCounts, agreement
 from mirrorc.runtime.workers.team.control_messages import ControlCollectives
-from mirrorc.runtime.workers.team.published_failures import PublishedFailures
-from mirrorc.runtime.workers.team.step_watcher import StepWatcher
+from mirrorc.runtime.workers.team.step_watcher import PublishedFailures, StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
 
 _IN_WORDS = {

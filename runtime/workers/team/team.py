@@ -16,14 +16,12 @@ from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.lost_in_rounds import cause_of_exit, in_short
 from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState, Failure
-from mirrorc.runtime.workers.protocol.header import Agreement, Header
-from mirrorc.runtime.workers.protocol.known_counts import Counts
+from mirrorc.runtime.workers.protocol.header import Agreement, Counts, Header
 from mirrorc.runtime.workers.protocol.vote import Columns, Outcome, Vote, outcome
 from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
 from mirrorc.runtime.workers.team.meetings import Details, Meetings
-from mirrorc.runtime.workers.team.published_failures import PublishedFailures
-from mirrorc.runtime.workers.team.step_watcher import StepWatcher
+from mirrorc.runtime.workers.team.step_watcher import PublishedFailures, StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, PayloadError
 

@@ -12,7 +12,7 @@ from mirrorc.analysis.graph.decompositions import gelu, gelu_backward
 from mirrorc.ir.program import Program
 from mirrorc.passes import DecomposeGelu
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.codegen.backends import backend_named
+from mirrorc.runtime.codegen.regions import backend_named
 from mirrorc.torch_internals import has_cpp_compiler
 from mirrorc.verifier.verifier import Verify
 

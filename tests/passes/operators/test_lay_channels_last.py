@@ -13,7 +13,7 @@ from mirrorc.ir.program import Program
 from mirrorc.options.table import grouped
 from mirrorc.passes import LayChannelsLast, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.codegen.backends import backend_named
+from mirrorc.runtime.codegen.regions import backend_named
 from mirrorc.torch_internals import has_cpp_compiler
 from mirrorc.verifier.verifier import Verify
 

@@ -21,7 +21,7 @@ from mirrorc.options.table import grouped
 from mirrorc.passes import PadProducts, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.runtime.codegen.backends import backend_named
+from mirrorc.runtime.codegen.regions import backend_named
 from mirrorc.torch_internals import is_operator
 from mirrorc.verifier.verifier import Verify
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.custom_ops.out_products import mm_into
 from mirrorc.ir.program import Region
-from mirrorc.runtime.codegen.backends import backend_named
+from mirrorc.runtime.codegen.regions import backend_named
 
 aten = torch.ops.aten
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import fx
 
-from mirrorc.runtime.codegen.bound_calls import Constant, TwoPartCall
-from mirrorc.runtime.codegen.graph_function import failing_nodes, generate
-from mirrorc.runtime.profiling.clocks import Clock
+from mirrorc.runtime.codegen.graph_function import Constant, TwoPartCall, failing_nodes, generate
+from mirrorc.runtime.profiling.recorder import Clock
 
 
 class Value:

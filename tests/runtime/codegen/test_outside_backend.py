@@ -11,7 +11,7 @@ from torch import fx
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.runtime.codegen.backends import Backend, RegionFunction, register_backend, unregister_backend
+from mirrorc.runtime.codegen.regions import Backend, RegionFunction, register_backend, unregister_backend
 
 
 class InterpretingBackend(Backend):

@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mirrorc.custom_ops import out_products
 from mirrorc.ir.program import Region
 from mirrorc.runtime.codegen import inductor
-from mirrorc.runtime.codegen.backends import Backend, RegionFunction, backend_named
-from mirrorc.runtime.codegen.regions import RegionCompiler, retarget
+from mirrorc.runtime.codegen.regions import Backend, RegionCompiler, RegionFunction, backend_named, retarget
 from mirrorc.torch_internals import has_cpp_compiler
 
 aten = torch.ops.aten

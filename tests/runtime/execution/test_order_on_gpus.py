@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.compilation import step_compiler
 from mirrorc.options.table import OPTIONS, grouped
-from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.execution import executor, losses, replica_arguments
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
+from mirrorc.runtime.execution.replica_arguments import HostCopies
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
 

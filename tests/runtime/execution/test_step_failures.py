@@ -12,7 +12,7 @@ from torch import fx, nn
 import mirrorc
 from mirrorc import ExecutionError
 from mirrorc.ir.program import Accumulation, Program
-from mirrorc.runtime.codegen.backends import Backend, RegionFunction, register_backend, unregister_backend
+from mirrorc.runtime.codegen.regions import Backend, RegionFunction, register_backend, unregister_backend
 from mirrorc.runtime.execution.step_failures import explain_failure, note_if_torn
 
 

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.ir.program import Region
 from mirrorc.runtime.codegen import inductor
-from mirrorc.runtime.codegen.backends import backend_named
-from mirrorc.runtime.codegen.regions import RegionCompiler
+from mirrorc.runtime.codegen.regions import RegionCompiler, backend_named
 from mirrorc.runtime.memory.dry_run import Allocation, DryRun, dry_run
 
 aten = torch.ops.aten

@@ -28,9 +28,17 @@ from mirrorc.options.table import grouped
 from mirrorc.packing import ByBytes
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.execution.binding.interleaving import NUM_TRIAL_STEPS
-from mirrorc.runtime.profiling.clocks import NUM_RECORDED_STEPS, Clock, EventClock, clock_for
 from mirrorc.runtime.profiling.collectives import collectives_of, sources_of
-from mirrorc.runtime.profiling.recorder import Call, RecordedStep, Recorder, recorded_steps
+from mirrorc.runtime.profiling.recorder import (
+    NUM_RECORDED_STEPS,
+    Call,
+    Clock,
+    EventClock,
+    RecordedStep,
+    Recorder,
+    clock_for,
+    recorded_steps,
+)
 
 PATIENT, IMPATIENT = 60.0, 0.05  # seconds; the latter only where nothing will come
 

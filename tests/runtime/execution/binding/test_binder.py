@@ -8,7 +8,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program, Stage
-from mirrorc.runtime.codegen.bound_calls import Constant
+from mirrorc.runtime.codegen.graph_function import Constant
 from mirrorc.runtime.execution.binding.binder import Binder, _following
 
 

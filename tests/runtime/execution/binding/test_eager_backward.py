@@ -9,8 +9,7 @@ from torch import fx
 
 from mirrorc.analysis.gradients.eager_gradients import TakenGradients
 from mirrorc.custom_ops.eager_calls import register_call
-from mirrorc.runtime.codegen.bound_calls import WAITS, Asking
-from mirrorc.runtime.codegen.graph_function import GraphFunction, failing_nodes, generate
+from mirrorc.runtime.codegen.graph_function import WAITS, Asking, GraphFunction, failing_nodes, generate
 from mirrorc.runtime.execution.binding.eager_backward import Asked, driven
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.state.gradients.residuals import UnsentGradients
-from mirrorc.runtime.workers.buckets.top_k import LargestElements, places_of_largest
+from mirrorc.runtime.workers.buckets.payload import LargestElements, places_of_largest
 
 ONES = torch.ones(300)
 

@@ -22,9 +22,16 @@ from mirrorc.runtime.state.shares.deferred_tables import (
     norm_of_tables,
     select_rows,
 )
-from mirrorc.runtime.state.shares.gradient_shares import MadeShare, make_share, pieces_of_share
-from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, bounding_by, scaling_by
-from mirrorc.runtime.state.shares.table_pieces import TablePiece
+from mirrorc.runtime.state.shares.pieces import (
+    FactoredBucket,
+    MadeShare,
+    Visit,
+    bounding_by,
+    make_share,
+    pieces_of_share,
+    scaling_by,
+)
+from mirrorc.runtime.state.shares.product_pieces import TablePiece
 from mirrorc.torch_internals import peak_allocation
 
 Shape = tuple[int, int]

@@ -8,8 +8,7 @@ import torch
 from mirrorc.analysis.gradients.sent_factors import split_counts
 from mirrorc.ir.buckets import RowType, SentFactors
 from mirrorc.runtime.workers.buckets.factor_messages import FactorMessage, Gathering
-from mirrorc.runtime.workers.protocol.header import Header
-from mirrorc.runtime.workers.protocol.known_counts import KnownCounts
+from mirrorc.runtime.workers.protocol.header import Header, KnownCounts
 
 F64 = torch.float64
 MESSAGE = FactorMessage(

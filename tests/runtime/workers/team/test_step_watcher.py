@@ -12,8 +12,7 @@ from torch import distributed
 
 from mirrorc.cluster import Worker, failure_detector
 from mirrorc.errors import CommunicationError
-from mirrorc.runtime.workers.protocol.call_progress import Progress
-from mirrorc.runtime.workers.protocol.call_state import Failure
+from mirrorc.runtime.workers.protocol.call_state import Failure, Progress
 from mirrorc.runtime.workers.team.step_watcher import StepWatcher, pace_of_steps
 
 

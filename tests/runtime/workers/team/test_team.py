@@ -8,7 +8,7 @@ import torch
 
 from mirrorc.runtime.workers.protocol.call_state import CallState, Failure
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
-from mirrorc.runtime.workers.team.published_failures import PublishedFailures
+from mirrorc.runtime.workers.team.step_watcher import PublishedFailures
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import LostConnectionError, PayloadError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mirrorc.runtime.workers.protocol.call_progress import Progress, least_far
+from mirrorc.runtime.workers.protocol.call_state import Progress, least_far
 
 CALL = Progress().begun(3)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed
 
-from mirrorc.runtime.workers.transport import connect
-from mirrorc.runtime.workers.transport.connect import all_texts, await_all, open_lane
+from mirrorc.runtime.workers.transport import connections
+from mirrorc.runtime.workers.transport.connections import all_texts, await_all, open_lane
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
 _CLUSTER: Any = SimpleNamespace(rank=0, num_workers=2, lookout=lambda: SimpleNamespace(gone=dict))
@@ -40,7 +40,7 @@ class StoppingStore:
 def test_a_store_that_stops_while_workers_wait_in_it_is_lost(
     wait: str, num_answers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connect, "patience", lambda timeout_seconds: 0.2)
+    monkeypatch.setattr(connections, "patience", lambda timeout_seconds: 0.2)
     store, never = StoppingStore(num_answers), lambda: False
     with pytest.raises(LostConnectionError, match="store does not answer: no answer within"):
         if wait == "for calls":
@@ -76,7 +76,7 @@ def test_a_worker_that_ends_while_connections_are_opened_is_not_waited_for_longe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     never = threading.Event()
-    monkeypatch.setattr(connect, "Lane", lambda *_: never.wait(60))
+    monkeypatch.setattr(connections, "Lane", lambda *_: never.wait(60))
     with pytest.raises(LostConnectionError, match="workers could not connect: no answer within"):
         open_lane("control", distributed.HashStore(), _CLUSTER, 0.2, torch.device("cpu"), lambda: False)
     never.set()
@@ -84,7 +84,7 @@ def test_a_worker_that_ends_while_connections_are_opened_is_not_waited_for_longe
 
 def test_who_opens_a_connection_waits_no_longer_when_another_worker_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     never, looks = threading.Event(), iter([False, False, True])
-    monkeypatch.setattr(connect, "Lane", lambda *_: never.wait(60))
+    monkeypatch.setattr(connections, "Lane", lambda *_: never.wait(60))
     with pytest.raises(LostConnectionError, match="workers could not connect: another worker has failed meanwhile"):
         open_lane("control", distributed.HashStore(), _CLUSTER, 30.0, torch.device("cpu"), lambda: next(looks))
     never.set()

@@ -11,8 +11,8 @@ from late_streams import LateGpu
 from tiny_programs import sgd_step
 from torch.nn import functional as F
 
-from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.execution import executor, losses
+from mirrorc.runtime.execution.replica_arguments import HostCopies
 
 
 def train(gpu: LateGpu, copies: Any, num_steps: int, waits: bool) -> list[float]:

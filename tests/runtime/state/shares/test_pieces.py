@@ -14,14 +14,15 @@ from mirrorc.ir.gradient_forms import PRODUCT, TABLE
 from mirrorc.ir.variables import Placement, UpdateRule
 from mirrorc.runtime.state.shares import pieces as share_pieces
 from mirrorc.runtime.state.shares import product_pieces
-from mirrorc.runtime.state.shares.gradient_shares import (
+from mirrorc.runtime.state.shares.pieces import (
+    FactoredBucket,
     UnmadeShare,
+    Visit,
     forget_writes,
     make_share,
     pieces_of_share,
     temporary_bytes,
 )
-from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit
 from mirrorc.torch_internals import peak_allocation
 
 RULE = UpdateRule("AdamW group 0", 0)

@@ -10,8 +10,7 @@ import pytest
 
 from mirrorc.runtime.communication import StepStoppedError
 from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState, Failure
-from mirrorc.runtime.workers.team.consequences import CONSEQUENCES, Event, Next
-from mirrorc.runtime.workers.team.failed_calls import FailedCalls
+from mirrorc.runtime.workers.team.failed_calls import CONSEQUENCES, Event, FailedCalls, Next
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
 # The next call (again, restore, restart), with * where a failure is published, and ! where it says that this worker cannot go on;
