@@ -16,8 +16,7 @@ from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.protocol.checksums import checksums_of, checksums_of_state, updated_as_a_whole
-from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Header, kind_of
-from mirrorc.runtime.workers.team.meetings import Details
+from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Details, Header, kind_of
 from mirrorc.runtime.workers.team.team import Team
 
 _CALLS = {

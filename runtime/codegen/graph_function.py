@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -49,11 +50,7 @@ class Asking:
         self.call, self.asks = call, asks
 
 
-class _Waits:
-    pass
-
-
-WAITS = _Waits()
+WAITS = object()
 """Yielded before a call that waits for other graphs' calls."""
 
 
@@ -209,9 +206,7 @@ class _Generator:
                 ]
                 self._emit(f"    {name} = {function}({', '.join(arguments)})", node)
                 self._mark(node)
-                self._free(
-                    [n for n in self.dying[node] if n not in self.namespace] + ([name] if not node.users else [])
-                )
+                self._free(node, [] if node.users else [name])
 
     def _note(self) -> None:
         if self.clock is not None:
@@ -219,7 +214,7 @@ class _Generator:
 
     def _emit_boxed(self, node: fx.Node, function: str) -> None:
         self._emit(f"    box = [{', '.join(self._show(a) for a in node.args)}]", None)
-        self._free([n for n in self.dying[node] if n not in self.namespace])
+        self._free(node)
         parts = sorted(node.users, key=lambda user: user.args[1])  # type: ignore[arg-type, return-value]
         assert [user.args[1] for user in parts] == list(range(len(parts))), "every output of a region has one getitem"
         results = "".join(f"{self.names[part]}, " for part in parts)
@@ -235,7 +230,7 @@ class _Generator:
         if bound.may_end:
             self._emit(f"    if {name} is False: return {self._show(self.graph.output_node().args[0])}", node)
         self._mark(node)
-        self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
+        self._free(node, [] if node.users else [name])
 
     def _emit_asking(self, node: fx.Node, name: str, bound: Asking) -> Callable[..., Any]:
         self.asks = True
@@ -261,7 +256,8 @@ class _Generator:
         source = node.args[0]
         return isinstance(source, fx.Node) and self.boxed(source)
 
-    def _free(self, names: list[str]) -> None:
+    def _free(self, node: fx.Node, unused: Sequence[str] = ()) -> None:
+        names = [*(name for name in self.dying[node] if name not in self.namespace), *unused]
         if names:
             self._emit(f"    {' = '.join(names)} = None", None)
 
@@ -287,26 +283,24 @@ def with_profiler_ranges(function: GraphFunction) -> Callable[[list[Any]], Any]:
 
 
 def _in_ranges(function: GraphFunction, values: list[Any]) -> Any:
-    plain = _named(function)
-    try:
+    with _ranges(function):
         return function.call(values)
-    finally:
-        function.namespace.update(plain)
 
 
 def _paused_in_ranges(function: GraphFunction, values: list[Any]) -> Iterator[Any]:
-    plain = _named(function)
-    try:
+    with _ranges(function):
         return (yield from function.call(values))
-    finally:
-        function.namespace.update(plain)
 
 
-def _named(function: GraphFunction) -> Mapping[str, Any]:
+@contextlib.contextmanager
+def _ranges(function: GraphFunction) -> Iterator[None]:
     plain = {name: function.namespace[name] for name, node in function.calls.items() if _is_named(node)}
     for name, bound in plain.items():
         function.namespace[name] = _ranged(range_name(function.calls[name], function.title), bound)
-    return plain
+    try:
+        yield
+    finally:
+        function.namespace.update(plain)
 
 
 def _is_named(node: fx.Node) -> bool:

@@ -118,7 +118,11 @@ class RegionCompiler:
         """
         try:
             with self.together():
-                return self._compile_each(wanted, on_compiled)
+                functions = []
+                for region, device in wanted:
+                    functions.append(self.compile(region, device))
+                    on_compiled()
+                return functions
         except Exception as error:
             again = self.backend.second_try(error)
             if again is None:
@@ -134,15 +138,6 @@ class RegionCompiler:
             except Exception as other:
                 logger.debug("the second try has failed, too", exc_info=other)
                 raise error from None
-
-    def _compile_each(
-        self, wanted: Sequence[tuple[Region, torch.device]], on_compiled: Callable[[], object]
-    ) -> list[RegionFunction]:
-        functions = []
-        for region, device in wanted:
-            functions.append(self.compile(region, device))
-            on_compiled()
-        return functions
 
     def keep_only(self, regions: Iterable[Region]) -> None:
         ids = {id(region) for region in regions}

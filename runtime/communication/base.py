@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -96,10 +96,7 @@ class Communicator:
         return unmade_sum([share], (0, share.numel()))
 
     def launch_factors(self, bucket: int, replica: int, factored_bucket: FactoredBucket) -> Any:
-        rendezvous = self._rendezvous[("all_gather", bucket)]
-        rendezvous.tensors[replica] = factored_bucket
-        rendezvous.events[replica] = record_event(self.devices[replica].torch_device)
-        rendezvous.announce(replica)
+        self._leave(("all_gather", bucket), replica, factored_bucket).announce(replica)
 
     def wait_factors(self, bucket: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
         """All replicas' buckets, in order, with factors on this replica's device."""
@@ -110,50 +107,11 @@ class Communicator:
         home = self.devices[replica].torch_device
         return [_on_device(factored_bucket, home) for factored_bucket in rendezvous.tensors]
 
-    def memory_to_send(self, pack: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """1-D memory for `launch_exchange`, on the device of ``like``. Replicas share it until all have launched."""
-        raise self._not_carried("exchange")
-
-    def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
-        """Submits this replica's part of ``whole``, the worker's 1-D sum; None if the sum is in the memory of
-        `memory_to_send`.
-        """
-        raise self._not_carried("exchange")
-
-    def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
-        raise self._not_carried("exchange")
-
-    def launch_part(self, pack: int, replica: int, make: Callable[[], Any]) -> None:
-        """Submits this replica's elements of a pack. The last replica's launch calls ``make``, which returns a
-        `SentPart`.
-        """
-        raise self._not_carried("parts of sums")
-
-    def wait_part(self, pack: int, replica: int) -> Any:
-        raise self._not_carried("parts of sums")
-
-    def launch_gather(self, pack: int, replica: int, factored_bucket: Any) -> None:
-        raise self._not_carried("gather_factors")
-
-    def wait_gather(self, pack: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's elements of the sum over all workers' replicas, computed from factors."""
-        raise self._not_carried("gather_factors")
-
-    def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        raise self._not_carried("scatter_sums")
-
-    def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
-        """Writes the sum over workers of ``elements``, a half-open range, into ``whole``; returns these elements."""
-        raise self._not_carried("scatter_sums")
-
-    def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """Submits this replica's updated share of ``whole``, the 1-D parameters. Other workers' shards are written
-        there later.
-        """
-        raise self._not_carried("gather_parameters")
-
-    def wait_parameters(self, bucket: int, replica: int) -> None:
-        raise self._not_carried("gather_parameters")
+    def _leave(self, tag: Tag, replica: int, value: torch.Tensor | FactoredBucket) -> Rendezvous:
+        rendezvous = self._rendezvous[tag]
+        rendezvous.tensors[replica] = value
+        rendezvous.events[replica] = record_event((value.tensor if isinstance(value, FactoredBucket) else value).device)
+        return rendezvous
 
     def _not_carried(self, operation: str) -> NotImplementedError:
         return NotImplementedError(

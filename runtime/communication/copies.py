@@ -8,8 +8,7 @@ import torch
 
 from mirrorc.ir.variables import share_bounds
 from mirrorc.runtime.communication.base import Communicator, register_communicator
-from mirrorc.runtime.communication.rendezvous import Rendezvous
-from mirrorc.runtime.devices.events import record_event, wait_event
+from mirrorc.runtime.devices.events import wait_event
 
 
 @register_communicator
@@ -19,13 +18,13 @@ class CopyCommunicator(Communicator):
     link = "copy"
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        self._offer("all_reduce", bucket, replica, tensor)
+        self._leave(("all_reduce", bucket), replica, tensor).announce(replica)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        self._offer("reduce_scatter", bucket, replica, tensor)
+        self._leave(("reduce_scatter", bucket), replica, tensor).announce(replica)
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
-        self._leave("reduce", bucket, replica, tensor).announce_to(root, replica)
+        self._leave(("reduce", bucket), replica, tensor).announce_to(root, replica)
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         return self._sum("all_reduce", bucket, replica, slice(None))
@@ -39,15 +38,6 @@ class CopyCommunicator(Communicator):
         if replica != root:
             return self._rendezvous[("reduce", bucket)].tensors[replica][:0]
         return self._sum("reduce", bucket, replica, slice(None))
-
-    def _offer(self, kind: str, bucket: int, replica: int, tensor: torch.Tensor) -> None:
-        self._leave(kind, bucket, replica, tensor).announce(replica)
-
-    def _leave(self, kind: str, bucket: int, replica: int, tensor: torch.Tensor) -> Rendezvous:
-        rendezvous = self._rendezvous[(kind, bucket)]
-        rendezvous.tensors[replica] = tensor
-        rendezvous.events[replica] = record_event(tensor.device)
-        return rendezvous
 
     def _sum(self, kind: str, bucket: int, replica: int, part: slice) -> torch.Tensor:
         rendezvous = self._rendezvous[(kind, bucket)]

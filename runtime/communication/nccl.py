@@ -13,7 +13,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.base import Communicator, register_communicator
 from mirrorc.runtime.communication.rendezvous import Tag
-from mirrorc.runtime.devices.events import record_event, wait_event
+from mirrorc.runtime.devices.events import wait_event
 
 _HIGH = -1  # of the priorities of CUDA's streams; 0 is the default
 _launching = threading.Lock()
@@ -41,9 +41,7 @@ class NcclCommunicator(Communicator):
         self._offers = {bucket: 0 for _, bucket in tags}
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        rendezvous = self._rendezvous[("all_reduce", bucket)]
-        rendezvous.tensors[replica] = tensor
-        rendezvous.events[replica] = record_event(tensor.device)
+        rendezvous = self._leave(("all_reduce", bucket), replica, tensor)
         with _launching:
             self._offers[bucket] += 1
             is_last = self._offers[bucket] == len(self.devices)

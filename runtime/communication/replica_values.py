@@ -21,7 +21,7 @@ class ReplicaValues:
         self._devices, self._present = program.devices, tuple(program.present)
         self._timeout_seconds = timeout_seconds
         meetings = [node for graph in program.graphs() for node in calls_to(graph, *ops.MEETINGS)]
-        self._names = {_number(node): f"{name_of(node)} {_number(node)} of the model" for node in meetings}
+        self._names = {number_of(node): f"{name_of(node)} {number_of(node)} of the model" for node in meetings}
         self.begin_afresh()
 
     def begin_afresh(self) -> None:
@@ -39,14 +39,14 @@ class ReplicaValues:
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor) -> None:
         """Leaves a copy of a value, because the next region may overwrite it; never blocks."""
-        meeting = self._meetings[_number(node)]
+        meeting = self._meetings[number_of(node)]
         rows = node.kwargs["rows"] if node.target is ops.own_rows_of_sum else None
         meeting.tensors[replica] = (value.clone(memory_format=torch.contiguous_format), rows)
         for other in self._present:
             meeting.announce_to(other, replica)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor:
-        meeting = self._meetings[_number(node)]
+        meeting = self._meetings[number_of(node)]
         meeting.await_replicas(replica, self._present)
         left = [meeting.tensors[present] for present in self._present]
         return RESULTS[name_of(node)](
@@ -80,6 +80,6 @@ index.
 """
 
 
-def _number(node: fx.Node) -> int:
+def number_of(node: fx.Node) -> int:
     number: Any = node.kwargs["number"]
     return int(number)

@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,26 +43,24 @@ def product_facts(num_threads: int) -> dict[str, str]:
 
 
 def seconds_per_multiplication() -> float:
-    with torch.no_grad():
-        matrix = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE)
-        times = []
-        for _ in range(4):  # the first is slow
-            began = time.perf_counter()
-            torch.mm(matrix, matrix)
-            times.append(time.perf_counter() - began)
-    return min(times) / _MEASURED_SIZE**3
+    matrix = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE)
+    return _least_seconds(lambda: torch.mm(matrix, matrix)) / _MEASURED_SIZE**3
 
 
 def seconds_per_moved_byte() -> float:
+    source = torch.ones(_MOVED_BYTES, dtype=torch.uint8)
+    into = torch.empty_like(source)
+    return _least_seconds(lambda: into.copy_(source)) / (2 * _MOVED_BYTES)
+
+
+def _least_seconds(call: Callable[[], object]) -> float:
+    times = []
     with torch.no_grad():
-        source = torch.ones(_MOVED_BYTES, dtype=torch.uint8)
-        into = torch.empty_like(source)
-        times = []
         for _ in range(4):  # the first is slow
             began = time.perf_counter()
-            into.copy_(source)
+            call()
             times.append(time.perf_counter() - began)
-    return min(times) / (2 * _MOVED_BYTES)
+    return min(times)
 
 
 @functools.cache

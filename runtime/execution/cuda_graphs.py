@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import fx
 
 from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.errors import ExecutionError
@@ -30,54 +31,28 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
     seeds = [n for g in program.shard_graphs for n in placeholders_of(g, program.arguments, ArgumentKind.SEED)]
     drawn = next((user for seed in seeds for user in seed.users), None)
     if drawn is not None:
-        line = source_line(drawn)
-        raise problem(
-            ValueError,
-            f"MC1501: cuda_graphs=True cannot capture random numbers, as {drawn.name} draws them",
+        what, why = (
+            f"capture random numbers, as {drawn.name} draws them",
             "their seed is given on the host in every step",
-            ("train without them, dropout with p=0", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
-            at=line,
         )
-    checked = next((node for g in program.shard_graphs for node in calls_to(g, ops.check)), None)
-    if checked is not None:
-        raise problem(
-            ValueError,
-            f"MC1501: cuda_graphs=True cannot capture an assert on a tensor, {checked.kwargs['text']!r}",
-            "the host looks at it in every step",
-            ("leave the assert out", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
-            at=source_line(checked),
-        )
-    if any(next(calls_to(graph, *OPAQUE), None) is not None for graph in program.shard_graphs):
-        raise problem(
-            ValueError,
-            "MC1501: cuda_graphs=True cannot capture what runs as plain PyTorch (capture='autograd')",
-            "each run may go another way",
-            "compiler=mirrorc.Compiler(cuda_graphs=False)",
-        )
-    if any(next(calls_to(graph, ops.gather), None) is not None for graph in program.shard_graphs):
-        raise problem(
-            ValueError,
-            "MC1501: cuda_graphs=True cannot hand outputs to the caller",
-            "the next step uses the same memory",
-            ("leave return_outputs out", "compiler=mirrorc.Compiler(cuda_graphs=False)"),
-        )
+        raise _refusal(what, why, "train without them, dropout with p=0", at=source_line(drawn))
+    if checked := _first_call(program, ops.check):
+        what = f"capture an assert on a tensor, {checked.kwargs['text']!r}"
+        raise _refusal(what, "the host looks at it in every step", "leave the assert out", at=source_line(checked))
+    if _first_call(program, *OPAQUE):
+        raise _refusal("capture what runs as plain PyTorch (capture='autograd')", "each run may go another way")
+    if _first_call(program, ops.gather):
+        raise _refusal("hand outputs to the caller", "the next step uses the same memory", "leave return_outputs out")
     check_capturable(groups, program.variables)
 
 
-class Graph(Protocol):
-    def replay(self) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
+def _first_call(program: Program, *targets: Any) -> fx.Node | None:
+    return next((node for graph in program.shard_graphs for node in calls_to(graph, *targets)), None)
 
 
-class Capturer(Protocol):
-    def capture(self, function: Callable[[], None]) -> Graph:
-        pass
-
-    def wait(self) -> bool:
-        """Waits for the device; False after a timeout."""
+def _refusal(what: str, why: str, *remedies: str, at: str = "") -> ValueError:
+    fixes = (*remedies, "compiler=mirrorc.Compiler(cuda_graphs=False)")
+    return problem(ValueError, f"MC1501: cuda_graphs=True cannot {what}", why, fixes, at=at)
 
 
 class CudaCapturer:
@@ -93,7 +68,7 @@ class CudaCapturer:
         # torch's allocator keeps pointers to graphs whose capture did not end
         self._failed: list[torch.cuda.CUDAGraph] = []
 
-    def capture(self, function: Callable[[], None]) -> Graph:
+    def capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Runs in the device's thread, on the stream of the warm-up steps."""
         if self._anchor is None:
             self._anchor = self._capture(lambda: torch.zeros((), device=self._device))
@@ -118,10 +93,11 @@ class CudaCapturer:
         return graph
 
     def wait(self) -> bool:
+        """Waits for the device; False after a timeout."""
         return wait_device(self._device, self._timeout_seconds)
 
 
-_still_running: list[Graph] = []
+_still_running: list[torch.cuda.CUDAGraph] = []
 """Graphs on GPUs that hang are never freed, because a running graph still uses its memory."""
 
 
@@ -131,14 +107,14 @@ class StepGraph:
     Arguments and loss have static device memory.
     """
 
-    def __init__(self, capturer: Capturer, device: torch.device) -> None:
+    def __init__(self, capturer: CudaCapturer, device: torch.device) -> None:
         self._capturer, self._device = capturer, device
         self._key: tuple[Any, ...] = ()
         self._num_renewals = 0
         self._num_left = NUM_WARM_UP_STEPS
         self._inputs: list[torch.Tensor] = []
         self._loss: torch.Tensor | None = None
-        self._graph: Graph | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def is_for(self, **fixed: Any) -> bool:
         """True if the graph, or the warm-up, is valid for these arguments of `renew`."""

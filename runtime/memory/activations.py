@@ -83,11 +83,11 @@ def activations_of(
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
-accounts: Handlers[Callable[[_Walk, fx.Node], tuple[tuple[Block, ...], int]]] = Handlers("account for the memory of")
-"""By operation, handlers that return the blocks of a node's value, and its temporary bytes.
+Memory = tuple[tuple[Block, ...], int]
+"""The blocks of a node's value, and its temporary bytes."""
 
-Without a handler, the value is a new block.
-"""
+accounts: Handlers[Callable[[_Walk, fx.Node], Memory]] = Handlers("account for the memory of")
+"""Handlers by operation. Without a handler, the value is a new block."""
 
 
 class _Walk:
@@ -171,7 +171,7 @@ class _Walk:
         is_backward = self.program.regions[region_of(result.args[0])].phase == "backward"  # type: ignore[arg-type]
         return is_backward and bool(result.users) and all(user in self.of_gradients for user in result.users)
 
-    def _call(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _call(self, node: fx.Node) -> Memory:
         if node.op == "placeholder" and node.target in self.saved:
             blocks = self._new(node)
             self.ledger.hold(blocks)  # by the caller, until backward ends
@@ -210,29 +210,30 @@ class _Walk:
         ops.store_rows,
         ops.accumulate,
         ops.add_to_grad,
+        ops.add_unsent,
         ops.write,
         ops.check,
         ops.gather,
         ops.tell,
     )
-    def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _nothing_new(self, node: fx.Node) -> Memory:
         return (), 0  # persistent, or counted elsewhere
 
     @accounts(ops.keep)
-    def _keep(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _keep(self, node: fx.Node) -> Memory:
         self.ledger.hold(self._of(node.args))  # until backward ends
         return (), 0
 
-    @accounts(ops.microbatch)
-    def _microbatch(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return self._of(node.args), 0
+    @accounts(ops.microbatch, ops.add_accumulated, ops.is_finite)
+    def _operands(self, node: fx.Node) -> Memory:
+        return self._of(node.args), 0  # a view; in the bucket; live until the commit, which may read it
 
     @accounts(ops.FACTORED)
-    def _factored(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _factored(self, node: fx.Node) -> Memory:
         return (self._of(node.args) if stays_factored(node) else self._new(node)), 0
 
     @accounts(ops.pack)
-    def _pack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _pack(self, node: fx.Node) -> Memory:
         if left := left_to_shares(node):
             return self._of(left), 0  # the other gradients are in the bucket
         if self.program.buckets[bucket_of(node)].rule.takes_rows:
@@ -244,11 +245,11 @@ class _Walk:
         return (), temporary_bytes(pieces, [[factor_values(gradient) for gradient in gradients]])
 
     @accounts(ops.unpack)
-    def _unpack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _unpack(self, node: fx.Node) -> Memory:
         return (self._new(node) if any(map(_is_apart, node.all_input_nodes)) else self._of(node.args)), 0
 
     @accounts(ops.MEETINGS)
-    def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _meeting(self, node: fx.Node) -> Memory:
         """Holds a copy for other replicas, and the sum over workers, until the end of the step."""
         (source,) = node.all_input_nodes
         value = source.meta["val"]
@@ -259,33 +260,25 @@ class _Walk:
         return self._new(node), 0
 
     @accounts(ops.attend)
-    def _attend(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _attend(self, node: fx.Node) -> Memory:
         words: Any = node.kwargs
         num_bytes = math.prod(words["shape"]) * words["dtype"].itemsize
         self.ledger.hold([Block(num_bytes, node.name, f"{words['dtype']}{list(words['shape'])}")])
         return (), 0
 
-    @accounts(ops.add_accumulated)
-    def _add_accumulated(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return self._of(node.args), 0  # in the bucket
-
     @accounts(ops.compress)
-    def _compress(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _compress(self, node: fx.Node) -> Memory:
         if self.replica:
             return (), 0
         num_bytes = sum(num_bytes_sent(self.program, launch) for launch in node.users)
         return (Block(num_bytes, self.names.name(node), "compressed sums"),), 0
 
     @accounts(ops.decompress)
-    def _decompress(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _decompress(self, node: fx.Node) -> Memory:
         return (() if writes_for_all(self.program, node, self.replica) else self._new(node)), 0
 
-    @accounts(ops.add_unsent)
-    def _add_unsent(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return (), 0  # in memory that outlives the step
-
     @accounts(ops.gather_largest)
-    def _gather_largest(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _gather_largest(self, node: fx.Node) -> Memory:
         """Accounts for the top-k workspace, and for workers' messages until the end of the step, on the first device."""
         if self.replica:
             return (), 0
@@ -298,7 +291,7 @@ class _Walk:
         return (), magnitudes + count * (magnitudes // pack.num_elements + torch.int64.itemsize)
 
     @accounts(ops.exchange_payload)
-    def _exchange_payload(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _exchange_payload(self, node: fx.Node) -> Memory:
         if self.replica:
             return (), 0
         bucket, pack = self.program.packs[pack_of(node)]
@@ -307,7 +300,7 @@ class _Walk:
         return (), 0
 
     @accounts(ops.gather_factors)
-    def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _gather_factors(self, node: fx.Node) -> Memory:
         """Accounts for workers' messages until the end of the step, on the first device. Assumes equal lengths."""
         operands = self._of(node.args)
         if self.program.num_replicas > 1:
@@ -321,13 +314,13 @@ class _Walk:
         return (), 0
 
     @accounts(ops.scatter_sums)
-    def _scatter_sums(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _scatter_sums(self, node: fx.Node) -> Memory:
         self._offer(node)
         received = Block(self.program.buckets[bucket_of(node)].num_bytes, self.names.name(node), "sums of all workers")
         return (() if self.replica else (received,)), 0
 
     @accounts(ops.gather_parameters)
-    def _gather_parameters(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _gather_parameters(self, node: fx.Node) -> Memory:
         part = self.program.buckets[bucket_of(node)].part
         if self.replica or part is None:
             return (), 0
@@ -335,7 +328,7 @@ class _Walk:
         return (Block(size, self.names.name(node), "parameters of this worker's part"),), 0
 
     @accounts(ops.REDUCTIONS, ops.exchange, ops.send)
-    def _offer(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _offer(self, node: fx.Node) -> Memory:
         operands = self._of(node.args)
         if link_named(node.kwargs["link"]).keeps_operands:
             self.kept += self.ledger.leave(operands)
@@ -343,7 +336,7 @@ class _Walk:
             self.ledger.hold(operands)  # others may need them until the end of the step
         return (), 0
 
-    def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
+    def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> Memory:
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]
@@ -354,7 +347,7 @@ class _Walk:
         return (Block(size, self.names.name(node), f"rows of {bucket.slots[0].variable}"),), temporary
 
     @accounts(ops.updated_rows)
-    def _updated_rows(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _updated_rows(self, node: fx.Node) -> Memory:
         return self._new_rows(node), 0
 
     def _new_rows(self, node: fx.Node) -> tuple[Block, ...]:
@@ -363,7 +356,7 @@ class _Walk:
         return (Block(size, self.names.name(node), f"rows of {bucket.slots[0].variable}"),)
 
     @accounts(ops.wait)
-    def _wait(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _wait(self, node: fx.Node) -> Memory:
         launch: Any = node.args[0]
         if (
             launch.target in (ops.all_gather, ops.gather_factors)
@@ -424,28 +417,24 @@ class _Walk:
         pieces = pieces_of_share(bucket, factored_slots(first), self.replica, num_replicas)
         return size_now(count(pieces, factors))
 
-    @accounts(ops.is_finite)
-    def _is_finite(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return self._of(node.args), 0  # live until the commit, which may read it
-
-    @accounts(ops.norm)
-    def _norm(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return self._new(node), self._bytes_to_measure(node.all_input_nodes)
-
     @accounts(ops.clip_factor, ops.microbatch_seed)
-    def _number(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _number(self, node: fx.Node) -> Memory:
         return self._new(node), 0
 
+    @accounts(ops.norm)
+    def _norm(self, node: fx.Node) -> Memory:
+        return self._new(node), self._bytes_to_measure(node.all_input_nodes)
+
     @accounts(ops.RESCALING)
-    def _rescale(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _rescale(self, node: fx.Node) -> Memory:
         return (self._of(node.args[:1]) if has_exclusive_memory(node.args[0]) else self._new(node)), 0
 
     @accounts(ops.commit)
-    def _commit(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _commit(self, node: fx.Node) -> Memory:
         return (), self._bytes_to_measure(flag.all_input_nodes[0] for flag in truths_of(node))
 
     @accounts(ops.update)
-    def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+    def _update(self, node: fx.Node) -> Memory:
         bucket = self.program.buckets[bucket_of(node)]
         start, stop = bucket.updated(self.replica, self.program.num_replicas)
         self.kept += self.ledger.leave(self._of(node.args[:1]))  # as the parameter's gradient

@@ -14,7 +14,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_of, is_region_call, region_of
 from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import Program
-from mirrorc.runtime.profiling.collectives import collectives_of, skew_ns
+from mirrorc.runtime.profiling.collectives import skews_ns
 from mirrorc.runtime.profiling.recorder import RecordedStep
 
 PARTS: Mapping[str, str] = MappingProxyType(
@@ -37,12 +37,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
 
 def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, int]:
     """A device's nanoseconds in each of PARTS. They add up to the duration of the step."""
-    skews = {
-        launch.wait: skew_ns(step, launch)
-        for collective in collectives_of(step)
-        for launch in collective.launches
-        if launch.wait is not None and launch.replica == replica
-    }
+    skews = skews_ns(step, replica)
     calls = step.calls[replica]
     spent = dict.fromkeys(PARTS, 0)
     spent["start"] = step.started_ns[replica] - step.begun_ns

@@ -127,6 +127,11 @@ def skew_ns(step: RecordedStep, launch: Launch) -> int:
     return min(wait.end_ns, max(wait.start_ns, last_launch_ns)) - wait.start_ns
 
 
+def skews_ns(step: RecordedStep, replica: int) -> dict[fx.Node, int]:
+    launches = (launch for collective in collectives_of(step) for launch in collective.launches)
+    return {x.wait: skew_ns(step, x) for x in launches if x.wait is not None and x.replica == replica}
+
+
 def sources_of(node: fx.Node) -> Iterator[fx.Node]:
     """Regions, and operations with effects, that compute a node's arguments."""
     for source in node.all_input_nodes:

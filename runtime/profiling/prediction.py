@@ -27,7 +27,7 @@ from mirrorc.ir.nodes import is_region_call, region_of
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.runtime.profiling.accounting import typical
-from mirrorc.runtime.profiling.collectives import collectives_of, skew_ns
+from mirrorc.runtime.profiling.collectives import skews_ns
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep, nanoseconds
 
 
@@ -160,12 +160,7 @@ def _seconds_of_calls(steps: Sequence[RecordedStep], replica: int) -> dict[fx.No
     """Means of the calls' seconds, without waits for other devices."""
     seconds: defaultdict[fx.Node, list[float]] = defaultdict(list)
     for step in steps:
-        skews = {
-            launch.wait: skew_ns(step, launch)
-            for collective in collectives_of(step)
-            for launch in collective.launches
-            if launch.wait is not None and launch.replica == replica
-        }
+        skews = skews_ns(step, replica)
         last_ns = max(
             (call.start_ns for device_calls in step.calls for call in device_calls if call.node.target is ops.commit),
             default=0,

@@ -140,15 +140,8 @@ class StepState:
         self.is_whole = False  # an error or an interrupt on the way leaves it so
         if not was_whole:
             self._held.store.mirror_all()
-        layout = self.store.lay_out(program)
-        if layout.moved is Moved.BUCKETS or not was_whole or is_stale:
-            laid = optimizers.lay_out(layout.planned[optimizers.owner])
-            completed(lambda: self._put_in_place(layout, laid))
+        if self._lay_out(program, is_new=not was_whole or is_stale):
             return_freed_memory()  # parameters and state have moved into buckets
-        elif layout.homes:
-            completed(lambda: self._put_in_place(layout, None))
-        else:
-            self._held.store.adopt(layout)
         if self._held.store.mirror_changes(user_steps.of_others):
             self._held.layout += 1
         self.saved_buffers.write(self.store)
@@ -168,19 +161,23 @@ class StepState:
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
         if not was_whole:
             self._held.store.mirror_all()
-        layout = self.store.lay_out(program)
-        if layout.moved is Moved.BUCKETS:
-            laid = self.optimizers.lay_out(layout.planned.get(self.optimizers.owner, ()))
-            completed(lambda: self._put_in_place(layout, laid))
-        elif layout.homes:
-            completed(lambda: self._put_in_place(layout, None))
-        else:
-            self._held.store.adopt(layout)
+        self._lay_out(program, is_new=False)
         user_steps = self.optimizers.user_steps
         if self._held.store.mirror_changes({*user_steps.stepped(), *written}):
             self._held.layout += 1
         user_steps.of_others.clear()
         self._held.is_whole = was_whole
+
+    def _lay_out(self, program: Program, *, is_new: bool) -> bool:
+        """Lays out variables, and the optimizers' state if it moves with buckets or ``is_new``. Returns True if so."""
+        layout = self.store.lay_out(program)
+        has_state = layout.moved is Moved.BUCKETS or is_new
+        laid = self.optimizers.lay_out(layout.planned.get(self.optimizers.owner, ())) if has_state else None
+        if has_state or layout.homes:
+            completed(lambda: self._put_in_place(layout, laid))
+        else:
+            self._held.store.adopt(layout)
+        return has_state
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
         """Allocates nothing. It may be interrupted anywhere and repeated."""

@@ -13,7 +13,7 @@ from worker_training import batch, made, values_of
 
 import mirrorc
 from mirrorc.options.table import grouped
-from mirrorc.runtime.workers.buckets.sharded_buckets import ShardedBuckets
+from mirrorc.runtime.workers.buckets.exchanges import Exchanges
 
 State = dict[str, dict[str, list[float]]]
 
@@ -79,7 +79,7 @@ def _die(training: _Training) -> None:
     def launch(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ShardedBuckets.launch_parameters = launch  # type: ignore[method-assign]
+    Exchanges.launch_parameters = launch  # type: ignore[method-assign]
 
 
 EVENTS: dict[str, Callable[[_Training], Any]] = {

@@ -45,6 +45,7 @@ from mirrorc.runtime.state.shares.pieces import (
     make_whole,
     pieces_of_share,
 )
+from mirrorc.runtime.workers.buckets.exchanges import Exchanges
 from mirrorc.runtime.workers.buckets.replica_values import WorkerValues
 from mirrorc.torch_internals import copy_each
 
@@ -112,6 +113,11 @@ class Binder:
         for deferred in self.all_deferred:
             deferred.forget()
 
+    def exchanges(self, launch: fx.Node) -> Exchanges:
+        exchanges = self.communicators[str(launch.kwargs["link"])]
+        assert isinstance(exchanges, Exchanges), "a link between workers"
+        return exchanges
+
     def bind(self, replica: int, node: fx.Node) -> Any:
         if node.op == "call_module":
             return asking(self.program, node, self.regions[replica][str(node.target)])
@@ -127,7 +133,9 @@ class Binder:
         name = str(node.kwargs["variable"])
         if name in self._constants:
             constant = self._constants[name]
-            local_constant = _at_home(constant, self.program.devices[replica].torch_device)
+            device = self.program.devices[replica].torch_device
+            # not between devices of two types: a region on a GPU may use a CPU scalar
+            local_constant = constant.to(device) if constant.device.type == device.type else constant
             return Constant(local_constant) if local_constant is constant else _following(constant, local_constant)
         return Constant(self.state.store.read_by(self.program.variables[name])[replica])
 
@@ -256,7 +264,7 @@ class Binder:
         form, details, shape = form_of(node), details_of(node), node.meta["val"].shape
         if stays_factored(node):
             return lambda *factors, **_: form.parts(factors)
-        return lambda *factors, **_: form.make_sum(_apply, factors, shape, **details)
+        return lambda *factors, **_: form.make_sum(operator.call, factors, shape, **details)
 
     @binds(ops.REDUCTIONS)
     def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
@@ -273,12 +281,12 @@ class Binder:
 
     @binds(ops.gather_factors)
     def _bind_gather_factors(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        exchanges, pack = self.communicators[str(node.kwargs["link"])], pack_of(node)
+        exchanges, pack = self.exchanges(node), pack_of(node)
         return lambda local, **_: exchanges.launch_gather(pack, replica, local)
 
     @binds(ops.exchange)
     def _bind_exchange(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-        exchanges, (bucket, pack) = self.communicators[str(node.kwargs["link"])], self.program.packs[pack_of(node)]
+        exchanges, (bucket, pack) = self.exchanges(node), self.program.packs[pack_of(node)]
         gradients = self.state.buckets[bucket.index].gradients[0]  # where the devices have added up their shares
         whole: torch.Tensor | None = gradients[pack.start : pack.stop] if bucket.is_cut else gradients
         if any(value.target is ops.compress for value in node.all_input_nodes):
@@ -292,33 +300,25 @@ class Binder:
 
     @binds(ops.scatter_sums)
     def _bind_scatter_sums(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        exchanges, bucket = self.communicators[str(node.kwargs["link"])], bucket_of(node)
+        exchanges, bucket = self.exchanges(node), bucket_of(node)
         whole = self.state.buckets[bucket].gradients[0]  # where the devices have added up their shares
-        return lambda local_sum, **_: exchanges.launch_scatter(bucket, replica, whole)
+        return lambda local_sum, **_: exchanges.launch_scatter(bucket, whole)
 
     @binds(ops.gather_parameters)
     def _bind_gather_parameters(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        exchanges, bucket = self.communicators[str(node.kwargs["link"])], bucket_of(node)
+        exchanges, bucket = self.exchanges(node), bucket_of(node)
         whole = self.state.buckets[bucket].parameters[0]
-        return lambda **_: exchanges.launch_parameters(bucket, replica, whole)
+        return lambda **_: exchanges.launch_parameters(bucket, whole)
 
     @binds(ops.send)
     def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
         communicator, route = self.communicators[str(node.kwargs["link"])], route_of(self.program, node)
-
-        def send(value: torch.Tensor, **_: Any) -> None:
-            communicator.send(route, value)
-
-        return send
+        return lambda value, **_: communicator.send(route, value)
 
     @binds(ops.recv)
     def _bind_recv(self, replica: int, node: fx.Node) -> Callable[..., None]:
         communicator, route = self.communicators[str(node.kwargs["link"])], route_of(self.program, node)
-
-        def recv(**_: Any) -> None:
-            communicator.launch_receive(route)
-
-        return recv
+        return lambda **_: communicator.launch_receive(route)
 
     @binds(ops.wait)
     def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | UnmadeShare | None]:
@@ -330,12 +330,8 @@ class Binder:
         if collective.target is ops.recv:
             route = route_of(self.program, collective)
             return lambda pending, **_: communicator.receive(route)
-        if collective.target is ops.scatter_sums:
-            flat = self.state.buckets[bucket_of(node)]
-            elements = flat.bucket.updated(replica, self.program.num_replicas)
-            return lambda pending, **_: communicator.wait_scatter(pack, replica, flat.gradients[0], elements)
-        if collective.target is ops.gather_parameters:
-            return lambda pending, **_: communicator.wait_parameters(pack, replica)
+        if collective.target in (ops.scatter_sums, ops.gather_parameters, ops.exchange):
+            return self._wait_for_workers(replica, node, collective)
         if self.program.buckets[bucket_of(node)].rule.takes_rows and collective.target in (
             ops.all_gather,
             ops.gather_factors,
@@ -354,20 +350,27 @@ class Binder:
                 deferred = self.deferred[node] = DeferredTables(visit_of_all(list(visitors.values())))
                 self.all_deferred.append(deferred)
             return visiting(communicator, pack, replica, list(visitors.values()), deferred)
+        if collective.target is ops.gather_factors:
+            exchanges = self.exchanges(collective)
+            return lambda pending, **_: exchanges.wait_gather(pack, replica)
         root: Any = collective.kwargs.get("root")
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
             ops.reduce_scatter: communicator.wait_reduce_scatter,
             ops.reduce: functools.partial(communicator.wait_reduce, root=root),
-            ops.exchange: communicator.wait_exchange,
-            ops.gather_factors: communicator.wait_gather,
         }
         wait_for = waits[collective.target]
+        return lambda pending, **_: wait_for(pack, replica, pending=pending)
 
-        def wait(pending: Any, **_: Any) -> torch.Tensor:
-            return wait_for(pack, replica, pending=pending)
-
-        return wait
+    def _wait_for_workers(self, replica: int, node: fx.Node, launch: fx.Node) -> Callable[..., torch.Tensor | None]:
+        exchanges, pack = self.exchanges(launch), pack_of(node)
+        if launch.target is ops.exchange:
+            return lambda pending, **_: exchanges.wait_exchange(pack, replica, pending)
+        if launch.target is ops.gather_parameters:
+            return lambda pending, **_: exchanges.wait_parameters(pack, replica)
+        flat = self.state.buckets[bucket_of(node)]
+        elements = flat.bucket.updated(replica, self.program.num_replicas)
+        return lambda pending, **_: exchanges.wait_scatter(pack, replica, flat.gradients[0], elements)
 
     @binds(ops.unpack)
     def _bind_unpack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
@@ -385,14 +388,9 @@ class Binder:
     def _bind_commit(self, replica: int, node: fx.Node) -> TwoPartCall:
         commit = self._commit
         if isinstance(commit, CheckedCommit):
-
-            def arrive(*values: Any) -> None:
-                commit.arrive_with(replica, *values)
-
+            arrive = functools.partial(commit.arrive_with, replica)
             return TwoPartCall(arrive, functools.partial(commit.commit_if_finite, replica), may_end=True)
-        return TwoPartCall(
-            functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica)
-        )
+        return TwoPartCall(functools.partial(commit.arrive, replica), functools.partial(commit.leave, replica))
 
     @binds(ops.step_optimizer)
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -408,13 +406,9 @@ class Binder:
         return Constant(self.state.buckets[bucket_of(node)].parameters[replica])
 
     @binds(ops.store)
-    def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
+    def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         parameters = self.state.buckets[bucket_of(node)].parameters[replica]
-
-        def store(value: torch.Tensor, **_: Any) -> None:
-            parameters.copy_(value)
-
-        return store
+        return lambda value, **_: parameters.copy_(value)
 
     @binds(ops.updated_rows)
     def _bind_updated_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
@@ -427,18 +421,15 @@ class Binder:
         return lambda rows, gradient, **_: write_rows(flat, replica, rows)
 
     @binds(ops.write)
-    def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., None]:
+    def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         variable = self.state.store.values(str(node.kwargs["variable"]))[replica]
+        return lambda value, **_: variable.copy_(value)
 
-        def write(value: torch.Tensor, **_: Any) -> None:
-            variable.copy_(value)
-
-        return write
-
-
-def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Moves a constant only between devices of one type: a region on a GPU may use a CPU scalar."""
-    return constant.to(device) if constant.device.type == device.type else constant
+    @binds(ops.reserved)
+    def _bind_reserved(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        details: Any = (node.kwargs[key] for key in ("number", "shape", "dtype"))
+        block = functools.partial(self.state.reserved.block, replica, *details)  # other programs may make it larger
+        return lambda **_: block()
 
 
 def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -464,7 +455,3 @@ def _zeros(
         return whole if of_shares is None else of_shares
 
     return pack
-
-
-def _apply(target: Any, *args: Any, **kwargs: Any) -> Any:
-    return target(*args, **kwargs)

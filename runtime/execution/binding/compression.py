@@ -21,13 +21,13 @@ from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.buckets.payload import LargestElements, SentPart, SentPayload
 
 LaunchPart = Callable[[int, int, Callable[[], SentPart]], None]
-"""See `mirrorc.runtime.communication.Communicator.launch_part`."""
+"""See `mirrorc.runtime.workers.buckets.exchanges.Exchanges.launch_part`."""
 
 
 @binds(ops.compress)
 def _bind_compress(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     (launch,) = node.users
-    exchanges, (_, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
+    exchanges, (_, pack) = binder.exchanges(launch), binder.program.packs[pack_of(node)]
     (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
 
     def compress(local_sum: torch.Tensor, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _bind_exchange_payload(binder: Binder, replica: int, node: fx.Node) -> Calla
 
 
 def _launching(binder: Binder, node: fx.Node, launch: Callable[..., None]) -> Callable[..., None]:
-    launch_part = binder.communicators[str(node.kwargs["link"])].launch_part
+    launch_part = binder.exchanges(node).launch_part
     return lambda local_sum, **words: launch(launch_part, **words)
 
 
@@ -105,7 +105,7 @@ def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callabl
     the sum.
     """
     launch: Any = node.args[0]
-    exchanges, (bucket, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
+    exchanges, (bucket, pack) = binder.exchanges(launch), binder.program.packs[pack_of(node)]
     (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
     gradients = binder.state.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
     is_needed = writes or bool(node.users)
@@ -115,7 +115,7 @@ def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callabl
         if not is_needed:
             return None
         into = gradients if writes else torch.empty_like(gradients)
-        part.take(start, stop, into, keeps_rest=writes)
+        part.take(start, stop, into)
         return into
 
     return wait

@@ -30,10 +30,6 @@ class _Output:
     def sizes(self) -> dict[int, int]:
         return {replica: value.size(0) for replica, value in self.types.items()}
 
-    @property
-    def has_symbols(self) -> bool:
-        return any(map(has_symbols, self.types.values()))
-
 
 class StepOutputs:
     """Joins the replicas' outputs. On CPUs, replicas write their parts of concatenated outputs during the step."""
@@ -50,7 +46,7 @@ class StepOutputs:
         self._written = {
             name
             for name, output in self._outputs.items()
-            if is_shared_memory and output.how == "concatenated" and not output.has_symbols
+            if is_shared_memory and output.how == "concatenated" and not any(map(has_symbols, output.types.values()))
         }
         self._wholes: dict[str, torch.Tensor] = {}
         self._parts: dict[str, dict[int, torch.Tensor]] = {}

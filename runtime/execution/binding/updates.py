@@ -52,7 +52,7 @@ def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., N
         if few.visit(gradient, scaling_by(number)):
             optimizer.update(gradient)
         else:
-            optimizer.update_divided(gradient, 1.0 / number)
+            optimizer.update(gradient, 1.0 / number)
 
     return update
 

@@ -18,10 +18,8 @@ from mirrorc.runtime.workers.protocol.vote import Vote
 TAKES_PLACE, SKIPPED, _STOPPED, _VOTING = "takes place", "skipped", "stopped", "voting"
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    values: tuple[torch.Tensor, ...] = ()
-    event: Any = None
+_Numbers = tuple[tuple[torch.Tensor, ...], Any]
+"""The numbers of a replica, and the event after which they can be read."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,6 @@ class OtherWorkers:
 
     vote: Callable[[Vote], tuple[bool, torch.Tensor | None]]
     exchange_texts: Callable[[str], Sequence[tuple[str, str]]]
-
-
-def _nothing() -> None:
-    pass
 
 
 class CommitPoint:
@@ -56,21 +50,18 @@ class CommitPoint:
         self,
         devices: Sequence[Device],
         timeout_seconds: float,
-        settle: Callable[[], None] = _nothing,
+        settle: Callable[[], None] = lambda: None,
         workers: OtherWorkers | None = None,
     ) -> None:
         self._devices, self._timeout_seconds = devices, timeout_seconds
         self._settle, self._workers = settle, workers
         self._all = range(len(devices))
         self._decision: dict[str, str] = {}
-        self._numbers: list[_Numbers] = [_Numbers()] * len(devices)  # of each replica that has arrived
+        self._numbers: list[_Numbers] = [((), None)] * len(devices)  # of each replica that has arrived
         self._is_suspended = False
         self._agreed_numbers: torch.Tensor | None = None  # the numbers that all workers use
         self._voting = threading.Lock()
-        self._rendezvous = self._make_rendezvous()
-
-    def _make_rendezvous(self) -> Rendezvous:
-        return Rendezvous("the commit", self._devices, self._timeout_seconds)
+        self.begin_afresh()
 
     @property
     def is_committed(self) -> bool:
@@ -92,10 +83,10 @@ class CommitPoint:
 
     def begin(self) -> None:
         self._decision, self._agreed_numbers = {}, None
-        self._numbers = [_Numbers()] * len(self._devices)
+        self._numbers = [((), None)] * len(self._devices)
 
     def begin_afresh(self) -> None:
-        self._rendezvous = self._make_rendezvous()
+        self._rendezvous = Rendezvous("the commit", self._devices, self._timeout_seconds)
 
     def stop(self) -> bool:
         """Stops the step unless `is_binding`; returns True if stopped. Replicas then raise `Aborted` at the commit."""
@@ -144,7 +135,7 @@ class CommitPoint:
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
         """Records that a replica can no longer fail, and its numbers for other replicas. Never blocks."""
         if numbers:
-            self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
+            self._numbers[replica] = numbers, record_event(self._devices[replica].torch_device)
         self._rendezvous.announce(replica)
 
     def leave(self, replica: int) -> torch.Tensor | None:
@@ -168,13 +159,13 @@ class CommitPoint:
         return met if self._agreed_numbers is None or met is None else self._agreed_numbers.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:
-        if not self._numbers[replica].values:
+        if not self._numbers[replica][0]:
             return None
         device = self._devices[replica].torch_device
         rows = []
-        for left in self._numbers:
-            wait_event(left.event, device)
-            rows.append(torch.stack(left.values).to(device, non_blocking=True))
+        for values, event in self._numbers:
+            wait_event(event, device)
+            rows.append(torch.stack(values).to(device, non_blocking=True))
         return torch.stack(rows, dim=1)
 
     @contextmanager

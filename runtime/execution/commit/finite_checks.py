@@ -73,23 +73,17 @@ class Fault:
     example: str
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Elements of a checked value that belong to one gradient, or to a loss if ``variable`` is empty."""
-
-    variable: str
-    place: int
-    start: int
-    stop: int
+_Range = tuple[str, int, int, int]
+"""Elements of a checked value: variable (empty for a loss), place as in `Fault`, start and stop."""
 
 
 def _faults(ranges: Sequence[_Range], value: torch.Tensor, replica: int) -> Iterator[Fault]:
     flat = value.reshape(-1)
-    for elements_range in ranges:
-        elements = flat[elements_range.start : elements_range.stop]
+    for variable, place, start, stop in ranges:
+        elements = flat[start:stop]
         bad = elements[~elements.isfinite()]
         if bad.numel():
-            yield Fault(elements_range.variable, replica, elements_range.place, bad.numel(), str(bad[0].item()))
+            yield Fault(variable, replica, place, bad.numel(), str(bad[0].item()))
 
 
 class CheckedCommit(CommitPoint):
@@ -117,7 +111,7 @@ class CheckedCommit(CommitPoint):
             self._skips = commit.kwargs["otherwise"] == "skip"
             values = [flag.all_input_nodes[0] for flag in truths_of(commit)]
             self._num_truths.append(len(values))
-            self._ranges.append([list(_ranges(program, value, parts.of(value))) for value in values])
+            self._ranges.append([_ranges(program, value, parts.of(value)) for value in values])
 
     def begin(self) -> None:
         super().begin()
@@ -209,19 +203,14 @@ def _text(messages: Sequence[str]) -> str:
     )
 
 
-def _ranges(program: Program, value: fx.Node, part: Part | None) -> Iterator[_Range]:
-    if part is None:
-        yield _Range("", 0, 0, value.meta["val"].numel())
-        return
-    for variable, place, start, stop in slots_in(program, part):
-        yield _Range(variable, place, start, stop)
+def _ranges(program: Program, value: fx.Node, part: Part | None) -> list[_Range]:
+    return [("", 0, 0, value.meta["val"].numel())] if part is None else list(slots_in(program, part))
 
 
 def commit_point_of(
     program: Program, timeout_seconds: float, settle: Callable[[], None], workers: OtherWorkers | None
 ) -> CommitPoint:
     graphs = [module.graph for module in program.device_graphs.values()]
-    checks = any(is_checked(commit) for graph in graphs for commit in calls_to(graph, ops.commit))
-    if checks:
+    if any(is_checked(commit) for graph in graphs for commit in calls_to(graph, ops.commit)):
         return CheckedCommit(program, timeout_seconds, settle, workers)
     return CommitPoint(program.devices, timeout_seconds, settle, workers)

@@ -34,7 +34,8 @@ class Visitor(ABC):
 
 
 class Looker(Visitor):
-    def __init__(self) -> None:
+    def __init__(self, look_at: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._look_at = look_at
         self.results: list[torch.Tensor] = []
         self._small: list[torch.Tensor] = []
 
@@ -45,11 +46,7 @@ class Looker(Visitor):
         if part.numel() <= _SMALL_ELEMENTS and not part.is_complex():
             self._small.append(part)
         else:
-            self.results.append(self.look_at(part))
-
-    @abstractmethod
-    def look_at(self, part: torch.Tensor) -> torch.Tensor:
-        pass
+            self.results.append(self._look_at(part))
 
     def take_small(self) -> list[torch.Tensor]:
         """Takes the small parts, so that one operator call serves several visitors."""
@@ -59,11 +56,7 @@ class Looker(Visitor):
 
 class NormVisitor(Looker):
     def __init__(self, norm_type: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._norm_type, self._dtype = norm_type, dtype
-
-    def look_at(self, part: torch.Tensor) -> torch.Tensor:
-        return norm_of(part, self._norm_type, self._dtype)
+        super().__init__(lambda part: norm_of(part, norm_type, dtype))
 
 
 def norms_of_all(visitors: Sequence[NormVisitor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -76,8 +69,8 @@ def norm_of(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.
 
 
 class SumVisitor(Looker):
-    def look_at(self, part: torch.Tensor) -> torch.Tensor:
-        return sum_of(part)
+    def __init__(self) -> None:
+        super().__init__(sum_of)
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:

@@ -92,15 +92,14 @@ class FlatOptimizer:
         is_fused = bool(self.optimizer.param_groups[0].get("fused"))
         return is_fused and self.parameter.dtype == torch.float32 and takes_divisor(type(self.optimizer))
 
-    def update(self, gradient: torch.Tensor) -> None:
+    def update(self, gradient: torch.Tensor, divisor: float | None = None) -> None:
+        """Runs a step on ``gradient``, or on ``gradient / divisor``: the fused kernel divides, possibly in place."""
         self.parameter.grad = gradient
-        self._step(self.optimizer)
-
-    def update_divided(self, gradient: torch.Tensor, divisor: float) -> None:
-        """Runs a step on ``gradient / divisor``. The fused kernel divides, possibly in place."""
-        self.parameter.grad = gradient
-        with dividing_gradients(self.optimizer, divisor):
+        if divisor is None:
             self._step(self.optimizer)
+        else:
+            with dividing_gradients(self.optimizer, divisor):
+                self._step(self.optimizer)
 
 
 class PartOptimizer:
@@ -115,15 +114,8 @@ class PartOptimizer:
     def sync(self) -> None:
         self._part.sync()
 
-    def update(
-        self, parts: Callable[[Callable[[int, torch.Tensor], None]], None], divisor: float | None = None
-    ) -> None:
-        """Runs one step.
-
-        Args:
-            parts: calls its argument with the first element and the 1-D tensor of each part, in order.
-            divisor: as in `FlatOptimizer.update_divided`.
-        """
+    def update(self, parts: Callable[[Callable[[int, torch.Tensor], None]], None]) -> None:
+        """Runs one step. ``parts`` calls its argument with the first element and the 1-D tensor of each part, in order."""
         whole, part = self._whole.state, self._part
         numbers = {key: value for key, value in whole.items() if key in SCALAR_STATE}
         made: list[dict[str, Any]] = []
@@ -132,14 +124,9 @@ class PartOptimizer:
         def update(first: int, gradient: torch.Tensor) -> None:
             parameters, state = self._view(first, len(gradient), whole)
             part.parameter.data = parameters
-            part.optimizer.state[part.parameter] = now = {
-                **state,
-                **{key: _copy(value) for key, value in numbers.items()},
-            }
-            if divisor is None:
-                part.update(gradient)
-            else:
-                part.update_divided(gradient, divisor)
+            now = {**state, **{key: _copy(value) for key, value in numbers.items()}}
+            part.optimizer.state[part.parameter] = now
+            part.update(gradient)
             made.append(now)
 
         parts(update)
@@ -163,7 +150,7 @@ class PartOptimizer:
         Args:
             ranges: start and stop of each range. Without ranges, only the scalars advance.
             numbers: scalars of the state; None if this step creates the state.
-            divisor: as in `FlatOptimizer.update_divided`.
+            divisor: as in `FlatOptimizer.update`.
         """
         whole, part = self._whole.state, self._part
         self._note_addresses(whole)
@@ -173,10 +160,7 @@ class PartOptimizer:
             part.parameter.data = parameters
             now = {**state, **{key: _copy(value) for key, value in numbers.items()}} if numbers is not None else {}
             part.optimizer.state[part.parameter] = now
-            if divisor is None:
-                part.update(gradient[start:stop])
-            else:
-                part.update_divided(gradient[start:stop], divisor)
+            part.update(gradient[start:stop], divisor)
             if numbers is None:
                 self._keep_made(start, stop, part.state)
         part.parameter.grad = None
@@ -307,10 +291,7 @@ class SlotOptimizer:
         self._compare()
 
     def _update_all(self, gradient: torch.Tensor, divisor: float | None) -> None:
-        if divisor is None:
-            self._whole.update(gradient)
-        else:
-            self._whole.update_divided(gradient, divisor)
+        self._whole.update(gradient, divisor)
         state = flat_entries(self._whole.state)
         if state and not self.made[0]:
             self.made = [True] * len(self.made)

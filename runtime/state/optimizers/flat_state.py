@@ -58,10 +58,8 @@ class FlatState:
                 self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
-        keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
-        return {
-            replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
-        }
+        index, replicas = flat.bucket.index, range(len(flat.parameters))
+        return {r: self.optimizers[index, r] for r in replicas if (index, r) in self.optimizers}
 
     def _first(self, flat: FlatBucket) -> FlatOptimizer:
         return next(iter(self._replicas(flat).values()))

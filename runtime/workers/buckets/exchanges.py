@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,19 +12,108 @@ import torch
 from mirrorc.analysis.gradients.sent_factors import split_counts
 from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import are_cut
+from mirrorc.ir.buckets import RowType, SentFactors, are_cut
 from mirrorc.ir.devices import Device
+from mirrorc.ir.gradient_forms import form_named
 from mirrorc.ir.links import SumPlace, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import problem
 from mirrorc.runtime.communication import Communicator
-from mirrorc.runtime.state.shares.pieces import FactoredBucket, UnmadeShare, Visit, make_pieces
-from mirrorc.runtime.workers.buckets.factor_messages import FactorMessage, Gathering, NumRows, RowsOf
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Factors, UnmadeShare, Visit, make_pieces
 from mirrorc.runtime.workers.buckets.joint_launches import JointLaunches, Launch
 from mirrorc.runtime.workers.buckets.payload import SentPart
-from mirrorc.runtime.workers.buckets.sharded_buckets import ShardedBuckets
 from mirrorc.runtime.workers.team.team import Team
+
+_ALIGNMENT = (
+    64  # bytes: a factor begins at the same place in a cache line on all workers, so that products have equal bits
+)
+
+NumRows = Sequence[Sequence[Sequence[int]]]
+"""Numbers of rows in one worker, by gradient, replica and microbatch."""
+ReplicaFactors = list[list[Factors]]
+"""A replica's factors, by gradient and microbatch; empty without examples."""
+
+
+@dataclass(frozen=True)
+class FactorMessage:
+    """The rows of all factors of a worker's replicas, concatenated."""
+
+    gradients: Sequence[SentFactors]
+
+    def num_bytes(self, num_rows: NumRows) -> int:
+        return sum(_aligned(number * kind.num_bytes) for _, _, number, kind in self._pieces(num_rows))
+
+    def views(self, message: torch.Tensor, num_rows: NumRows) -> list[list[list[list[torch.Tensor]]]]:
+        """Views of the rows in a message, [bytes] uint8: by replica, gradient, microbatch and factor."""
+        num_replicas = len(num_rows[0])
+        views: list[list[list[list[torch.Tensor]]]] = [
+            [[[] for _ in worker_rows[replica]] for worker_rows in num_rows] for replica in range(num_replicas)
+        ]
+        start = 0
+        for (place, replica, part), factor, number, kind in self._pieces(num_rows):
+            stop = start + number * kind.num_bytes
+            rows = message[start:stop].view(kind.dtype).view(number, *kind.shape)
+            views[replica][place][part].append(rows)
+            assert len(views[replica][place][part]) == factor + 1, "factors come in their order"
+            start += _aligned(stop - start)
+        return views
+
+    def _pieces(self, num_rows: NumRows) -> Iterator[tuple[tuple[int, int, int], int, int, RowType]]:
+        for replica in range(len(num_rows[0])):
+            for place, gradient in enumerate(self.gradients):
+                for part, number in enumerate(num_rows[place][replica]):
+                    for factor, kind in enumerate(gradient.rows):
+                        yield (place, replica, part), factor, number, kind
+
+    def write(self, message: torch.Tensor, num_rows: NumRows, replicas: Sequence[ReplicaFactors]) -> None:
+        for shard, places in zip(replicas, self.views(message, num_rows), strict=True):
+            for gradient, parts, into in zip(self.gradients, shard, places, strict=True) if shard else ():
+                for factors, rows in zip(parts, into, strict=True):
+                    matrices = form_named(gradient.operation).to_rows(factors)
+                    assert matrices is not None, "the form is sent"
+                    for to, source in zip(rows, matrices, strict=True):
+                        to.copy_(source)
+
+    def read(self, message: torch.Tensor, num_rows: NumRows) -> list[ReplicaFactors]:
+        return [
+            [
+                [form_named(gradient.operation).from_rows(rows) for rows in parts]
+                for gradient, parts in zip(self.gradients, replica_views, strict=True)
+            ]
+            if any(replica_views)
+            else []
+            for replica_views in self.views(message, num_rows)
+        ]
+
+
+class Gathering:
+    """An all-gather of factor messages. ``num_rows`` is by rank."""
+
+    def __init__(
+        self, message: FactorMessage, num_rows: Sequence[NumRows], rank: int, replicas: Sequence[ReplicaFactors]
+    ) -> None:
+        self._layout, self._num_rows = message, num_rows
+        length = max(map(message.num_bytes, num_rows))
+        self.gathered = torch.empty(len(num_rows), length, dtype=torch.uint8)
+        self.message = torch.empty(length, dtype=torch.uint8)
+        message.write(self.message, num_rows[rank], replicas)
+
+    @functools.cached_property
+    def replicas(self) -> list[ReplicaFactors]:
+        """Factors of all workers' replicas, by rank, once the all-gather is done."""
+        each = zip(self.gathered.unbind(), self._num_rows, strict=True)
+        return [replica for message, num_rows in each for replica in self._layout.read(message, num_rows)]
+
+
+RowsOf = Callable[[int], Sequence[NumRows]]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+_SUMS, _PARAMETERS = "sums", "parameters"
 
 
 class Exchanges(Communicator):
@@ -31,9 +122,14 @@ class Exchanges(Communicator):
     Each device first adds up one share of the gradients, in the first replica's memory. The last device to launch sends
     the bucket, or the factors of all devices.
 
+    Buckets whose updates are sharded over workers are sent in shards of equal length, in the order of ranks: gradients
+    by an all_to_all, whose parts are added in the order of ranks. This sends half the bytes of an all_reduce; gloo's
+    reduce_scatter is slower. New parameters are sent by an all_gather.
+
     Args:
-        packs: numbers of the exchanged packs, or of the buckets if none is cut.
+        packs: the exchanged packs, or the buckets if none is cut: a name for messages, by number.
         made: for each pack of factors, the elements that each device computes, as (start, stop).
+        sharded: numbers of the buckets whose updates are sharded over workers.
     """
 
     link = "gloo"
@@ -41,28 +137,26 @@ class Exchanges(Communicator):
     def __init__(
         self,
         devices: Sequence[Device],
-        packs: Sequence[int],
+        packs: Mapping[int, str],
         launch: Launch,
         timeout_seconds: float,
         messages: Mapping[int, FactorMessage],
         made: Mapping[int, Sequence[tuple[int, int]]],
         rows_of: RowsOf,
         rank: int,
-        sharded: ShardedBuckets,
+        num_workers: int,
+        sharded: Sequence[int] = (),
     ) -> None:
         super().__init__(devices, timeout_seconds)
-        self._messages, self._made, self._rows_of, self._rank = messages, made, rows_of, rank
-        self._joint = JointLaunches(len(devices), packs, launch, timeout_seconds)
-        self._sharded, self._in_words = sharded, {pack: str(pack) for pack in packs}
+        self._messages, self._made, self._rows_of = messages, made, rows_of
+        self._rank, self._num_workers = rank, num_workers
+        shards = {(kind, bucket): f"bucket {bucket}" for kind in (_SUMS, _PARAMETERS) for bucket in sharded}
+        self._names: dict[Hashable, str] = {**packs, **shards}
+        self._joint = JointLaunches(len(devices), self._names, launch, timeout_seconds)
         self.reset()
-
-    def say_packs(self, bucket_of_pack: Mapping[int, int]) -> None:
-        self.unit = self._joint.unit = "pack"
-        self._in_words = {pack: f"{pack} of bucket {bucket_of_pack[pack]}" for pack in self._in_words}
 
     def begin_afresh(self) -> None:
         self._joint.begin_afresh()
-        self._sharded.begin_afresh()
         self.reset()
 
     def reset(self) -> None:
@@ -72,28 +166,44 @@ class Exchanges(Communicator):
         self._gatherings: dict[int, Gathering] = {}
         self._to_send: dict[int, torch.Tensor] = {}
         self._parts: dict[int, SentPart] = {}
-        self._sharded.reset()
+        self._received: dict[int, torch.Tensor] = {}  # gradients of sharded buckets
+        self._num_waiting: dict[int, int] = {}
+
+    def abort(self) -> None:
+        self._joint.abort()
+
+    def _wait(self, tag: Hashable, replica: int) -> None:
+        self._joint.wait(tag, replica, self._names[tag])
 
     def memory_to_send(self, pack: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """1-D memory for `launch_exchange`, on the device of ``like``. Replicas share it until all have launched."""
         with self._joint.lock:
             if pack not in self._to_send:
                 self._to_send[pack] = like.new_empty(num_elements, dtype=dtype)
             return self._to_send[pack]
 
     def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
+        """Submits this replica's part of ``whole``, the worker's 1-D sum; None if the sum is in the memory of
+        `memory_to_send`.
+        """
         with self._joint.lock:
             if self._joint.is_last(pack):
                 sent = self._to_send.pop(pack) if whole is None else whole
                 self._joint.send(pack, (lambda group: group.all_reduce(sent)) if sent.numel() else None)
 
+    def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
+        self._wait(pack, replica)
+        return pending
+
     def launch_part(self, pack: int, replica: int, make: Callable[[], SentPart]) -> None:
+        """Submits this replica's elements of a pack. The last replica's launch calls ``make``."""
         with self._joint.lock:
             if self._joint.is_last(pack):
                 part = self._parts[pack] = make()
                 self._joint.send(pack, part.launch)
 
     def wait_part(self, pack: int, replica: int) -> SentPart:
-        self._joint.wait(pack, replica, self._in_words[pack])
+        self._wait(pack, replica)
         return self._parts[pack]
 
     def launch_gather(self, pack: int, replica: int, factored_bucket: FactoredBucket) -> None:
@@ -116,47 +226,62 @@ class Exchanges(Communicator):
                 pack, (lambda group: group.all_gather(gathering.message, into.unbind())) if into.numel() else None
             )
 
-    def wait_factors(self, pack: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
-        return self.wait_unmade(pack, replica, pending).buckets
-
-    def wait_gather(self, pack: int, replica: int, pending: Any) -> torch.Tensor:
-        return self._make(pack, replica)
-
-    def wait_and_visit(self, pack: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
-        return self._make(pack, replica, visit)
-
-    def wait_unmade(self, pack: int, replica: int, pending: Any) -> UnmadeShare:
-        self._joint.wait(pack, replica, self._in_words[pack])
-        offered = self._offered[pack][replica]
-        assert offered is not None, "it was launched"
-        everyone = [FactoredBucket(offered.tensor, factors, ()) for factors in self._gatherings[pack].replicas]
-        return UnmadeShare(everyone, offered.pieces, *self._made[pack][replica])
-
-    def _make(self, pack: int, replica: int, visit: Visit | None = None) -> torch.Tensor:
+    def wait_gather(self, pack: int, replica: int, visit: Visit | None = None) -> torch.Tensor:
+        """This replica's elements of the sum over all workers' replicas, computed from factors."""
         share = self.wait_unmade(pack, replica, None)
         if any(part.factors for part in share.buckets):
             make_pieces(share.pieces, share.buckets, visit)
         return share.buckets[0].tensor[share.start : share.stop]
 
-    def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        self._sharded.launch_sums(bucket, whole)
+    def wait_factors(self, pack: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
+        return self.wait_unmade(pack, replica, pending).buckets
+
+    def wait_and_visit(self, pack: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
+        return self.wait_gather(pack, replica, visit)
+
+    def wait_unmade(self, pack: int, replica: int, pending: Any) -> UnmadeShare:
+        self._wait(pack, replica)
+        offered = self._offered[pack][replica]
+        assert offered is not None, "it was launched"
+        everyone = [FactoredBucket(offered.tensor, factors, ()) for factors in self._gatherings[pack].replicas]
+        return UnmadeShare(everyone, offered.pieces, *self._made[pack][replica])
+
+    def launch_scatter(self, bucket: int, whole: torch.Tensor) -> None:
+        with self._joint.lock:
+            if self._joint.is_last((_SUMS, bucket)):
+                received = torch.empty_like(whole)
+                self._received[bucket] = received.view(self._num_workers, -1)
+                self._num_waiting[bucket] = len(self.devices)
+                self._joint.send((_SUMS, bucket), lambda group: group.all_to_all(whole, received))
 
     def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
-        return self._sharded.wait_sums(bucket, replica, whole, *elements)
+        """Writes the sum over workers of ``elements``, a half-open range, into ``whole``; returns these elements."""
+        self._wait((_SUMS, bucket), replica)
+        start, stop = elements
+        share, received = whole[start:stop], self._received[bucket]
+        first = self._rank * received.shape[1]
+        parts = received[:, start - first : stop - first].unbind()
+        torch.add(parts[0], parts[1], out=share)
+        for part in parts[2:]:
+            share.add_(part)
+        with self._joint.lock:
+            self._num_waiting[bucket] -= 1
+            if not self._num_waiting[bucket]:
+                del self._received[bucket]
+        return share
 
-    def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        self._sharded.launch_parameters(bucket, whole)
+    def launch_parameters(self, bucket: int, whole: torch.Tensor) -> None:
+        """Submits this replica's updated share of ``whole``, the 1-D parameters. Other workers' shards are written
+        there later.
+        """
+        with self._joint.lock:
+            if self._joint.is_last((_PARAMETERS, bucket)):
+                parts = whole.view(self._num_workers, -1).unbind()
+                part = parts[self._rank].clone()  # a copy, as the all-gather writes the whole bucket
+                self._joint.send((_PARAMETERS, bucket), lambda group: group.all_gather_whole(part, whole))
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
-        self._sharded.wait_parameters(bucket, replica)
-
-    def wait_exchange(self, pack: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
-        self._joint.wait(pack, replica, self._in_words[pack])
-        return pending
-
-    def abort(self) -> None:
-        self._joint.abort()
-        self._sharded.abort()
+        self._wait((_PARAMETERS, bucket), replica)
 
 
 class ExchangesOfGpus(Exchanges):
@@ -176,7 +301,7 @@ class ExchangesOfGpus(Exchanges):
 _KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges, ExchangesOfGpus)}
 
 
-def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]:
+def exchanges_of(program: Program, team: Team | None) -> dict[str, Exchanges]:
     """Communicators between workers, by link; empty without exchanges or without a team.
 
     Raises:
@@ -215,13 +340,22 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
         row_counts = zip(team.row_counts, program.workers.devices_per_worker, strict=True)
         return [split_counts(counts, sizes, num_devices)[place] for counts, num_devices in row_counts]
 
-    launch, seconds = team.launch_bucket, team.timeout_seconds
-    rank, num_workers = team.cluster.rank, team.cluster.num_workers
-    dealt = [bucket_of(node) for node in launches if node.target is ops.gather_parameters]
-    sharded = ShardedBuckets(number, dealt, rank, num_workers, launch, seconds)
-    exchanges = kind(program.devices, packs, launch, seconds, messages, made, rows_of, rank, sharded)
-    if are_cut(program.buckets):
-        exchanges.say_packs({pack.number: bucket.index for bucket, pack in program.packs})
+    def name_of_pack(number: int) -> str:
+        is_cut = are_cut(program.buckets)
+        return f"pack {number} of bucket {program.packs[number][0].index}" if is_cut else f"bucket {number}"
+
+    exchanges = kind(
+        program.devices,
+        {pack: name_of_pack(pack) for pack in packs},
+        team.launch_bucket,
+        team.timeout_seconds,
+        messages,
+        made,
+        rows_of,
+        team.cluster.rank,
+        team.cluster.num_workers,
+        [bucket_of(node) for node in launches if node.target is ops.gather_parameters],
+    )
     if isinstance(exchanges, ExchangesOfGpus):
         exchanges.end_collectives = team.connections.cut_buckets
     return {kind.link: exchanges}

@@ -27,7 +27,7 @@ class JointLaunches:
     """
 
     def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:
-        self.lock, self.unit = threading.Lock(), "bucket"
+        self.lock = threading.Lock()
         self._num_devices, self._tags, self._launch = num_devices, tuple(tags), launch
         self._timeout_seconds = timeout_seconds
         self.begin_afresh()
@@ -63,7 +63,7 @@ class JointLaunches:
         else:
             done(None)
 
-    def wait(self, tag: Hashable, replica: int, bucket: int | str) -> None:
+    def wait(self, tag: Hashable, replica: int, subject: str) -> None:
         """Makes a device wait until a collective is done.
 
         Raises:
@@ -75,7 +75,7 @@ class JointLaunches:
             error = self._inboxes[tag][replica].get(timeout=self._timeout_seconds + _SLACK_SECONDS)
         except queue.Empty:
             raise LostConnectionError(
-                f"{self.unit} {bucket} was not exchanged with the other workers within {self._timeout_seconds:g} s"
+                f"{subject} was not exchanged with the other workers within {self._timeout_seconds:g} s"
             ) from None
         if isinstance(error, Aborted):
             raise error
@@ -83,7 +83,7 @@ class JointLaunches:
             raise PayloadError(str(error)) from error  # several devices raise it
         if error is not None:
             raise LostConnectionError(
-                f"{self.unit} {bucket} could not be exchanged with the other workers: {in_words(error)}"
+                f"{subject} could not be exchanged with the other workers: {in_words(error)}"
             ) from error
 
     def abort(self) -> None:

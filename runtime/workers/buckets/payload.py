@@ -21,11 +21,8 @@ class SentPart(Protocol):
     def launch(self, group: GlooGroup) -> Any:
         """Launches the exchange; returns a work."""
 
-    def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Writes elements ``start:stop`` of the sum over all workers into ``into``, 1-D, once for each element.
-
-        With ``keeps_rest``, the pack may keep the residual of these elements.
-        """
+    def take(self, start: int, stop: int, into: torch.Tensor) -> None:
+        """Writes elements ``start:stop`` of the sum over all workers into ``into``, 1-D, once for each element."""
 
 
 class SentPayload(SeveralRounds):
@@ -84,7 +81,7 @@ class SentPayload(SeveralRounds):
             )
         self._keep({name: value.detach() for name, value in new.items()})
 
-    def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
+    def take(self, start: int, stop: int, into: torch.Tensor) -> None:
         into.copy_(self._sum[start:stop])
 
 
@@ -111,7 +108,7 @@ class LargestElements:
     def launch(self, group: GlooGroup) -> Any:
         return group.all_gather(self.message, self.gathered)
 
-    def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
+    def take(self, start: int, stop: int, into: torch.Tensor) -> None:
         """Adds up the workers' elements in the order of ranks. The pack already has the residual."""
         into.zero_()
         for elements, places in self.of_workers():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -11,6 +10,7 @@ from torch import fx
 from mirrorc.analysis.communication.worker_meetings import rows_of_meeting, worker_meetings
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
+from mirrorc.runtime.communication.replica_values import number_of
 from mirrorc.runtime.workers.buckets.joint_launches import JointLaunches, Launch
 
 _ROWS = (ops.rows_of_replicas, ops.own_rows_of_sum)
@@ -29,7 +29,6 @@ class WorkerValues:
         self._meetings = {meeting.number: meeting for meeting in worker_meetings(program)}
         self._present = tuple(program.present) or (0,)  # the first device attends for a worker without examples
         self._joint = JointLaunches(len(self._present), self._meetings, launch, timeout_seconds)
-        self._joint.unit = "the model's"
         self.reset()
 
     def begin_afresh(self) -> None:
@@ -46,7 +45,7 @@ class WorkerValues:
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor | None = None) -> None:
         """Leaves a copy of a value, because the next region may overwrite it; never blocks."""
-        number = _number(node)
+        number = number_of(node)
         copy = value.clone(memory_format=torch.contiguous_format) if value is not None else None
         with self._joint.lock:
             if copy is not None:
@@ -58,9 +57,9 @@ class WorkerValues:
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor | None:
         """The result over the present replicas of all workers: contiguous, and not shared."""
-        number = _number(node)
+        number = number_of(node)
         meeting = self._meetings[number]
-        self._joint.wait(number, self._present.index(replica), f"{meeting.name} {number}")
+        self._joint.wait(number, self._present.index(replica), f"the model's {meeting.name} {number}")
         if node.target is ops.attend:
             return None
         whole = self._sums[number]
@@ -98,8 +97,3 @@ def _as_integers(flat: torch.Tensor) -> torch.Tensor:
     num_bytes = flat.numel() * flat.element_size()
     kinds = (torch.int64, torch.int32, torch.uint8)
     return flat.view(next(kind for kind in kinds if num_bytes % kind.itemsize == 0))
-
-
-def _number(node: fx.Node) -> int:
-    number: Any = node.kwargs["number"]
-    return int(number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
@@ -63,6 +63,10 @@ class Header:
     def to_tensor(self) -> torch.Tensor:
         return torch.tensor(list(map(int, astuple(self))), dtype=torch.int64)
 
+    @classmethod
+    def of(cls, message: torch.Tensor) -> Header:
+        return cls(*message.tolist())
+
 
 NUM_FIELDS = len(fields(Header))
 BESIDES, TURN = -1, -2
@@ -114,48 +118,44 @@ class Agreement:
     batches: tuple[int, ...]
 
 
-def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
+def agreement(headers: Sequence[Header]) -> tuple[Agreement | None, str, int]:
     """The workers' agreement; or None, the first differing field, and a rank that differs from the source.
 
     Fields are not compared if their values or programs are about to change. If any worker has accumulated gradients, a
     step ends the accumulation on all.
-
-    Args:
-        headers: by rank, [fields] int64.
     """
-    decoded = [Header(*map(int, header)) for header in headers]
-    source = next((rank for rank, peer in enumerate(decoded) if not peer.has_left), 0)
-    is_over = all(peer.has_left for peer in decoded)
-    takes_over = not is_over and (any(peer.is_fresh for peer in decoded) or len({peer.written for peer in decoded}) > 1)
-    ends = any(peer.num_accumulated_calls for peer in decoded)
-    accumulation = _WITHOUT_UPDATE.get(decoded[source].kind, Accumulation.ENDS if ends else Accumulation.NONE)
-    is_other = not is_over and any(peer.kind >= 0 and peer.kind != kind_of(accumulation) for peer in decoded)
+    source = next((rank for rank, peer in enumerate(headers) if not peer.has_left), 0)
+    is_over = all(peer.has_left for peer in headers)
+    takes_over = not is_over and (any(peer.is_fresh for peer in headers) or len({peer.written for peer in headers}) > 1)
+    ends = any(peer.num_accumulated_calls for peer in headers)
+    accumulation = _WITHOUT_UPDATE.get(headers[source].kind, Accumulation.ENDS if ends else Accumulation.NONE)
+    is_other = not is_over and any(peer.kind >= 0 and peer.kind != kind_of(accumulation) for peer in headers)
     of_programs = () if is_other else ("schedule", "parameters", "deals_anew")
     of_values = () if takes_over or is_over else ("hyperparameters", "modes", *of_programs)
     for name in ("call", "kind", "turn", "variables", *of_values):
-        other = next((rank for rank, peer in enumerate(decoded) if _differs(peer, decoded[source], name)), None)
+        other = next((rank for rank, peer in enumerate(headers) if _differs(peer, headers[source], name)), None)
         if other is not None:
             return None, name, other
-    first = next((rank for rank, peer in enumerate(decoded) if peer.num_examples), 0)
-    tells = not is_over and any(peer.hyperparameters != decoded[source].hyperparameters for peer in decoded)
+    first = next((rank for rank, peer in enumerate(headers) if peer.num_examples), 0)
+    tells = not is_over and any(peer.hyperparameters != headers[source].hyperparameters for peer in headers)
     agreed = Agreement(
-        num_examples=sum(peer.num_examples for peer in decoded),
-        num_present=sum(peer.num_present for peer in decoded),
-        present=tuple(peer.num_present for peer in decoded),
-        num_accumulated=sum(peer.num_accumulated for peer in decoded),
-        num_steps=decoded[source].num_steps,
+        num_examples=sum(peer.num_examples for peer in headers),
+        num_present=sum(peer.num_present for peer in headers),
+        present=tuple(peer.num_present for peer in headers),
+        num_accumulated=sum(peer.num_accumulated for peer in headers),
+        num_steps=headers[source].num_steps,
         accumulation=accumulation,
         is_other=is_other,
         first_present=first,
-        seed=decoded[0].seed,
+        seed=headers[0].seed,
         takes_over=takes_over,
         source=source,
-        written=decoded[source].written,
+        written=headers[source].written,
         tells_hyperparameters=tells,
         is_over=is_over,
-        deals_anew=not (is_other or takes_over or is_over) and bool(decoded[source].deals_anew),
-        turn=decoded[source].turn,
-        batches=tuple(peer.batch for peer in decoded),
+        deals_anew=not (is_other or takes_over or is_over) and bool(headers[source].deals_anew),
+        turn=headers[source].turn,
+        batches=tuple(peer.batch for peer in headers),
     )
     return agreed, "", -1
 
@@ -173,6 +173,9 @@ def _differs(header: Header, source: Header, name: str) -> bool:
 
 Counts = tuple[int, ...]
 RunControl = Callable[[Callable[[Any], Any]], None]
+
+Details = Callable[[], Mapping[str, object]]
+"""Returns the facts behind a header field, by name. Called if workers differ in the field."""
 
 
 class KnownCounts:
@@ -192,19 +195,18 @@ class KnownCounts:
             known=digest(repr(sorted(self._by_digest))),
         )
 
-    def of_all(self, headers: Sequence[torch.Tensor], counts: Counts, run_control: RunControl) -> list[Counts]:
+    def of_all(self, headers: Sequence[Header], counts: Counts, run_control: RunControl) -> list[Counts]:
         """Row counts of all workers, by rank. ``run_control`` runs a collective of all workers."""
-        decoded = [Header(*map(int, header)) for header in headers]
-        length = max(peer.num_counts for peer in decoded)
+        length = max(peer.num_counts for peer in headers)
         if not length:
-            return [() for _ in decoded]
-        if len({peer.known for peer in decoded}) > 1 or not all(peer.counts in self._by_digest for peer in decoded):
+            return [() for _ in headers]
+        if len({peer.known for peer in headers}) > 1 or not all(peer.counts in self._by_digest for peer in headers):
             padded = torch.zeros(length, dtype=torch.int64)
             padded[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
-            gathered = [torch.empty_like(padded) for _ in decoded]
+            gathered = [torch.empty_like(padded) for _ in headers]
             run_control(lambda group: group.all_gather(padded, gathered))
-            if len({peer.known for peer in decoded}) > 1:
+            if len({peer.known for peer in headers}) > 1:
                 self._by_digest = {}  # all workers clear their caches
-            for peer, numbers in zip(decoded, gathered, strict=True):
+            for peer, numbers in zip(headers, gathered, strict=True):
                 self._by_digest[peer.counts] = tuple(map(int, numbers[: peer.num_counts]))
-        return [self._by_digest[peer.counts] for peer in decoded]
+        return [self._by_digest[peer.counts] for peer in headers]

@@ -5,23 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from mirrorc.cluster import Cluster, Worker
-from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.consistency import StoreTransport, Transport, compare, digest
 from mirrorc.errors import CommunicationError
 from mirrorc.messages.problem import with_line
 from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState
 from mirrorc.runtime.workers.team.step_watcher import PublishedFailures
-from mirrorc.runtime.workers.transport.connections import Connections, all_texts
-from mirrorc.runtime.workers.transport.lane import LostConnectionError, in_words
+from mirrorc.runtime.workers.transport.connections import Connections, all_texts, answered
+from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
 _LONGEST_ANSWER_SECONDS = 10.0  # of the store, after the time to wait for others
 _HOST = torch.device("cpu")
-_T = TypeVar("_T")
 
 
 class ControlCollectives:
@@ -131,18 +129,10 @@ class _BoundedStore:
         self._transport = StoreTransport(store, cluster.workers, cluster.rank, deadline, look)
 
     def digests(self, topic: str, text: str) -> Sequence[int]:
-        return self._bounded(lambda: self._transport.digests(topic, text))
+        return answered(lambda: self._transport.digests(topic, text), self._seconds)
 
     def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
-        return self._bounded(lambda: self._transport.texts(topic, text, ranks))
-
-    def _bounded(self, ask: Callable[[], _T]) -> _T:
-        try:
-            return in_bounded_time(ask, self._seconds)
-        except CommunicationError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+        return answered(lambda: self._transport.texts(topic, text, ranks), self._seconds)
 
 
 class _Lane:

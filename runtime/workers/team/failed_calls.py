@@ -105,25 +105,15 @@ _FAILED_BEFORE = {  # nobody commits a step without all votes; DECIDED: all have
     CallStage.UPDATED:      Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
     CallStage.DONE:         Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
 }
-_FAILED_EARLY = {  # nobody has ended the call, so all know of the failure
-    CallStage.BEFORE:       Consequence(Next.AGAIN,   Parameters.BEFORE),
-    CallStage.REFUSED:      Consequence(Next.RAISE),
-    CallStage.VOTING:       Consequence(Next.AGAIN,   Parameters.BEFORE),
+_FAILED_EARLY = _FAILED_BEFORE | {  # nobody has ended the call, so all know of the failure
     CallStage.DECIDED:      Consequence(Next.AGAIN,   Parameters.AFTER),  # of a skipped step
     CallStage.VOTING_EARLY: Consequence(Next.RESTORE, Parameters.BEFORE_HERE),
-    CallStage.UPDATING:     Consequence(Next.RESTORE, Parameters.BETWEEN),
     CallStage.UPDATED:      Consequence(Next.RESTORE, Parameters.AFTER),
     CallStage.DONE:         Consequence(Next.RESTORE, Parameters.AFTER),
 }
-_FAILED_LATE = {
-    CallStage.BEFORE:       Consequence(Next.AGAIN,   Parameters.BEFORE),
-    CallStage.REFUSED:      Consequence(Next.RAISE),
+_FAILED_LATE = _FAILED_BEFORE | {
     CallStage.VOTING:       Consequence(Next.RESTART, Parameters.BEFORE_HERE, Tells.END, _IS_UNKNOWN),
-    CallStage.DECIDED:      Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
     CallStage.VOTING_EARLY: Consequence(Next.RESTORE, Parameters.BEFORE_HERE),
-    CallStage.UPDATING:     Consequence(Next.RESTORE, Parameters.BETWEEN),
-    CallStage.UPDATED:      Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
-    CallStage.DONE:         Consequence(Next.RESTART, Parameters.AFTER, Tells.END),
 }
 _GONE = {
     CallStage.BEFORE:       Consequence(Next.RESTART, Parameters.BEFORE),

@@ -15,15 +15,53 @@ from torch import distributed
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.lost_in_rounds import cause_of_exit, in_short
+from mirrorc.errors import CommunicationError
+from mirrorc.messages.problem import problem
 from mirrorc.runtime.workers.protocol.call_state import CallStage, CallState, Failure
-from mirrorc.runtime.workers.protocol.header import Agreement, Counts, Header
+from mirrorc.runtime.workers.protocol.header import (
+    NUM_FIELDS,
+    Agreement,
+    Counts,
+    Details,
+    Header,
+    KnownCounts,
+    agreement,
+)
 from mirrorc.runtime.workers.protocol.vote import Columns, Outcome, Vote, outcome
 from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
-from mirrorc.runtime.workers.team.meetings import Details, Meetings
 from mirrorc.runtime.workers.team.step_watcher import PublishedFailures, StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, PayloadError
+
+_IN_WORDS = {
+    "call": "the number of their training calls",
+    "kind": "what they call",
+    "turn": "which step of mirrorc.join() they call",
+    "schedule": "what their programs exchange",
+    "variables": "their variables",
+    "hyperparameters": "the hyperparameters of their optimizers",
+    "modes": "which of their modules are in training mode",
+    "parameters": "parameters that each of them has updated by itself, with an optimizer that is not element-wise",
+    "deals_anew": "what they have of the optimizer's state, which is to be dealt out anew",
+}
+_REMEDIES = {
+    "kind": "make the same calls in one order, on all workers",
+    "variables": "compile the same model, on all workers",
+    "hyperparameters": "the same optimizer.param_groups, on all workers",
+    "modes": "model.train() or model.eval(), on all workers",
+    "parameters": "load a checkpoint of model and optimizer on all workers: the optimizer does not give the same numbers "
+    "everywhere, or something has written on one worker alone",
+    "deals_anew": "optimizer.load_state_dict(state) on all workers, or on none",
+    "schedule": "let forward go the same way on all of them, and freeze the same: where numbers that Python draws decide, give "
+    "all the same seeds (random.seed, numpy.random.seed, torch.manual_seed)",
+}
+_OF_LIVE_ONES = (
+    "kind",
+    "turn",
+    "hyperparameters",
+    "schedule",
+)  # workers whose loops have ended adopt these, or do not have them
 
 
 class Team:
@@ -34,6 +72,9 @@ class Team:
     Args:
         name: equal on all workers, and unique to the step.
         device: of this worker's buckets; of the same type on all workers.
+
+    Attributes:
+        row_counts, gathered_rows: of all workers in this call, by rank.
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, device: torch.device) -> None:
@@ -45,7 +86,9 @@ class Team:
         self.connections = Connections(store, cluster, timeout_seconds, device)
         self._watcher = StepWatcher(store, cluster.workers, cluster.rank, self._notice)
         self.control = ControlCollectives(cluster, timeout_seconds, self._call, self.connections, self._failures)
-        self._meetings = Meetings(cluster, self._call, self.connections, self._failures, self._watcher, self.control)
+        self._known_counts = KnownCounts()
+        self.row_counts: Sequence[Counts] = ()
+        self.gathered_rows: Sequence[Counts] = ()
         self._failed = FailedCalls(cluster, self._call, self.connections, self._failures, self._watcher)
         self._last_words: list[str] = []  # why it leaves the team, if that is known
         self._finalizer = weakref.finalize(
@@ -59,14 +102,6 @@ class Team:
     @property
     def link(self) -> LinkSpeed | None:
         return self.connections.link
-
-    @property
-    def row_counts(self) -> Sequence[Counts]:
-        return self._meetings.row_counts
-
-    @property
-    def gathered_rows(self) -> Sequence[Counts]:
-        return self._meetings.gathered_rows
 
     @property
     def have_parted(self) -> bool:
@@ -133,7 +168,61 @@ class Team:
     def exchange_headers(
         self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()
     ) -> Agreement:
-        return self._meetings.exchange_headers(header, facts, counts, gathered_rows)
+        """Exchanges headers with all workers. Returns their agreement on the call.
+
+        Args:
+            facts: facts behind header fields, for the message if workers differ.
+            counts: row counts of this worker's factors.
+            gathered_rows: this worker's `gathered_rows`, as many as on other workers with matching programs.
+
+        Raises:
+            CommunicationError: workers differ; raised by all, with the worker and the difference.
+            ValueError: no worker has examples; raised by all.
+            LostConnectionError: the connection is lost.
+        """
+        run_control = self.connections.run_control
+        all_counts = (*counts, *gathered_rows)
+        header = self._known_counts.noted_in(header, all_counts)
+        messages = [torch.empty(NUM_FIELDS, dtype=torch.int64) for _ in self.cluster.workers]
+        if header.has_left:
+            others_live = functools.partial(self._watcher.all_live, self._failures.is_any)
+            run_control(lambda group: group.all_gather(header.to_tensor(), messages, is_patient=True), others_live)
+        else:
+            run_control(lambda group: group.all_gather(header.to_tensor(), messages))
+        headers = list(map(Header.of, messages))
+        agreed, name, other = agreement(headers)
+        if agreed is None:
+            self._call.stage = CallStage.REFUSED
+            raise self._difference(headers, facts, name, other)
+        if not (agreed.num_examples or agreed.is_over):
+            self._call.stage = CallStage.REFUSED
+            raise problem(
+                ValueError,
+                "MC6303: no worker has examples in this call, which needs at least one",
+                fix="leave this batch out, on all workers",
+            )
+        self._watcher.local_progress = self._watcher.local_progress.met()
+        all_rows = self._known_counts.of_all(headers, all_counts, run_control)
+        num_gathered = len(gathered_rows)
+        self.row_counts = [rows[: len(rows) - num_gathered] for rows in all_rows]
+        self.gathered_rows = [rows[len(rows) - num_gathered :] for rows in all_rows]
+        return agreed
+
+    def _difference(
+        self, headers: Sequence[Header], facts: Mapping[str, Details], name: str, other: int
+    ) -> CommunicationError:
+        left = [bool(peer.has_left) for peer in headers]
+        if name in facts and not (any(left) and name in _OF_LIVE_ONES):
+            self.control.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, _REMEDIES["kind"]))
+        workers = self.cluster.workers
+        worker, source = workers[other], workers[left.index(False) if False in left else 0]
+        return problem(
+            CommunicationError,
+            f"MC6301: workers differ in {_IN_WORDS[name]}",
+            f"{worker} says something else than {source}",
+            _REMEDIES["kind"],
+            now="No parameter was changed",
+        )
 
     def open_values(self) -> None:
         """Opens the lane for the model's collectives, in the same call on all workers; idempotent."""

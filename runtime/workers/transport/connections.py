@@ -40,7 +40,7 @@ def await_all(
     Raises:
         LostConnectionError: a worker is missing.
     """
-    answer = functools.partial(_answer, seconds=patience(timeout_seconds))
+    answer = functools.partial(answered, seconds=patience(timeout_seconds))
     everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
     late = LostConnectionError("not all workers came to this call")
     answer(lambda: store.set(everyone[cluster.rank], ""))
@@ -67,7 +67,7 @@ def all_texts(
     Raises:
         LostConnectionError: a worker sent nothing.
     """
-    answer = functools.partial(_answer, seconds=patience(timeout_seconds))
+    answer = functools.partial(answered, seconds=patience(timeout_seconds))
     keys = [f"text {rank}" for rank in range(cluster.num_workers)]
     answer(lambda: store.set(keys[cluster.rank], text))
     until = time.monotonic() + timeout_seconds
@@ -84,7 +84,7 @@ def patience(timeout_seconds: float) -> float:
     return max(_SHORTEST_PATIENCE_SECONDS, min(timeout_seconds / 2, _LONGEST_PATIENCE_SECONDS))
 
 
-def _answer(ask: Callable[[], _T], seconds: float) -> _T:
+def answered(ask: Callable[[], _T], seconds: float) -> _T:
     """Bounds the time, because a store on a stopped host stays connected."""
     try:
         return in_bounded_time(ask, seconds)

@@ -10,7 +10,6 @@ from worker_training import assert_training, assert_values, in_one_process, refe
 from mirrorc.ir.devices import parse_devices
 from mirrorc.runtime.communication import Aborted
 from mirrorc.runtime.workers.buckets.exchanges import ExchangesOfGpus
-from mirrorc.runtime.workers.buckets.sharded_buckets import ShardedBuckets
 from mirrorc.runtime.workers.team.control_messages import on_host
 
 CASES: dict[str, dict[str, Any]] = {
@@ -104,9 +103,8 @@ def test_what_workers_tell_each_other_goes_through_the_host() -> None:
 
 def test_a_step_that_fails_ends_the_collectives_for_which_its_gpu_waits() -> None:
     """Or whoever waits for the GPU to clean up waits for a worker that is gone."""
-    dealt_out = ShardedBuckets(1, [], 0, 2, lambda collective, done: None, 60.0)
     made = ExchangesOfGpus(
-        parse_devices(1), [0], lambda collective, done: None, 60.0, {}, {}, lambda bucket: [], 0, dealt_out
+        parse_devices(1), {0: "bucket 0"}, lambda collective, done: None, 60.0, {}, {}, lambda bucket: [], 0, 2
     )
     ended: list[str] = []
     made.end_collectives = lambda: ended.append("ended")

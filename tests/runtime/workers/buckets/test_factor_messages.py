@@ -7,7 +7,7 @@ import torch
 
 from mirrorc.analysis.gradients.sent_factors import split_counts
 from mirrorc.ir.buckets import RowType, SentFactors
-from mirrorc.runtime.workers.buckets.factor_messages import FactorMessage, Gathering
+from mirrorc.runtime.workers.buckets.exchanges import FactorMessage, Gathering
 from mirrorc.runtime.workers.protocol.header import Header, KnownCounts
 
 F64 = torch.float64
@@ -49,7 +49,7 @@ def test_counts_are_told_once() -> None:
     def step(*counts: tuple[int, ...]) -> list[Any]:
         nonlocal messages
         plain = Header(1, 0, 0, 0, 0, 0, 0, 4, 1, 0)
-        headers = [own.noted_in(plain, one).to_tensor() for own, one in zip(workers, counts, strict=True)]
+        headers = [own.noted_in(plain, one) for own, one in zip(workers, counts, strict=True)]
         padded: list[torch.Tensor] = []
 
         def offer(launch: Callable[[Any], Any]) -> None:

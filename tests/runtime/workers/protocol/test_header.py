@@ -12,7 +12,7 @@ ADDS, ENDS = kind_of(Accumulation.ADDS), kind_of(Accumulation.ENDS)
 
 
 def agreed(*said: Header) -> tuple[Agreement | None, str, int]:
-    return agreement([one.to_tensor() for one in said])
+    return agreement([Header.of(one.to_tensor()) for one in said])
 
 
 @pytest.mark.parametrize(
