@@ -39,7 +39,7 @@ from mirrorc.runtime.profiling.prediction import Foundations
 from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
 from mirrorc.runtime.profiling.timeline import write_timeline
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.variables.mirrored_variable import MirroredVariable, mirrored_variables
+from mirrorc.runtime.state.variables.step_variables import MirroredVariable, mirrored_variables
 
 _T = TypeVar("_T")
 

@@ -1,17 +1,22 @@
-"""Collectives that the model calls, over the replicas of a process."""
+"""Collectives that the model calls, over the replicas of a process: those of graphs, and those of plain PyTorch."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from mirrorc.custom_ops.replica_collectives import GATHER
+from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
+from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import calls_to, name_of
 from mirrorc.ir.program import Program
-from mirrorc.runtime.communication.rendezvous import Rendezvous
+from mirrorc.messages.problem import problem
+from mirrorc.runtime.communication.rendezvous import Aborted, Rendezvous, too_late
 
 
 class ReplicaValues:
@@ -83,3 +88,107 @@ index.
 def number_of(node: fx.Node) -> int:
     number: Any = node.kwargs["number"]
     return int(number)
+
+
+class _Arrival(NamedTuple):
+    subject: str
+    kind: str
+    value: torch.Tensor
+    rows: int
+
+    @property
+    def type(self) -> tuple[Any, ...]:
+        shape = tuple(self.value.shape)
+        return shape[1:] if self.kind == GATHER else shape, self.value.dtype
+
+
+class PlainExchanges:
+    """Exchanges in rounds: each present replica waits for all others.
+
+    No graph lists the exchanges, so each round checks that all replicas have reached the same one.
+    """
+
+    def __init__(self, devices: Sequence[Device], present: Sequence[int], timeout_seconds: float) -> None:
+        self._devices, self._present, self._timeout_seconds = devices, tuple(present), timeout_seconds
+        self._condition = threading.Condition()
+        self.begin_afresh()
+
+    def begin_afresh(self) -> None:
+        self._is_aborted, self._round = False, 0
+        self.reset()
+
+    def abort(self) -> None:
+        with self._condition:
+            self._is_aborted = True
+            self._condition.notify_all()
+
+    def reset(self) -> None:
+        self._arrivals: dict[int, _Arrival] = {}
+        self._met: Sequence[_Arrival] = ()  # of the last round, until all have come to the next one
+
+    def of(self, replica: int) -> OneOfReplicas:
+        return OneOfReplicas(self, replica, self._present.index(replica), len(self._present))
+
+    def meet(self, replica: int, place: int, arrival: _Arrival) -> torch.Tensor:
+        met = self._await_round(replica, arrival)
+        self._check(met)
+        if not arrival.kind:
+            return arrival.value
+        return RESULTS[arrival.kind]([other.value for other in met], [other.rows for other in met], place)
+
+    def _await_round(self, replica: int, arrival: _Arrival) -> Sequence[_Arrival]:
+        with self._condition:
+            number = self._round
+            self._arrivals[replica] = arrival
+            if len(self._arrivals) == len(self._present):
+                self._met, self._arrivals = [self._arrivals[r] for r in self._present], {}
+                self._round += 1
+                self._condition.notify_all()
+            elif not self._condition.wait_for(
+                lambda: self._round != number or self._is_aborted, timeout=self._timeout_seconds
+            ):
+                missing = [self._devices[r] for r in self._present if r not in self._arrivals]
+                raise too_late(self._devices[replica], self._timeout_seconds, arrival.subject, missing)
+            if self._round == number:
+                raise Aborted
+            return self._met
+
+    def _check(self, met: Sequence[_Arrival]) -> None:
+        first = met[0]
+        for replica, arrival in zip(self._present, met, strict=True):
+            if (arrival.subject, arrival.kind) != (first.subject, first.kind):
+                raise problem(
+                    ExecutionError,
+                    f"MC2503: {self._devices[self._present[0]]} came to {first.subject}, and {self._devices[replica]} to "
+                    f"{arrival.subject}",
+                    "replicas with different exchanges would wait for each other",
+                    "mirrorc.all_reduce(value) and the like outside of any if, in one order",
+                )
+            if arrival.type != first.type:
+                raise problem(
+                    ExecutionError,
+                    f"MC2503: {first.subject} is given different types on two replicas",
+                    f"{_say(first)} and {_say(arrival)} do not go together",
+                    "mirrorc.all_reduce(value.sum(0)), or mirrorc.all_gather(value)",
+                )
+
+
+class OneOfReplicas:
+    """The other replicas, for one replica."""
+
+    number = 0
+
+    def __init__(self, exchanges: PlainExchanges, replica: int, place: int, count: int) -> None:
+        self._exchanges, self._replica, self.place, self.count = exchanges, replica, place, count
+
+    def meet_at(self, subject: str, kind: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+        """Leaves a copy, because this replica may overwrite the value before others have read it."""
+        copy = value.clone(memory_format=torch.contiguous_format)
+        return self._exchanges.meet(self._replica, self.place, _Arrival(subject, kind, copy, rows))
+
+    def meet(self, kind: str, value: torch.Tensor, rows: int, origin: int | None) -> torch.Tensor:
+        return self.meet_at("", kind, value, rows)
+
+
+def _say(arrival: _Arrival) -> str:
+    return f"{str(arrival.value.dtype).removeprefix('torch.')}{list(arrival.value.shape)}"

@@ -18,8 +18,7 @@ from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.shared import shared_state
 from mirrorc.runtime.state.shared.shared_state import Callers, HeldState, Hold
 from mirrorc.runtime.state.shared.torn_state import TornState, refuse_torn
-from mirrorc.runtime.state.variables.layout import FlatBucket, Layout, Moved
-from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
+from mirrorc.runtime.state.variables.layout import FlatBucket, Layout, Moved, ReservedMemory
 from mirrorc.runtime.state.variables.step_variables import SavedBuffers, StepVariables
 from mirrorc.torch_internals import mark_optimizer_stepped
 

@@ -17,6 +17,7 @@ from mirrorc.analysis.gradients.sparse_update_rows import gives_indices_alone
 from mirrorc.analysis.gradients.tiled_updates import part_elements_of
 from mirrorc.custom_ops.random import seed_of_microbatch
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import bucket_of, is_compute, pack_of
 from mirrorc.ir.operation import Handlers
@@ -27,7 +28,6 @@ from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.communication.replica_values import ReplicaValues
 from mirrorc.runtime.execution.binding.eager_backward import asking
-from mirrorc.runtime.execution.binding.packs import pack_of_cut_bucket, side_by_side
 from mirrorc.runtime.execution.binding.step_outputs import StepOutputs
 from mirrorc.runtime.execution.commit.commit_point import CommitPoint
 from mirrorc.runtime.execution.commit.finite_checks import CheckedCommit, Examined, ExaminedShare, examined
@@ -455,3 +455,41 @@ def _zeros(
         return whole if of_shares is None else of_shares
 
     return pack
+
+
+def pack_of_cut_bucket(
+    node: fx.Node, bucket: Bucket, slots: Sequence[torch.Tensor], whole: torch.Tensor
+) -> Callable[..., torch.Tensor]:
+    """The first pack with elements of a gradient copies the whole gradient into its slot, unless a region has written
+    it there. Later packs must not copy it again, because elements of earlier packs may be sums by then.
+    """
+    pack = next(candidate for candidate in bucket.packs if candidate.number == pack_of(node))
+    elements = whole[pack.start : pack.stop]
+    if not node.args:
+        return lambda **_: elements.zero_()
+    place = {slot.variable: i for i, slot in enumerate(bucket.slots)}
+    pack_slots = [slots[place[slot.variable]] for slot in bucket.slots_in(pack)]
+    to_copy = [i for i, gradient in enumerate(node.args) if not _is_copied_before(gradient, node)]
+
+    def run(*gradients: Any, **_: Any) -> torch.Tensor:
+        outside = [i for i in to_copy if gradients[i] is not pack_slots[i]]
+        if outside:
+            copy_each([pack_slots[i] for i in outside], [gradients[i] for i in outside])
+        return elements
+
+    return run
+
+
+def _is_copied_before(gradient: Any, pack: fx.Node) -> bool:
+    return any(other.target is ops.pack and other < pack for other in gradient.users)
+
+
+def side_by_side(packs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A view if consecutive packs are adjacent in memory, else a copy."""
+    first = packs[0]
+    end = first.data_ptr()
+    for pack in packs:
+        if pack.data_ptr() != end or pack.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(packs))
+        end += pack.numel() * pack.itemsize
+    return first.as_strided((sum(pack.numel() for pack in packs),), (1,))

@@ -18,7 +18,7 @@ from mirrorc.runtime.devices.uninterrupted import completed
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.optimizers.user_steps import InternalSteps
 from mirrorc.runtime.state.shared.torn_state import refuse_torn
-from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
+from mirrorc.runtime.state.variables.layout import ReservedMemory
 from mirrorc.runtime.state.variables.step_variables import StepVariables, names_in_store
 from mirrorc.runtime.state.variables.variables import VariableStore, counters_among
 from mirrorc.user.optimizer_groups import OptimizerGroups

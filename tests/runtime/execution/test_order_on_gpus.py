@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.compilation import step_compiler
 from mirrorc.options.table import OPTIONS, grouped
-from mirrorc.runtime.execution import executor, losses, replica_arguments
+from mirrorc.runtime.execution import executor, replica_arguments
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 from mirrorc.runtime.execution.replica_arguments import HostCopies
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
@@ -34,8 +34,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     noting(monkeypatch, executor, "record_event", found, "event")
     noting(monkeypatch, replica_arguments, "wait_event", found, "devices wait")
-    noting(monkeypatch, losses, "wait_event", found, "caller waits")
-    noting(monkeypatch, losses.Losses, "weight_tensors", found, "weights")
+    noting(monkeypatch, executor, "wait_event", found, "caller waits")
+    noting(monkeypatch, executor.Losses, "weight_tensors", found, "weights")
     noting(monkeypatch, ShownBuffers, "aggregate", found, "buffers")
     noting(monkeypatch, BucketOptimizers, "finish_step", found, "state")
     monkeypatch.setattr(executor, "can_interleave", lambda program: False)

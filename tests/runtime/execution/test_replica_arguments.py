@@ -11,7 +11,7 @@ from late_streams import LateGpu
 from tiny_programs import sgd_step
 from torch.nn import functional as F
 
-from mirrorc.runtime.execution import executor, losses
+from mirrorc.runtime.execution import executor
 from mirrorc.runtime.execution.replica_arguments import HostCopies
 
 
@@ -80,7 +80,7 @@ def test_a_step_returns_when_its_batch_was_read(monkeypatch: pytest.MonkeyPatch)
             done.append(("waited", None))
 
     monkeypatch.setattr(executor, "HostCopies", Recorded)
-    monkeypatch.setattr(losses, "reserve_for_caller", lambda loss: done.append(("kept", tuple(loss.shape))))
+    monkeypatch.setattr(executor, "reserve_for_caller", lambda loss: done.append(("kept", tuple(loss.shape))))
     monkeypatch.setattr(executor, "can_interleave", lambda program: False)
     model = torch.nn.Linear(3, 2)
     with sgd_step(model, 2, loss_fn=F.mse_loss) as step:
