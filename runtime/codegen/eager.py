@@ -30,12 +30,8 @@ class EagerBackend(Backend):
 
 
 _NEED_THEIR_LAYOUT = (torch.ops.aten.view_as_complex.default,)  # it fails where real and imaginary parts are apart
-_READ_BY_INDEX = (
-    out_products.mm_into,
-    out_products.linear_into,
-    out_products.addmm_into,
-    out_products.add_rows_into,
-)  # any layout does, as for aten.mm
+# any layout does, as for aten.mm
+_READ_BY_INDEX = (out_products.mm_into, out_products.linear_into, out_products.addmm_into, out_products.add_rows_into)
 
 
 def _function_of(node: fx.Node) -> Callable[..., Any]:

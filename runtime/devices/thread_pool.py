@@ -22,9 +22,9 @@ from mirrorc.runtime.devices.process_memory import cache_freed_memory
 from mirrorc.torch_internals import is_profiled, seen_by_profiler
 
 Job = Callable[[], Any]
-Order = (
-    tuple[dict[int, Job], int, list[Any]] | None
-)  # jobs by replica, the replica, and the list of results; None ends the thread
+Results = list[tuple[bool, Any] | None]
+"""By device: None until its job ends, then (True, result) or (False, exception)."""
+Order = tuple[dict[int, Job], int, Results] | None  # jobs by replica, the replica, and results; None ends the thread
 Message = tuple[int, Exception] | None  # a device whose thread failed to start, and why; None for anything else
 _STOP = None
 _LONGEST_SLEEP_SECONDS = 1.0  # Python handles a signal that comes right before a wait only after it
@@ -84,7 +84,7 @@ class DevicePool:
             ) from error
 
     def run(
-        self, jobs: Sequence[Job], on_failure: Callable[[], None], results: list[tuple[bool, Any] | None] | None = None
+        self, jobs: Sequence[Job], on_failure: Callable[[], None], results: Results | None = None
     ) -> list[tuple[bool, Any]]:
         """Runs one job on each device, in the caller's context. Returns (True, result) or (False, exception) for each.
 
@@ -100,17 +100,16 @@ class DevicePool:
         results = [] if results is None else results
         results.extend([None] * len(jobs))
         context = contextvars.copy_context()
-        jobs = [
-            functools.partial(context.copy().run, job) for job in jobs
-        ]  # a context is entered by one thread at a time
+        jobs = [functools.partial(context.copy().run, job) for job in jobs]  # one thread at a time enters a context
         if is_profiled():
             jobs = [seen_by_profiler(job) for job in jobs]
         waiting, deadline = dict(enumerate(jobs)), time.monotonic() + self.timeout_seconds
         interruption: BaseException | None = None
         while True:
             try:
-                self._hand_out(waiting, results)
-                self._await_results(results, deadline, on_failure, is_stopped=interruption is not None)
+                for replica, inbox in enumerate(self._inboxes) if waiting else ():
+                    inbox.put((waiting, replica, results))
+                self._await_results(results, deadline, on_failure, interruption is not None)
                 break
             except ExecutionError:
                 self.is_stuck = True
@@ -125,18 +124,8 @@ class DevicePool:
             raise interruption
         return [result for result in results if result is not None]
 
-    def _hand_out(self, waiting: dict[int, Job], results: list[tuple[bool, Any] | None]) -> None:
-        if waiting:
-            for replica, inbox in enumerate(self._inboxes):
-                inbox.put((waiting, replica, results))
-
     def _await_results(
-        self,
-        results: Sequence[tuple[bool, Any] | None],
-        deadline: float,
-        on_failure: Callable[[], None],
-        *,
-        is_stopped: bool,
+        self, results: Results, deadline: float, on_failure: Callable[[], None], is_stopped: bool
     ) -> None:
         has_called = False
         while None in results:

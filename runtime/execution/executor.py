@@ -23,7 +23,7 @@ from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator, communicators_of
 from mirrorc.runtime.communication.replica_values import PlainExchanges, ReplicaValues
 from mirrorc.runtime.devices.events import record_event, reserve_for_caller, wait_device, wait_event
-from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.devices.thread_pool import DevicePool, Results
 from mirrorc.runtime.devices.uninterrupted import completed
 from mirrorc.runtime.execution.binding.binder import Binder
 from mirrorc.runtime.execution.binding.eager_backward import driven, waits_between
@@ -257,15 +257,15 @@ class Executor:
             ValueError: the optimizer can no longer be captured in a CUDA graph.
         """
         self.functions.bind()
-        self._renew_step_graph()
+        if self._step_graph is not None:
+            self._step_graph.renew_for(self.program, self.state.optimizers, memory=self.state.layout)
         self._choose_way()
         if self.recorder is not None:
             self.recorder.begin()
         weighted = self._losses.weight_tensors(weights, examples)
         held_by = dict.fromkeys(device.torch_device for device in self.program.devices)
-        start = [
-            record_event(device) for device in held_by
-        ]  # what the caller's streams have queued comes first: weights, too
+        # what the caller's streams have queued comes first: weights, too
+        start = [record_event(device) for device in held_by]
         none = [()] * len(shards)
         each = zip(shards, weighted, numbers or none, sizes or none, strict=True)
         calls = [
@@ -277,7 +277,7 @@ class Executor:
         self.used.begin()
         if self._progress is not None:
             self._progress.begin()
-        results: list[tuple[bool, Any] | None] = []
+        results: Results = []
         loss, number = None, self.state.num_skipped + 1  # of this step, if it is skipped
         try:
             seconds = self._run_replicas(pool, calls, guard, results)
@@ -300,13 +300,11 @@ class Executor:
             raise guard.raised
         return loss
 
-    def _is_done(self, results: Sequence[tuple[bool, Any] | None]) -> bool:
+    def _is_done(self, results: Results) -> bool:
         num_done = sum(result is not None and result[0] for result in results)
         return self.commit.is_decided and num_done == self.program.num_replicas
 
-    def _run_replicas(
-        self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
-    ) -> float:
+    def _run_replicas(self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: Results) -> float:
         began = time.perf_counter()
         if self.is_interleaved:
             pool.run_here(lambda: interleave([self._run_interleaved(*call) for call in calls], results))
@@ -314,10 +312,7 @@ class Executor:
             self._run_in_threads(pool, calls, guard, results)
         return time.perf_counter() - began
 
-    def _run_in_threads(
-        self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
-    ) -> None:
-
+    def _run_in_threads(self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: Results) -> None:
         def stop() -> None:
             if self.commit.stop():
                 self._abort()
@@ -336,9 +331,7 @@ class Executor:
         with self._stopping:
             self._stop()
 
-    def _finish(
-        self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
-    ) -> torch.Tensor | None:
+    def _finish(self, results: Results, weights: Sequence[float], seconds: float, number: int) -> torch.Tensor | None:
         """Idempotent, also after an interrupt at any point."""
         done = [result[1] for result in results if result is not None]
         self._losses.wait(done)
@@ -372,10 +365,6 @@ class Executor:
             forget_writes(self._binder.summed_pieces)
         self.state.give_gradients_to(writer)
 
-    def _renew_step_graph(self) -> None:
-        if self._step_graph is not None:
-            self._step_graph.renew_for(self.program, self.state.optimizers, memory=self.state.layout)
-
     def release(self) -> None:
         if self._step_graph is not None:
             self._step_graph.release()
@@ -385,20 +374,13 @@ class Executor:
         # a generated function: `Binder.bind` has bound each node of the replica's graph to the function of its handler
         call = with_profiler_ranges(self.functions.whole[replica])
         if self._exchanges_plainly and replica in self.program.present:
-            call = self._exchanging(call, replica)
-        loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
+            with exchanging(self._plain_exchanges.of(replica)):
+                loss = call(values)
+        else:
+            loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
         self._host_copies[replica].wait_until_read()
         return loss, done
-
-    def _exchanging(self, call: Callable[[list[Any]], Any], replica: int) -> Callable[[list[Any]], Any]:
-        exchange = self._plain_exchanges.of(replica)
-
-        def exchange_in(values: list[Any]) -> Any:
-            with exchanging(exchange):
-                return call(values)
-
-        return exchange_in
 
     def _run_interleaved(self, replica: int, *arguments: Any) -> PausingStep:
         values = replica_arguments(self.program, replica, self._host_copies[replica], *arguments)

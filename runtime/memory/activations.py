@@ -39,10 +39,16 @@ from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
 from mirrorc.runtime.state.gradients.sparse_rows import bytes_of_rows
 from mirrorc.runtime.state.shares.deferred_tables import bytes_of_tables, bytes_to_measure_tables
-from mirrorc.runtime.state.shares.pieces import Factors, Piece, largest_part_of_share, pieces_of_share, temporary_bytes
+from mirrorc.runtime.state.shares.pieces import (
+    AllFactors,
+    Piece,
+    largest_part_of_share,
+    pieces_of_share,
+    temporary_bytes,
+)
 from mirrorc.torch_internals import num_bytes_now, size_now, storage_bytes_now
 
-Count = Callable[[Sequence[Piece], Sequence[Sequence[Sequence[Factors]]]], int]
+Count = Callable[[Sequence[Piece], AllFactors], int]
 """Counts bytes, from a share's pieces and all replicas' factors; see `temporary_bytes`."""
 
 

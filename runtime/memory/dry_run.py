@@ -14,7 +14,7 @@ from torch import fx
 from mirrorc.analysis.memory.workspaces import workspace_bytes
 from mirrorc.ir.program import Region
 from mirrorc.printing.printed_values import type_of
-from mirrorc.runtime.codegen.graph_function import generate
+from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.codegen.regions import RegionFunction, retarget
 from mirrorc.runtime.devices.events import made_current
 from mirrorc.torch_internals import inductor_wrapper, size_now, storage_key, watched_operators, with_sizes_now
@@ -65,22 +65,17 @@ class DryRun:
 
 def dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
     """Runs a region's code on fake tensors. If Inductor's code fails on them, memory is counted without fusion."""
-    with made_current(device):  # Inductor's code makes its GPU current, and it is the user's thread that runs it here
-        return _dry_run(region, function, device)
-
-
-def _dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
     module = retarget(region.graph_module, device)
     arguments = [_now(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
-    eager = getattr(function, "graph_function", None)
+    eager: GraphFunction | None = getattr(function, "graph_function", None)
     if eager is not None:
-        return _run(ast.parse(eager.source), eager.namespace, arguments, lambda line: eager.nodes[line - 1])
+        return _run_generated(eager, arguments)
     try:
         code, namespace = inductor_wrapper(function)
-        return _run(ast.Module([code], []), {"self": None, **namespace}, arguments, lambda _: None)
+        with made_current(device):  # Inductor's code makes its GPU current, in the user's thread here
+            return _run(ast.Module([code], []), {"self": None, **namespace}, arguments, lambda _: None)
     except Exception as error:  # noqa: BLE001 - Inductor's code may call functions that fail on fake tensors; a remark says so
-        plain = generate(region.name, module.graph, lambda node: node.target)
-        unfused = _run(ast.parse(plain.source), plain.namespace, arguments, lambda line: plain.nodes[line - 1])
+        unfused = _run_generated(generate(region.name, module.graph, lambda node: node.target), arguments)
         reason = str(error).strip().split("\n")[0]
         remark = f"{region.name} is counted as if it were not fused, its compiled code could not be followed: {reason}"
         return DryRun(unfused.steps, unfused.results, remark)
@@ -88,6 +83,10 @@ def _dry_run(region: Region, function: RegionFunction, device: torch.device) -> 
 
 def _now(value: Any) -> Any:
     return with_sizes_now(value) if isinstance(value, torch.Tensor) else size_now(value)
+
+
+def _run_generated(function: GraphFunction, arguments: Sequence[Any]) -> DryRun:
+    return _run(ast.parse(function.source), function.namespace, arguments, lambda line: function.nodes[line - 1])
 
 
 def _run(

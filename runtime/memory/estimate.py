@@ -131,9 +131,8 @@ class _Tally:
     def add_bucket(self, bucket: Bucket) -> None:
         for owners in self._copies(bucket):
             self._add(owners, "parameters", bucket.num_bytes)
-        if any(
-            bucket_of(node) == bucket.index for node in self._sent_in_part
-        ):  # residuals of error feedback, present and new
+        if any(bucket_of(node) == bucket.index for node in self._sent_in_part):
+            # residuals of error feedback, present and new
             self._add(self.names[:1], "unsent", 2 * bucket.num_bytes)
         if bucket.rule.takes_rows:  # its rows are activations
             return
@@ -192,9 +191,8 @@ class _Tally:
         scalars = sum(dtype.itemsize for dtype in update.scalars.values())
         shares = [(name, *bucket.updated(replica, len(self.names))) for replica, name in enumerate(self.names)]
         num_elements = bucket.num_elements if bucket.part is None else bucket.part.stop - bucket.part.start
-        updating = {
-            name for name, start, stop in shares if start < stop
-        }  # each has a flat optimizer with its own scalars
+        # each of these has a flat optimizer with its own scalars
+        updating = {name for name, start, stop in shares if start < stop}
         copies = self._copies(bucket)
         with_state = [owners for owners in copies if updating.intersection(owners)]
         for owners in with_state:

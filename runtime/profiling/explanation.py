@@ -191,31 +191,24 @@ class Explanation:
         return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "commit", "other", "end"))
 
     def __str__(self) -> str:
-        return _text(self)
+        rounding = Rounding.for_step(self.step_ms)
+        amounts = apportioned(_in_order(self.parts_ms), rounding.units(self.step_ms))
+        units = dict(zip(PARTS, amounts, strict=True))
+        rows = bucket_rows(self.buckets, self.meetings_ms, units["skew"], units["transfer"], rounding, width=_WIDTH)
+        parts = [
+            _summary(self, rounding, units),
+            rows,
+            _device_rows(self, rounding),
+            _prediction_rows(self, rounding),
+            _definitions(self, has_model_row=any(row.startswith(f"{MODEL} ") for row in rows)),
+        ]
+        parts = [lines for lines in parts if lines]
+        parts += [_wrapped(text) for text in self.capture]
+        parts.append(_wrapped(f"advice: {self.advice}"))
+        return "\n\n".join("\n".join(lines) for lines in parts)
 
     def _repr_html_(self) -> str:
         return notebook_html(_heading(self, Rounding.for_step(self.step_ms)), str(self))
-
-
-def _text(explanation: Explanation) -> str:
-    rounding = Rounding.for_step(explanation.step_ms)
-    units = dict(
-        zip(PARTS, apportioned(_in_order(explanation.parts_ms), rounding.units(explanation.step_ms)), strict=True)
-    )
-    rows = bucket_rows(
-        explanation.buckets, explanation.meetings_ms, units["skew"], units["transfer"], rounding, width=_WIDTH
-    )
-    parts = [
-        _summary(explanation, rounding, units),
-        rows,
-        _device_rows(explanation, rounding),
-        _prediction_rows(explanation, rounding),
-        _definitions(explanation, has_model_row=any(row.startswith(f"{MODEL} ") for row in rows)),
-    ]
-    parts = [lines for lines in parts if lines]
-    parts += [_wrapped(text) for text in explanation.capture]
-    parts.append(_wrapped(f"advice: {explanation.advice}"))
-    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _in_order(parts_ms: Mapping[str, float]) -> list[float]:

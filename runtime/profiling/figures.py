@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import fx
-
-from mirrorc.runtime.profiling.recorder import RecordedStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +104,9 @@ def added_up(parts: Sequence[BucketTimes]) -> BucketTimes:
         behind=max(parts, key=lambda part: (bool(part.behind), part.exposed_ms)).behind,
         devices=(),
         uncompressed_bytes=sum(whole) if whole else None,
-        ready_ms=min(part.ready_ms for part in parts),
-        launched_ms=min(part.launched_ms for part in parts),
-        waited_ms=min(part.waited_ms for part in parts),
         finished_ms=max(part.finished_ms for part in parts),
-        hidden_ms=sum(part.hidden_ms for part in parts),
-        skew_ms=sum(part.skew_ms for part in parts),
-        transfer_ms=sum(part.transfer_ms for part in parts),
+        **{name: min(getattr(part, name) for part in parts) for name in ("ready_ms", "launched_ms", "waited_ms")},
+        **{name: sum(getattr(part, name) for part in parts) for name in ("hidden_ms", "skew_ms", "transfer_ms")},
     )
 
 
@@ -141,10 +132,3 @@ class DeviceTimes:
     finished_ms: float
     region_ms: Mapping[str, float]
     parts_ms: Mapping[str, float]
-
-
-def mean_over_devices(steps: Sequence[RecordedStep], num_devices: int, counts: Callable[[fx.Node], bool]) -> float:
-    calls = [[call for device_calls in step.calls for call in device_calls if counts(call.node)] for step in steps]
-    return statistics.fmean(
-        sum(call.duration_ns for call in device_calls) / num_devices / 1e6 for device_calls in calls
-    )

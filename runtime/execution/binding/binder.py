@@ -150,7 +150,7 @@ class Binder:
         return check
 
     @binds(ops.gather)
-    def _bind_gather(self, replica: int, node: fx.Node) -> Callable[..., None]:
+    def _bind_gather(self, replica: int, node: fx.Node) -> Callable[..., object]:
         return self._outputs.part(replica, node)
 
     @binds(ops.keep)
@@ -206,9 +206,8 @@ class Binder:
             return _zeros(whole, [slots[i] for i in plain] if of_shares is not None else [whole], of_shares)
 
         def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
-            outside = [
-                i for i in plain if gradients[i] is not slots[i]
-            ]  # others were written into their slots by backward
+            # backward has written others into their slots
+            outside = [i for i in plain if gradients[i] is not slots[i]]
             if outside:
                 copy_each([slots[i] for i in outside], [gradients[i] for i in outside])
             if not factored:

@@ -14,6 +14,7 @@ from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 from mirrorc.runtime.communication import Aborted
+from mirrorc.runtime.devices.thread_pool import Results
 from mirrorc.runtime.devices.uninterrupted import is_raised_by_signal
 
 LONGEST_SECONDS = 1e-3  # a longer step is never interleaved: it computes for longer than waking threads takes
@@ -53,7 +54,7 @@ def can_interleave(program: Program) -> bool:
     return needs_only_launches and len({tuple(map(bucket_of, graph_waits)) for graph_waits in waits}) == 1
 
 
-def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] | None]) -> None:
+def interleave(replicas: Sequence[PausingStep], results: Results) -> None:
     """Runs all replicas' steps in turn, each to its next pause, and fills ``results``.
 
     A failure ends all steps and is recorded in ``results``. An interrupt ends all steps and is raised.

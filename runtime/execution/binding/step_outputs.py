@@ -61,21 +61,13 @@ class StepOutputs:
                 shape = (sum(output.sizes.values()), *like.shape[1:])
                 self._wholes[name] = torch.empty(shape, dtype=like.dtype, device=self._devices[0])
 
-    def part(self, replica: int, node: fx.Node) -> Callable[..., None]:
+    def part(self, replica: int, node: fx.Node) -> Callable[..., object]:
         name = str(node.kwargs["output"])
-        if name not in self._written:
-
-            def keep(value: torch.Tensor, **_: Any) -> None:
-                self._parts[name][replica] = value.clone()  # its memory may be a shard's, or written again
-
-            return keep
+        if name not in self._written:  # its memory may be a shard's, or written again
+            return lambda value, **_: self._parts[name].update({replica: value.clone()})
         sizes = self._outputs[name].sizes
         start, size = sum(size for other, size in sizes.items() if other < replica), sizes[replica]
-
-        def write(value: torch.Tensor, **_: Any) -> None:
-            self._wholes[name].narrow(0, start, size).copy_(value)
-
-        return write
+        return lambda value, **_: self._wholes[name].narrow(0, start, size).copy_(value)
 
     def keeping(self, replica: int) -> Callable[..., None]:
         return lambda value, **_: self._kept[replica].append(value)

@@ -99,9 +99,8 @@ def scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.
     part = binder.parts.of(node.args[0])
     slots = [(start, stop) for _, _, start, stop in slots_in(binder.program, part)] if part is not None else []
 
-    def scale_slots(
-        gradient: torch.Tensor, factor: torch.Tensor
-    ) -> None:  # between slots are zeros, which nothing writes again
+    def scale_slots(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+        # between slots are zeros, which nothing writes again
         scale_each([gradient[start:stop] for start, stop in slots], factor)
 
     def scale(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -219,11 +218,7 @@ def _usual(factor: torch.Tensor) -> float | None:
 @binds(ops.accumulate)
 def _bind_accumulate(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
     accumulated, bucket = _accumulated(binder), bucket_of(node)
-
-    def accumulate(packed: torch.Tensor, **_: Any) -> None:
-        accumulated.add(bucket, replica, packed)
-
-    return accumulate
+    return lambda packed, **_: accumulated.add(bucket, replica, packed)
 
 
 @binds(ops.add_accumulated)
@@ -248,8 +243,4 @@ def _accumulated(binder: Binder) -> AccumulatedGradients:
 def _bind_add_to_grad(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
     state, bucket = binder.state, bucket_of(node)
     assert isinstance(state, GradientState), "a program for gradients has their state"
-
-    def add_to_grad(gradient: torch.Tensor, **_: Any) -> None:
-        state.add(bucket, gradient, binder.unused(bucket))
-
-    return add_to_grad
+    return lambda gradient, **_: state.add(bucket, gradient, binder.unused(bucket))

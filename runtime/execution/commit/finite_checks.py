@@ -102,9 +102,8 @@ class CheckedCommit(CommitPoint):
         self._skips = False
         self._faults_by_replica: dict[int, list[Fault]] = {}
         buckets = () if program.accumulates else (bucket for bucket in program.buckets if bucket.part is None)
-        self._known_to_all = {
-            slot.variable for bucket in buckets for slot in bucket.slots
-        }  # gradients whose sums each worker has
+        # gradients whose sums each worker has
+        self._known_to_all = {slot.variable for bucket in buckets for slot in bucket.slots}
         parts = BucketParts(program)
         for module in program.device_graphs.values():
             (commit,) = calls_to(module.graph, ops.commit)

@@ -91,14 +91,8 @@ class UnsentGradients:
     def finish(self) -> None:
         unsent = self._unsent
         if unsent.new_scale is not None:
-            self._unsent = replace(
-                unsent,
-                residuals=unsent.new,
-                new=unsent.residuals,
-                scale=unsent.new_scale,
-                new_scale=None,
-                state=unsent.new_state,
-            )  # at once
+            swapped = {"residuals": unsent.new, "new": unsent.residuals, "state": unsent.new_state}
+            self._unsent = replace(unsent, scale=unsent.new_scale, new_scale=None, **swapped)  # at once
 
     def values(self) -> dict[str, torch.Tensor]:
         return {name: tensor / self._unsent.scale for name, tensor in self._of_variables().items()}

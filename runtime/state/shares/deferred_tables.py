@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mirrorc.runtime.state.shares.pieces import FactoredPiece, Factors, Piece, Visit
+from mirrorc.runtime.state.shares.pieces import AllFactors, FactoredPiece, Factors, Piece, Visit
 from mirrorc.runtime.state.shares.product_pieces import OwnRows, TablePiece
 from mirrorc.torch_internals import norms_of_each, subtract_each
 
@@ -76,11 +76,11 @@ class DeferredTables:
                 share.make_visited()
 
 
-def bytes_of_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+def bytes_of_tables(pieces: Iterable[Piece], factors: AllFactors) -> int:
     return bytes_to_measure_tables(pieces, factors) // len(factors)
 
 
-def bytes_to_measure_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+def bytes_to_measure_tables(pieces: Iterable[Piece], factors: AllFactors) -> int:
     """Bytes of the rows of all shares, which are adjacent during selection and measurement."""
     total = 0
     for piece in pieces:

@@ -49,6 +49,9 @@ Take = Callable[[int, torch.Tensor], None]
 Factors = tuple[torch.Tensor, ...]
 """Factors of one microbatch, in the order of the form's `factor_names`."""
 
+AllFactors = Sequence[Sequence[Sequence[Factors]]]
+"""Factors by replica, factored gradient and microbatch; maybe fake."""
+
 
 @dataclass(frozen=True)
 class FactoredBucket:
@@ -82,7 +85,7 @@ class Piece(ABC):
     def num_made(self) -> int:
         return self.stop - self.start
 
-    def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+    def largest_part(self, num_elements: int, factors: AllFactors) -> int:
         """Upper bound for parts of `make_parts`, in elements; 0 for a piece made in the bucket."""
         return 0
 
@@ -95,7 +98,7 @@ class Piece(ABC):
     def forget(self) -> None:  # noqa: B027 - most pieces remember nothing
         """Drops the record of writes, because the bucket may have been overwritten."""
 
-    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+    def temporary_bytes(self, factors: AllFactors) -> int:
         return 0
 
 
@@ -264,7 +267,7 @@ class UnmadeShare:
         take_waiting(self.stop)
 
     @property
-    def _factors(self) -> list[Sequence[Sequence[Factors]]]:
+    def _factors(self) -> AllFactors:
         return [bucket.factors for bucket in self.buckets if bucket.factors]
 
 
@@ -276,7 +279,7 @@ def largest_part_of_share(
     pieces: Sequence[Piece],
     bounds: tuple[int, int],
     num_elements: int,
-    factors: Sequence[Sequence[Sequence[Factors]]],
+    factors: AllFactors,
 ) -> int:
     (waiting, stop), largest = bounds, 0
     for piece in pieces:
@@ -292,6 +295,6 @@ def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
     make_share([bucket], 0)
 
 
-def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """Peak temporary bytes of `make_share`. ``factors`` (maybe fake) are by replica, factored gradient and microbatch."""
+def temporary_bytes(pieces: Sequence[Piece], factors: AllFactors) -> int:
+    """Peak temporary bytes of `make_share`."""
     return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

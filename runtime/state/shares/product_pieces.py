@@ -14,6 +14,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.runtime.state.shares.pieces import (
     CACHED_ELEMENTS,
+    AllFactors,
     FactoredBucket,
     FactoredPiece,
     Factors,
@@ -79,7 +80,7 @@ class ProductPiece(Rectangle):
             _add_products(rows, part.view(-1, width))
             take(self.start + first * width, part)
 
-    def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+    def largest_part(self, num_elements: int, factors: AllFactors) -> int:
         num_inner = sum(left.shape[1] for replica in factors for left, _ in replica[self.factored])
         return elements_of_part(*self._sizes(), num_inner, num_elements)
 
@@ -89,7 +90,7 @@ class ProductPiece(Rectangle):
             (left[self.rows], right if right.shape[1] == width else right[:, self.columns]) for left, right in factors
         ]
 
-    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+    def temporary_bytes(self, factors: AllFactors) -> int:
         (m, n), pairs = self._sizes(), [part for replica in factors for part in replica[self.factored]]
         num_inner = sum(left.shape[1] for left, _ in pairs)
         return num_inner * (m + n) * pairs[0][0].itemsize if _is_single_product(m, n, num_inner, len(pairs)) else 0
@@ -209,7 +210,7 @@ class TablePiece(Rectangle):
     def forget(self) -> None:
         self.written = None
 
-    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+    def temporary_bytes(self, factors: AllFactors) -> int:
         parts = [rows for replica_factors in factors for rows, _ in replica_factors[self.factored]]
         if (
             self.rows == slice(0, self.num_rows)

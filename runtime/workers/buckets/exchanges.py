@@ -25,9 +25,7 @@ from mirrorc.runtime.workers.buckets.joint_launches import JointLaunches, Launch
 from mirrorc.runtime.workers.buckets.payload import SentPart
 from mirrorc.runtime.workers.team.team import Team
 
-_ALIGNMENT = (
-    64  # bytes: a factor begins at the same place in a cache line on all workers, so that products have equal bits
-)
+_ALIGNMENT = 64  # bytes: factors begin at one place of a cache line on all workers, so that products have equal bits
 
 NumRows = Sequence[Sequence[Sequence[int]]]
 """Numbers of rows in one worker, by gradient, replica and microbatch."""

@@ -56,12 +56,8 @@ _REMEDIES = {
     "schedule": "let forward go the same way on all of them, and freeze the same: where numbers that Python draws decide, give "
     "all the same seeds (random.seed, numpy.random.seed, torch.manual_seed)",
 }
-_OF_LIVE_ONES = (
-    "kind",
-    "turn",
-    "hyperparameters",
-    "schedule",
-)  # workers whose loops have ended adopt these, or do not have them
+# workers whose loops have ended adopt these, or do not have them
+_OF_LIVE_ONES = ("kind", "turn", "hyperparameters", "schedule")
 
 
 class Team:

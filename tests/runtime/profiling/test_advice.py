@@ -11,8 +11,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.ir.nodes import call_name, is_region_call
 from mirrorc.packing import ByBytes
-from mirrorc.runtime.profiling.advice import advise
-from mirrorc.runtime.profiling.explain_steps import explain_steps
+from mirrorc.runtime.profiling.explain_steps import advise, explain_steps
 
 
 def test_a_larger_shard_is_named_as_the_reason() -> None:
