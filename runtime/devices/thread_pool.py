@@ -24,7 +24,7 @@ from mirrorc.torch_internals import is_profiled, seen_by_profiler
 Job = Callable[[], Any]
 Results = list[tuple[bool, Any] | None]
 """By device: None until its job ends, then (True, result) or (False, exception)."""
-Order = tuple[dict[int, Job], int, Results] | None  # jobs by replica, the replica, and results; None ends the thread
+Order = tuple[dict[int, Job], int, list[Any]] | None  # jobs by replica, the replica, and results; None ends the thread
 Message = tuple[int, Exception] | None  # a device whose thread failed to start, and why; None for anything else
 _STOP = None
 _LONGEST_SLEEP_SECONDS = 1.0  # Python handles a signal that comes right before a wait only after it

@@ -387,6 +387,7 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
     ready_ms = statistics.fmean(
         max([step.call_of[source].end_ns - step.begun_ns for source in sources], default=0) / 1e6 for step in steps
     )
+    figures: dict[str, Any] = dict.fromkeys(_FIGURES[:4], ready_ms) | dict.fromkeys(_FIGURES[4:], 0.0)
     return BucketTimes(
         label=f"b{bucket.index}",
         index=bucket.index,
@@ -395,8 +396,7 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
         link="",
         behind="",
         devices=(),
-        **dict.fromkeys(_FIGURES[:4], ready_ms),
-        **dict.fromkeys(_FIGURES[4:], 0.0),
+        **figures,
     )
 
 

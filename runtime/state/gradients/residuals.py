@@ -91,8 +91,9 @@ class UnsentGradients:
     def finish(self) -> None:
         unsent = self._unsent
         if unsent.new_scale is not None:
-            swapped = {"residuals": unsent.new, "new": unsent.residuals, "state": unsent.new_state}
-            self._unsent = replace(unsent, scale=unsent.new_scale, new_scale=None, **swapped)  # at once
+            scale, state = unsent.new_scale, unsent.new_state
+            sent = replace(unsent, residuals=unsent.new, new=unsent.residuals, scale=scale, new_scale=None, state=state)
+            self._unsent = sent  # at once
 
     def values(self) -> dict[str, torch.Tensor]:
         return {name: tensor / self._unsent.scale for name, tensor in self._of_variables().items()}

@@ -149,7 +149,7 @@ class Exchanges(Communicator):
         self._messages, self._made, self._rows_of = messages, made, rows_of
         self._rank, self._num_workers = rank, num_workers
         shards = {(kind, bucket): f"bucket {bucket}" for kind in (_SUMS, _PARAMETERS) for bucket in sharded}
-        self._names: dict[Hashable, str] = {**packs, **shards}
+        self._names: dict[Any, str] = {**packs, **shards}
         self._joint = JointLaunches(len(devices), self._names, launch, timeout_seconds)
         self.reset()
 
