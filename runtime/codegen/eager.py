@@ -44,9 +44,7 @@ def _function_of(node: fx.Node) -> Callable[..., Any]:
         return target
     schema = schema_of(target).arguments
     written = {argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write}
-    positional = [
-        None if a.name in written else _layout(operand) for a, operand in zip(schema, node.args, strict=False)
-    ]
+    positional = [None if a.name in written else _layout(value) for a, value in zip(schema, node.args, strict=False)]
     named = {name: None if name in written else _layout(operand) for name, operand in node.kwargs.items()}
     if not any(positional) and not any(named.values()):
         return target

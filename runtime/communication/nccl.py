@@ -17,16 +17,12 @@ from mirrorc.runtime.devices.events import wait_event
 
 _HIGH = -1  # of the priorities of CUDA's streams; 0 is the default
 _launching = threading.Lock()
-"""Torch keeps NCCL's communicators in one unguarded map, and NCCL forbids parallel launches on communicators of one
-GPU.
-"""
+"""Torch keeps NCCL's communicators in an unguarded map, and NCCL forbids parallel launches on one GPU."""
 
 
 @register_communicator
 class NcclCommunicator(Communicator):
-    """All-reduces on side streams. The last replica launches for all, so that all GPUs have the same order of
-    collectives.
-    """
+    """All-reduces on side streams. The last replica launches for all: all GPUs have one order of collectives."""
 
     link = "nccl"
 

@@ -54,9 +54,8 @@ class ReplicaValues:
         meeting = self._meetings[number_of(node)]
         meeting.await_replicas(replica, self._present)
         left = [meeting.tensors[present] for present in self._present]
-        return RESULTS[name_of(node)](
-            [value for value, _ in left], [rows for _, rows in left], self._present.index(replica)
-        )
+        values, rows = [value for value, _ in left], [rows for _, rows in left]
+        return RESULTS[name_of(node)](values, rows, self._present.index(replica))
 
 
 def _sum(values: Sequence[torch.Tensor], rows: Sequence[Any], place: int) -> torch.Tensor:
@@ -80,9 +79,7 @@ RESULTS: dict[str, Callable[[Sequence[torch.Tensor], Sequence[Any], int], torch.
     ops.rows_of_replicas.__name__: _gathered,
     ops.own_rows_of_sum.__name__: _replica_rows,
 }
-"""For each operation, a function that computes a replica's result from all replicas' values and rows, and the replica's
-index.
-"""
+"""By operation: computes a replica's result from all replicas' values and rows, and the replica's index."""
 
 
 def number_of(node: fx.Node) -> int:
@@ -144,9 +141,7 @@ class PlainExchanges:
                 self._met, self._arrivals = [self._arrivals[r] for r in self._present], {}
                 self._round += 1
                 self._condition.notify_all()
-            elif not self._condition.wait_for(
-                lambda: self._round != number or self._is_aborted, timeout=self._timeout_seconds
-            ):
+            elif not self._condition.wait_for(lambda: self._round != number or self._is_aborted, self._timeout_seconds):
                 missing = [self._devices[r] for r in self._present if r not in self._arrivals]
                 raise too_late(self._devices[replica], self._timeout_seconds, arrival.subject, missing)
             if self._round == number:

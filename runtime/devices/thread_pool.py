@@ -22,8 +22,8 @@ from mirrorc.runtime.devices.process_memory import cache_freed_memory
 from mirrorc.torch_internals import is_profiled, seen_by_profiler
 
 Job = Callable[[], Any]
-Results = list[tuple[bool, Any] | None]
-"""By device: None until its job ends, then (True, result) or (False, exception)."""
+Result = tuple[bool, Any]  # (True, result) or (False, exception)
+Results = list[Result | None]  # by device; None until its job ends
 Order = tuple[dict[int, Job], int, list[Any]] | None  # jobs by replica, the replica, and results; None ends the thread
 Message = tuple[int, Exception] | None  # a device whose thread failed to start, and why; None for anything else
 _STOP = None
@@ -83,9 +83,7 @@ class DevicePool:
                 ("mirrorc doctor, which tries all devices", "leave this device out of devices="),
             ) from error
 
-    def run(
-        self, jobs: Sequence[Job], on_failure: Callable[[], None], results: Results | None = None
-    ) -> list[tuple[bool, Any]]:
+    def run(self, jobs: Sequence[Job], on_failure: Callable[[], None], results: Results | None = None) -> list[Result]:
         """Runs one job on each device, in the caller's context. Returns (True, result) or (False, exception) for each.
 
         Args:
@@ -124,15 +122,13 @@ class DevicePool:
             raise interruption
         return [result for result in results if result is not None]
 
-    def _await_results(
-        self, results: Results, deadline: float, on_failure: Callable[[], None], is_stopped: bool
-    ) -> None:
+    def _await_results(self, results: Results, until: float, on_failure: Callable[[], None], is_stopped: bool) -> None:
         has_called = False
         while None in results:
             if not has_called and (is_stopped or any(result and not result[0] for result in results)):
                 on_failure()
                 has_called = True
-            self._await_a_result(deadline, results)
+            self._await_a_result(until, results)
 
     def mark_stuck(self) -> None:
         """Refuses further jobs, because a device may still use the memory of the last ones."""
@@ -161,9 +157,7 @@ class DevicePool:
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """Waits for a message. An interrupt may lose the message but no result, because the threads write ``results``
-        themselves.
-        """
+        """An interrupt may lose the message but no result: the threads write ``results`` themselves."""
         try:
             self._next_message(deadline)
         except queue.Empty:

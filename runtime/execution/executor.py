@@ -63,9 +63,7 @@ class Losses:
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def weight_tensors(self, replica_weights: Sequence[float], examples: Examples) -> Sequence[torch.Tensor | None]:
-        """Each replica's gradient of its loss, a scalar on its device: loss weight times loss scale. None without
-        backward.
-        """
+        """Each replica's gradient of its loss, a scalar: loss weight times loss scale. None without backward."""
         if not self._program.trains:
             return [None] * len(replica_weights)
         scale = self._state.weight_of_loss(self._program, examples)

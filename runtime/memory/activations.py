@@ -197,9 +197,8 @@ class _Walk:
     def _new(self, node: fx.Node) -> tuple[Block, ...]:
         values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
         name = self.names.name(node)
-        return tuple(
-            Block(storage_bytes_now(value), name, type_of(value)) for value in values if isinstance(value, torch.Tensor)
-        )
+        tensors = (value for value in values if isinstance(value, torch.Tensor))
+        return tuple(Block(storage_bytes_now(tensor), name, type_of(tensor)) for tensor in tensors)
 
     def _of(self, nodes: Iterable[Any]) -> tuple[Block, ...]:
         return tuple(block for node in nodes if isinstance(node, fx.Node) for block in self.values[node])
@@ -290,9 +289,8 @@ class _Walk:
             return (), 0
         _, pack = self.program.packs[pack_of(node)]
         sent, count = num_bytes_sent(self.program, node), cast("int", node.kwargs["count"])
-        self.ledger.hold(
-            [Block((1 + self.program.workers.num_workers) * sent, self.names.name(node), "largest elements")]
-        )
+        num_messages = 1 + self.program.workers.num_workers
+        self.ledger.hold([Block(num_messages * sent, self.names.name(node), "largest elements")])
         magnitudes = pack.num_elements * node.meta["val"].value.dtype.itemsize
         return (), magnitudes + count * (magnitudes // pack.num_elements + torch.int64.itemsize)
 

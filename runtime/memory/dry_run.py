@@ -158,9 +158,8 @@ class _Follower:
             for tensor in _tensors(self._locals.get(name)):
                 key = storage_key(tensor)
                 if key not in self._memory:
-                    allocation = Allocation(
-                        tensor.untyped_storage().nbytes(), node.name if node else name, type_of(tensor)
-                    )
+                    size = tensor.untyped_storage().nbytes()
+                    allocation = Allocation(size, node.name if node else name, type_of(tensor))
                     self._memory[key] = allocation
                     taken.append(allocation)
                 self._holders[key] += 1

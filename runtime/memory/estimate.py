@@ -97,9 +97,7 @@ class _Tally:
         self.unknown: set[Owners] = set()  # with unknown optimizer state
         self.remarks: list[str] = []
         self._parts = [0] * len(self.names)  # bytes of memory for parts of gradients, by device
-        self._sent_in_part = [
-            node for graph in program.graphs()[:1] for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS)
-        ]
+        self._sent_in_part = list(calls_to(program.graphs()[0], *ops.EXCHANGES_OF_PARTS))
         self._in_buckets = {slot.variable for bucket in program.buckets for slot in bucket.slots}
 
     def _add(self, owners: Owners, kind: str, num_bytes: int) -> None:
@@ -164,9 +162,8 @@ class _Tally:
         """Elements of gradients that are made in parts. Also records each device's memory for a part."""
         num_elements = 0
         for replica, module in enumerate(self.program.device_graphs.values()):
-            update = next(
-                (node for node in calls_to(module.graph, ops.update) if bucket_of(node) == bucket.index), None
-            )
+            updates = calls_to(module.graph, ops.update)
+            update = next((node for node in updates if bucket_of(node) == bucket.index), None)
             number: Any = update.kwargs.get("part_elements") if update is not None else None
             if update is None or number is None:
                 continue

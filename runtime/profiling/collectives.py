@@ -61,9 +61,7 @@ class Collective:
 
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
-    """Collectives of a step, in the order of launches for each kind and bucket. Messages are by bucket, pack, round,
-    chunk and hop.
-    """
+    """In the order of launches, by kind and bucket. Messages are by bucket, pack, round, chunk and hop."""
     groups: dict[tuple[Any, ...], list[tuple[int, fx.Node]]] = {}
     for replica, device_calls in enumerate(step.calls):
         for node in (call.node for call in device_calls):

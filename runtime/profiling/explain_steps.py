@@ -177,9 +177,8 @@ def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs
         saved_ms = min(last.transfer_ms, (last.num_bytes - left_bytes) * costs.moving_ms_per_byte)
         sizes = f"{size_text(left_bytes)} instead of {size_text(last.num_bytes)}"
         change = f"a smaller last bucket, {sizes}: nothing is left to hide it"
-        candidates.append(
-            (saved_ms - num_more * costs.fixed_ms, f"{change} ({_in_options(f'{cap_bytes / 2**20:.2g}')})")
-        )
+        gain_ms = saved_ms - num_more * costs.fixed_ms
+        candidates.append((gain_ms, f"{change} ({_in_options(f'{cap_bytes / 2**20:.2g}')})"))
     return max(candidates)
 
 
@@ -291,14 +290,13 @@ _FIGURES = ("ready_ms", "launched_ms", "waited_ms", "finished_ms", "hidden_ms", 
 
 def _flight(step: RecordedStep, launch: Launch, moves_by_itself: bool) -> list[float]:
     launch_call = step.call_of[launch.node]
+    launched_ns = launch_call.end_ns
     ready_ns = max((step.call_of[source].end_ns for source in launch.sources), default=launch_call.start_ns)
     wait = step.call_of[launch.wait] if launch.wait is not None else None
-    waited_ns, finished_ns = (
-        (wait.start_ns, wait.end_ns) if wait is not None else (launch_call.end_ns, launch_call.end_ns)
-    )
+    waited_ns, finished_ns = (wait.start_ns, wait.end_ns) if wait is not None else (launched_ns, launched_ns)
     skew = skew_ns(step, launch)
-    hidden_ns = waited_ns - launch_call.end_ns if moves_by_itself else 0
-    points = [point - step.begun_ns for point in (ready_ns, launch_call.end_ns, waited_ns, finished_ns)]
+    hidden_ns = waited_ns - launched_ns if moves_by_itself else 0
+    points = [point - step.begun_ns for point in (ready_ns, launched_ns, waited_ns, finished_ns)]
     return [ns / 1e6 for ns in (*points, hidden_ns, skew, finished_ns - waited_ns - skew)]
 
 

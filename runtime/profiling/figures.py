@@ -88,9 +88,7 @@ def by_kind_and_bucket(buckets: Iterable[BucketTimes]) -> list[list[BucketTimes]
 
 
 def added_up(parts: Sequence[BucketTimes]) -> BucketTimes:
-    """All parts of a bucket's communication of one kind, from the first to the last, with sums of their bytes and
-    durations.
-    """
+    """All parts of a bucket's communication of one kind, with sums of their bytes and durations."""
     first = parts[0]
     if len(parts) == 1:
         return first

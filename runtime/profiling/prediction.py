@@ -97,9 +97,7 @@ _NOMINAL_LINK = LinkSpeed(latency_seconds=1e-4, seconds_per_byte=1e-9)
 
 
 def predicted_step(program: Program, machine: Machine) -> tuple[RecordedStep, str]:
-    """Simulates a program that has not run. Returns the step, and the simulation's inputs in words. Raises
-    `UnknownCostError`.
-    """
+    """Simulates a program that has not run: the step, and its inputs in words. Raises `UnknownCostError`."""
     works = works_of_regions(program, machine)
     graphs = [module.graph for module in program.device_graphs.values()]
     paces: list[Mapping[str, Pace]] = []
@@ -150,9 +148,7 @@ def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Mac
         }
         for replica, graph in enumerate(graphs)
     ]
-    begins = [
-        statistics.fmean((step.started_ns[replica] - step.begun_ns) / 1e9 for step in steps) for replica in replicas
-    ]
+    begins = [statistics.fmean((step.started_ns[r] - step.begun_ns) / 1e9 for step in steps) for r in replicas]
     return StepCosts(tuple(begins), tuple(paces), _lines(program, seconds), machine, link)
 
 

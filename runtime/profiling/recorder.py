@@ -223,9 +223,7 @@ class Recorder:
             tuple(Call(node, *span) for node, span in zip(nodes, itertools.pairwise(device_marks), strict=True))
             for nodes, device_marks in zip(self.nodes, times, strict=True)
         ]
-        return RecordedStep(
-            warms_up, nanoseconds(begun), tuple(device_marks[0] for device_marks in times), tuple(calls)
-        )
+        return RecordedStep(warms_up, nanoseconds(begun), tuple(started for started, *_ in times), tuple(calls))
 
 
 def recorded_steps(recorder: Recorder | None, first_call: str = "step(x, y)") -> tuple[RecordedStep, ...]:

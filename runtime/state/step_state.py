@@ -215,9 +215,8 @@ class StepState:
         Not with a sharded optimizer: parameters of other workers may arrive after a failure.
         """
         if self.optimizers.is_fresh and not self.optimizers.are_sharded:
-            self._backup = [
-                (tensor, tensor.to("cpu", copy=True)) for tensor in (*self.store.written(), *self.optimizers.held())
-            ]
+            tensors = (*self.store.written(), *self.optimizers.held())
+            self._backup = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
 
     def finish(self) -> None:
         self._backup = None
@@ -273,9 +272,7 @@ class StepState:
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """Sets the writer of the gradients in buckets. The former writer must have dropped its record of earlier
-        writes.
-        """
+        """Sets the writer of the gradients in buckets. The former one must have dropped its record of writes."""
         self._held.gradients_writer = writer
 
 

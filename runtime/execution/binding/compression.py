@@ -101,9 +101,7 @@ def _launching(binder: Binder, node: fx.Node, launch: Callable[..., None]) -> Ca
 
 @binds_waits(*ops.EXCHANGES_OF_PARTS)
 def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-    """Writes the sum into the bucket's gradients. A replica that may not write there uses new memory, if a node needs
-    the sum.
-    """
+    """Writes the sum into the bucket's gradients; into new memory if the replica may not write there."""
     launch: Any = node.args[0]
     exchanges, (bucket, pack) = binder.exchanges(launch), binder.program.packs[pack_of(node)]
     (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)

@@ -191,9 +191,7 @@ def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimi
     return update
 
 
-def _in_parts(
-    binder: Binder, replica: int, optimizer: FlatOptimizer, num_elements: int
-) -> Callable[[UnmadeShare], None]:
+def _in_parts(binder: Binder, replica: int, optimizer: FlatOptimizer, num_elements: int) -> Callable[..., None]:
     reserved, dtype = binder.state.reserved, optimizer.parameter.dtype
 
     def update(share: UnmadeShare, **_: Any) -> None:

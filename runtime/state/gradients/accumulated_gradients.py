@@ -55,9 +55,7 @@ def _power_below(part: float) -> float:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Accumulated calls and used variables. ``unit`` is the weight of each example's loss; with
-    ``loss_reduction="sum"``, of each call's loss.
-    """
+    """Calls and used variables. ``unit``: the weight of each example's loss, or of each call's if losses are sums."""
 
     num_calls: int = 0
     num_examples: int = 0

@@ -45,13 +45,10 @@ class FlatState:
             for replica, parameters in enumerate(flat.parameters):
                 start, stop = flat.bucket.updated(replica, len(flat.parameters))
                 if start < stop:
-                    optimizer = self.optimizers[(flat.bucket.index, replica)] = make(
-                        flat.bucket, parameters[start:stop]
-                    )
+                    key = flat.bucket.index, replica
+                    optimizer = self.optimizers[key] = make(flat.bucket, parameters[start:stop])
                     if flat.bucket.rule.may_be_unused:
-                        self.by_slot[(flat.bucket.index, replica)] = SlotOptimizer(
-                            optimizer, flat.bucket, (start, stop)
-                        )
+                        self.by_slot[key] = SlotOptimizer(optimizer, flat.bucket, (start, stop))
             if earlier is None:
                 self._take_over(flat, states_of(flat.bucket))
             else:
@@ -65,9 +62,8 @@ class FlatState:
         return next(iter(self._replicas(flat).values()))
 
     def _slots_of(self, flat: FlatBucket) -> list[SlotOptimizer]:
-        return [
-            self.by_slot[flat.bucket.index, r] for r in self._replicas(flat) if (flat.bucket.index, r) in self.by_slot
-        ]
+        index = flat.bucket.index
+        return [self.by_slot[index, r] for r in self._replicas(flat) if (index, r) in self.by_slot]
 
     def _take_over(self, flat: FlatBucket, states: Sequence[UserState]) -> None:
         bucket, home = flat.bucket, self._first(flat).parameter.device
@@ -103,9 +99,7 @@ class FlatState:
             optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Replicas that share the first updating replica's parameters get views of their ranges; others get a copy of
-        ``whole``.
-        """
+        """Replicas with the first updating replica's parameters get views of ranges, others copies of ``whole``."""
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
         home = flat.bucket.owner_of_parameters(next(iter(replicas)))

@@ -107,9 +107,7 @@ class HeldState:
         return self.trained() | (buffers - self._unwritten)
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
-        """The first common variable that either side may write; or None. ``written`` has the ids that the other side
-        writes.
-        """
+        """The first common variable that either side may write. ``written``: ids that the other side writes."""
         either = self.written().union(written)
         common = (tensor for tensor in tensors if id(tensor) in self.store.names)
         return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
@@ -227,9 +225,7 @@ class HeldState:
             self.store.free_buckets(optimizers.owner)
 
     def free_forgotten(self) -> None:
-        """Frees the state of unreachable steps. The garbage collector may run in any thread, so it only empties sets of
-        holds.
-        """
+        """Frees the state of unreachable steps, whose holds the garbage collector has removed in some thread."""
         for optimizers, holds in list(self._optimizers.items()):
             if not holds:
                 self._free(optimizers)

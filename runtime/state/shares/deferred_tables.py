@@ -133,9 +133,7 @@ def _by_width(tables: Iterable[DeferredTable]) -> list[list[DeferredTable]]:
 
 
 def _selected(tables: Sequence[DeferredTable]) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [
-        (number, *table.piece.rows_and_places(part)) for number, table in enumerate(tables) for part in table.factors
-    ]
+    parts = [(i, *table.piece.rows_and_places(part)) for i, table in enumerate(tables) for part in table.factors]
     places = torch.cat([places for _, _, places in parts])
     lengths = torch.tensor([len(places) for _, _, places in parts])
     columns = _numbers(tables)[:, [number for number, _, _ in parts]]

@@ -171,9 +171,8 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: i
             continue
         if place in number_of:
             gradient = factored[number_of[place]]
-            pieces += makes_shares_of.of(gradient.form.operation).cut(
-                slot, number_of[place], first, last, **gradient.details
-            )
+            cut = makes_shares_of.of(gradient.form.operation).cut
+            pieces += cut(slot, number_of[place], first, last, **gradient.details)
         elif pieces and isinstance(pieces[-1], SumPiece):
             pieces[-1] = SumPiece(pieces[-1].start, last)  # with the gap between them, which is zero
         else:

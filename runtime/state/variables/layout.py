@@ -65,9 +65,8 @@ class FlatBucket:
 
 
 def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    return [
-        torch.as_strided(flat, slot.shape, slot.strides, flat.storage_offset() + slot.offset) for slot in bucket.slots
-    ]
+    offset = flat.storage_offset()
+    return [torch.as_strided(flat, slot.shape, slot.strides, offset + slot.offset) for slot in bucket.slots]
 
 
 def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
@@ -129,9 +128,7 @@ class Layout:
         )
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
-        """A copy with another layout's variables, renamed, without its buckets; and the former names of added
-        variables.
-        """
+        """A copy with another layout's variables, renamed, without buckets; and the former names of added ones."""
         taken = {name for name in other.values if names[name] not in self.values or name in other.separate}
         both = replace(
             self,
@@ -143,9 +140,7 @@ class Layout:
         return both, taken
 
     def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
-        """A copy with these variables, others that share memory with them, and all buckets; and the names of its
-        variables.
-        """
+        """A copy with these variables, those that share their memory, and all buckets; and its variables' names."""
         aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
         remaining = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
         values = {name: values for name, values in self.values.items() if name in remaining}

@@ -17,9 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Member:
-    """A buffer's range in the aggregate (``now``) and in its copy (``then``). ``is_counted``: its module counts
-    forwards.
-    """
+    """A buffer's range in the aggregate (``now``) and its copy. ``is_counted``: its module counts forwards."""
 
     name: str
     place: slice

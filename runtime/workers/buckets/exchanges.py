@@ -181,9 +181,7 @@ class Exchanges(Communicator):
             return self._to_send[pack]
 
     def launch_exchange(self, pack: int, whole: torch.Tensor | None) -> None:
-        """Submits this replica's part of ``whole``, the worker's 1-D sum; None if the sum is in the memory of
-        `memory_to_send`.
-        """
+        """Submits this replica's part of ``whole``, a 1-D sum; None if it is in the memory of `memory_to_send`."""
         with self._joint.lock:
             if self._joint.is_last(pack):
                 sent = self._to_send.pop(pack) if whole is None else whole
@@ -210,14 +208,11 @@ class Exchanges(Communicator):
             offered[replica] = factored_bucket
             if not self._joint.is_last(pack):
                 return
-            factors = [[list(gradient) for gradient in offer.factors] for offer in offered if offer is not None]
+            offers = [offer for offer in offered if offer is not None]  # all have launched
+            factors = [[list(gradient) for gradient in offer.factors] for offer in offers]
             gathering = Gathering(self._messages[pack], self._rows_of(pack), self._rank, factors)
-            first = offered[0]
-            assert first is not None, "all have launched"
             # what was made of factors lies in the first replica's bucket; the factors themselves have been copied
-            self._offered[pack] = [
-                FactoredBucket(first.tensor, (), offer.pieces) for offer in offered if offer is not None
-            ]
+            self._offered[pack] = [FactoredBucket(offers[0].tensor, (), offer.pieces) for offer in offers]
             self._gatherings[pack] = gathering
             into = gathering.gathered
             self._joint.send(
@@ -269,9 +264,7 @@ class Exchanges(Communicator):
         return share
 
     def launch_parameters(self, bucket: int, whole: torch.Tensor) -> None:
-        """Submits this replica's updated share of ``whole``, the 1-D parameters. Other workers' shards are written
-        there later.
-        """
+        """Submits this replica's share of ``whole``, the 1-D parameters, which gets other workers' shards later."""
         with self._joint.lock:
             if self._joint.is_last((_PARAMETERS, bucket)):
                 parts = whole.view(self._num_workers, -1).unbind()
@@ -283,9 +276,7 @@ class Exchanges(Communicator):
 
 
 class ExchangesOfGpus(Exchanges):
-    """Like `Exchanges`, over NCCL. The CPU waits for each sum; ``end_collectives`` ends sums that wait for a lost
-    worker.
-    """
+    """`Exchanges` over NCCL. The CPU waits for each sum; ``end_collectives`` ends those that wait for a lost worker."""
 
     link = "nccl-workers"
     end_collectives: Callable[[], object]

@@ -90,9 +90,7 @@ _MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at t
 
 
 class LargestElements:
-    """A `SentPart` of the top-k elements of a worker's pack, 1-D. It zeroes these elements in the pack. NaN is the
-    largest.
-    """
+    """A `SentPart` of the top-k elements of a worker's pack, 1-D, which it zeroes there. NaN is the largest."""
 
     def __init__(self, whole: torch.Tensor, count: int, num_workers: int) -> None:
         self._count, self._dtype, self._places = count, whole.dtype, index_dtype(whole.numel())

@@ -68,9 +68,7 @@ _NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # 
 
 @contextmanager
 def stream_of_chief(team: Team) -> Iterator[None]:
-    """A context in which torch's default generator has the chief's state. Other workers restore their own state
-    afterwards.
-    """
+    """A context in which torch's default generator has the chief's state, and afterwards its own again."""
     local_state = torch.get_rng_state()
     chiefs = local_state.clone()
     team.control.broadcast(chiefs)

@@ -48,9 +48,8 @@ class ControlCollectives:
         """Broadcasts worker ``root``'s dense tensor, of any dtype."""
         if tensor.numel():
             with on_host(tensor) as host_tensor:
-                self._connections.run_control(
-                    lambda group: group.broadcast(host_tensor.view(-1).view(torch.uint8), root)
-                )
+                message = host_tensor.view(-1).view(torch.uint8)
+                self._connections.run_control(lambda group: group.broadcast(message, root))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         whole = tensor.new_empty(tensor.numel() * self._cluster.num_workers)
@@ -65,9 +64,8 @@ class ControlCollectives:
         padded[: len(encoded)] = encoded
         gathered = [torch.empty_like(padded) for _ in lengths]
         self._connections.run_control(lambda group: group.all_gather(padded, gathered))
-        texts = [
-            bytes(message[: int(length)].tolist()).decode() for message, length in zip(gathered, lengths, strict=True)
-        ]
+        messages = zip(gathered, lengths, strict=True)
+        texts = [bytes(message[: int(length)].tolist()).decode() for message, length in messages]
         return list(zip(map(str, self._cluster.workers), texts, strict=True))
 
     def first_texts(self, about: str, text: str) -> list[str]:
@@ -79,9 +77,7 @@ class ControlCollectives:
         return self._failures.is_any() or self._connections.are_broken
 
     def compare(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Compares facts of all workers. If they differ, all workers raise `CommunicationError` with the first
-        difference.
-        """
+        """If facts differ, all workers raise `CommunicationError` with the first difference."""
         self._compare(subject, facts, remedy, lambda: _Lane(self._cluster, self._connections, self._begin_refusal))
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:

@@ -82,9 +82,7 @@ class StepWatcher:
         return self.detector.find_silent(is_known, _SLACK_SECONDS)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
-        """True if all other workers send heartbeats. Waits at most a few seconds, less if ``is_known`` reports a
-        failure.
-        """
+        """True if all others send heartbeats. Waits a few seconds, less if ``is_known`` reports a failure."""
         return self.find_silent(is_known) == []
 
     def progress_of_all(self) -> dict[int, Progress]:
@@ -163,7 +161,5 @@ class PublishedFailures:
 
 
 def _without_outcome(error: BaseException) -> str:
-    """Drops the outcome ("No parameter was changed...") of an error's text, because the quoting error states the
-    outcome.
-    """
+    """Drops the outcome ("No parameter was changed...") of a text, because the quoting error states the outcome."""
     return _OUTCOME.sub("", str(error)).rstrip(".")

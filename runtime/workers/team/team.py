@@ -264,9 +264,7 @@ class Team:
         self.connections.launch_bucket(collective, functools.partial(self._end_bucket, done))
 
     def _end_bucket(self, done: Done, error: Exception | None) -> None:
-        """Publishes a payload's failure before the lane is closed, so that other workers do not begin the next pack's
-        rounds.
-        """
+        """Publishes a payload's failure before the lane is closed: no worker begins the next pack's rounds."""
         if isinstance(error, PayloadError):
             self._failed.publish_cause(error)
             self.connections.cut_buckets()
