@@ -8,6 +8,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -133,25 +134,23 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dying
 
 
+@dataclass
 class _Generator:
-    def __init__(
-        self,
-        graph: fx.Graph,
-        bind: Callable[[fx.Node], Any],
-        boxed: Callable[[fx.Node], bool],
-        clock: Clock | None,
-        pauses: Callable[[fx.Node], bool],
-        waits: Callable[[fx.Node], bool],
-    ) -> None:
-        self.graph, self.bind, self.boxed, self.clock, self.pauses = graph, bind, boxed, clock, pauses
-        self.waits, self.asks, self.has_paused = waits, False, False
-        self.marked: list[fx.Node] = []
-        self.lines: list[str] = []
-        self.nodes: list[fx.Node | None] = []
-        self.namespace: dict[str, Any] = {}
-        self.calls: dict[str, fx.Node] = {}
-        self.names: dict[fx.Node, str] = {}
-        self.dying: dict[fx.Node, list[str]] = {}
+    graph: fx.Graph
+    bind: Callable[[fx.Node], Any]
+    boxed: Callable[[fx.Node], bool]
+    clock: Clock | None
+    pauses: Callable[[fx.Node], bool]
+    waits: Callable[[fx.Node], bool]
+    asks: bool = False
+    has_paused: bool = False
+    marked: list[fx.Node] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    nodes: list[fx.Node | None] = field(default_factory=list)
+    namespace: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, fx.Node] = field(default_factory=dict)
+    names: dict[fx.Node, str] = field(default_factory=dict)
+    dying: dict[fx.Node, list[str]] = field(default_factory=dict)
 
     def generate(self, title: str) -> GraphFunction:
         if self.clock is None:
@@ -178,7 +177,8 @@ class _Generator:
 
     def _emit_node(self, node: fx.Node) -> None:
         if node.op == "output":
-            self._note()
+            if self.clock is not None:
+                self._emit(f"    note(({' '.join(f't{i},' for i in range(len(self.marked) + 1))}))", None)
             self._emit(f"    return {self._show(node.args[0])}", node)
         elif node.op != "placeholder" and not self._is_unpacked(node):
             bound = self.bind(node)
@@ -207,10 +207,6 @@ class _Generator:
                 self._emit(f"    {name} = {function}({', '.join(arguments)})", node)
                 self._mark(node)
                 self._free(node, [] if node.users else [name])
-
-    def _note(self) -> None:
-        if self.clock is not None:
-            self._emit(f"    note(({' '.join(f't{i},' for i in range(len(self.marked) + 1))}))", None)
 
     def _emit_boxed(self, node: fx.Node, function: str) -> None:
         self._emit(f"    box = [{', '.join(self._show(a) for a in node.args)}]", None)

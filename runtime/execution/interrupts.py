@@ -69,7 +69,13 @@ class InterruptGuard:
 
     def end(self) -> None:
         """Restores the user's handler, and calls it if a signal was deferred; idempotent."""
-        self._put_settings_back()
+        settings, self._settings = self._settings, None
+        if settings is not None:
+            has_gradients, num_threads = settings
+            if torch.is_grad_enabled() is not has_gradients:
+                torch.set_grad_enabled(has_gradients)
+            if torch.get_num_threads() != num_threads:
+                torch.set_num_threads(num_threads)
         installed = self._installed
         if installed is None:
             return
@@ -80,16 +86,6 @@ class InterruptGuard:
         held_since, self._held_since = self._held_since, None
         if held_since is not None and users is not None:
             users(signal.SIGINT, None)
-
-    def _put_settings_back(self) -> None:
-        settings, self._settings = self._settings, None
-        if settings is None:
-            return
-        has_gradients, num_threads = settings
-        if torch.is_grad_enabled() is not has_gradients:
-            torch.set_grad_enabled(has_gradients)
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
 
     def hold(self) -> None:
         """Defers signals until `let_go`, for calls that swallow exceptions of the handler."""

@@ -12,10 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.buckets.rescaling import has_exclusive_memory, is_known_by_rows, truths_of
-from mirrorc.analysis.communication.compressed_sums import (
-    num_bytes_sent,
-    writes_for_all,
-)
+from mirrorc.analysis.communication.compressed_sums import num_bytes_sent, writes_for_all
 from mirrorc.analysis.gradients.factored_gradients import (
     factor_values,
     factored_slots,

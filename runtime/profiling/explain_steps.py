@@ -115,20 +115,13 @@ def _evener_devices(
 
 def _busy_ms(steps: Sequence[RecordedStep], replica: int) -> float:
     """Time until the commit, without waits, because a waiting device is not the last."""
-    return statistics.fmean(
-        (
-            step.started_ns[replica]
-            - step.begun_ns
-            + sum(call.duration_ns for call in _before_commit(step.calls[replica]))
-        )
-        / 1e6
-        for step in steps
-    )
 
+    def busy_ns(step: RecordedStep) -> int:
+        before = itertools.takewhile(lambda call: call.node.target is not ops.commit, step.calls[replica])
+        in_calls_ns = sum(call.duration_ns for call in before if not is_of(call.node, Kind.WAIT))
+        return step.started_ns[replica] - step.begun_ns + in_calls_ns
 
-def _before_commit(calls: Sequence[Call]) -> Iterator[Call]:
-    before = itertools.takewhile(lambda call: call.node.target is not ops.commit, calls)
-    return (call for call in before if not is_of(call.node, Kind.WAIT))
+    return statistics.fmean(busy_ns(step) / 1e6 for step in steps)
 
 
 def _even_shards(program: Program) -> str:

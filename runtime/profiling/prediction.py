@@ -173,11 +173,8 @@ def _lines(program: Program, seconds: Sequence[Mapping[fx.Node, float]]) -> dict
     points: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for replica, device_seconds in enumerate(seconds):
         for node, took in device_seconds.items():
-            if is_region_call(node) or _is_wait_between_workers(node):
+            is_wait = node.target is ops.wait and node.all_input_nodes[0].target in ops.BETWEEN_WORKERS
+            if is_region_call(node) or is_wait:
                 continue
             points[kind_of_call(program, node)].append((num_bytes_of_call(program, replica, node), took))
     return {kind: Line.through(kind_points) for kind, kind_points in points.items()}
-
-
-def _is_wait_between_workers(node: fx.Node) -> bool:
-    return node.target is ops.wait and node.all_input_nodes[0].target in ops.BETWEEN_WORKERS

@@ -36,8 +36,7 @@ import mirrorc
 from mirrorc import CaptureError
 from mirrorc.compilation import progress
 from mirrorc.ir.buckets import Elements
-from mirrorc.runtime.state.optimizers.user_state import DealtState, watch_dealt_state
-from mirrorc.runtime.state.optimizers.user_steps import InternalSteps
+from mirrorc.runtime.state.optimizers.user_optimizers import DealtState, InternalSteps, watch_dealt_state
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "from-pytorch-loop.md"
 KINDS = {"Same", "Changed", "Leave out", "Other", "Refused", "Warned"}

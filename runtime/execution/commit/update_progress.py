@@ -19,8 +19,8 @@ class UpdateProgress:
 
     def __init__(self, program: Program) -> None:
         self._num_buckets = len(program.buckets)
-        graphs = program.graphs()
-        self._wanted = Counter(bucket for graph in graphs for node in _updates(graph) for bucket in _buckets_of(node))
+        nodes = (node for graph in program.graphs() for node in calls_to(graph, *ops.UPDATES, ops.wait))
+        self._wanted = Counter(bucket for node in nodes if is_noted(node) for bucket in _buckets_of(node))
         self.begin()
 
     def begin(self) -> None:
@@ -70,10 +70,6 @@ def is_noted(node: fx.Node) -> bool:
     return node.target in ops.UPDATES or (
         node.target is ops.wait and any(source.target is ops.gather_parameters for source in node.all_input_nodes)
     )
-
-
-def _updates(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in calls_to(graph, *ops.UPDATES, ops.wait) if is_noted(node)]
 
 
 def _buckets_of(node: fx.Node) -> tuple[int, ...]:

@@ -48,11 +48,6 @@ class _Sums:
         return sums
 
 
-def _power_below(part: float) -> float:
-    """Multiplication by a power of two is exact."""
-    return math.ldexp(0.5, math.frexp(part)[1])
-
-
 @dataclass(frozen=True)
 class _Counts:
     """Calls and used variables. ``unit``: the weight of each example's loss, or of each call's if losses are sums."""
@@ -144,7 +139,8 @@ class AccumulatedGradients:
     def begin_call(self, program: Program, examples: Examples, scale: float) -> float:
         """Begins an accumulating call; returns the factor of its loss."""
         size, counts = examples.of_all if program.loss_reduction == "mean" else 1, self._counts
-        part = _power_below(size / max(size, self._last_update)) if scale != 1.0 else 1.0
+        exponent = math.frexp(size / max(size, self._last_update))[1]
+        part = math.ldexp(0.5, exponent) if scale != 1.0 else 1.0  # multiplication by a power of two is exact
         unit = counts.unit if counts.num_calls else scale * part / size
         trained = {slot.variable for bucket in program.buckets for slot in bucket.slots}
         num_calls, num_examples = counts.num_calls + 1, counts.num_examples + examples.local

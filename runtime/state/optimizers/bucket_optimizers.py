@@ -14,15 +14,16 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer, SlotOptimizer, UpdateMemory, update_memory
 from mirrorc.runtime.state.optimizers.flat_state import FlatState, Laid, Shown, UserState
-from mirrorc.runtime.state.optimizers.user_state import (
+from mirrorc.runtime.state.optimizers.user_optimizers import (
+    InternalSteps,
     ShownNumbers,
     ShownState,
+    UserSteps,
     are_the_same,
     has_dealt_state,
     refuse_dealt_state,
     watch_dealt_state,
 )
-from mirrorc.runtime.state.optimizers.user_steps import InternalSteps, UserSteps
 from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.variables.variables import VariableStore
 from mirrorc.torch_internals import storage_key

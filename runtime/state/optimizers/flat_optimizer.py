@@ -116,24 +116,17 @@ class PartOptimizer:
 
     def update(self, parts: Callable[[Callable[[int, torch.Tensor], None]], None]) -> None:
         """Runs one step. ``parts`` calls its argument with the first element and the 1-D tensor of each part, in order."""
-        whole, part = self._whole.state, self._part
+        whole = self._whole.state
         numbers = {key: value for key, value in whole.items() if key in SCALAR_STATE}
         made: list[dict[str, Any]] = []
         self._note_addresses(whole)
-
-        def update(first: int, gradient: torch.Tensor) -> None:
-            parameters, state = self._view(first, len(gradient), whole)
-            part.parameter.data = parameters
-            now = {**state, **{key: _copy(value) for key, value in numbers.items()}}
-            part.optimizer.state[part.parameter] = now
-            part.update(gradient)
-            made.append(now)
-
-        parts(update)
-        part.parameter.grad = None
+        parts(lambda first, gradient: made.append(self._step(first, gradient, numbers)))
+        self._part.parameter.grad = None
         for key, value in made[-1].items():
-            if key in SCALAR_STATE:
-                _put(whole, key, value)
+            if key in SCALAR_STATE and isinstance(whole.get(key), torch.Tensor):
+                whole[key].copy_(value)
+            elif key in SCALAR_STATE:
+                whole[key] = value
             elif not isinstance(whole.get(key), torch.Tensor):  # the optimizer makes it in its first step
                 is_tensor = isinstance(value, torch.Tensor)
                 whole[key] = torch.cat([state[key] for state in made]) if is_tensor else value
@@ -152,19 +145,24 @@ class PartOptimizer:
             numbers: scalars of the state; None if this step creates the state.
             divisor: as in `FlatOptimizer.update`.
         """
-        whole, part = self._whole.state, self._part
-        self._note_addresses(whole)
-        now: dict[str, Any] = {}
+        self._note_addresses(self._whole.state)
+        state: dict[str, Any] = {}
         for start, stop in ranges or [(0, 0)]:
-            parameters, state = self._view(start, stop - start, whole)
-            part.parameter.data = parameters
-            now = {**state, **{key: _copy(value) for key, value in numbers.items()}} if numbers is not None else {}
-            part.optimizer.state[part.parameter] = now
-            part.update(gradient[start:stop], divisor)
+            state = self._step(start, gradient[start:stop], numbers, divisor)
             if numbers is None:
-                self._keep_made(start, stop, part.state)
-        part.parameter.grad = None
-        return {key: value for key, value in part.state.items() if key in SCALAR_STATE}
+                self._keep_made(start, stop, state)
+        self._part.parameter.grad = None
+        return {key: value for key, value in state.items() if key in SCALAR_STATE}
+
+    def _step(
+        self, first: int, gradient: torch.Tensor, numbers: Mapping[str, Any] | None, divisor: float | None = None
+    ) -> dict[str, Any]:
+        part, (parameters, state) = self._part, self._view(first, len(gradient))
+        part.parameter.data = parameters
+        now = {**state, **{key: _copy(value) for key, value in numbers.items()}} if numbers is not None else {}
+        part.optimizer.state[part.parameter] = now
+        part.update(gradient, divisor)
+        return part.state
 
     def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
         """Stores the state of a range's first update. Elements that were not updated have zeros."""
@@ -183,12 +181,12 @@ class PartOptimizer:
             self._viewed = addresses
             self._views.clear()
 
-    def _view(self, first: int, length: int, state: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _view(self, first: int, length: int) -> tuple[torch.Tensor, dict[str, Any]]:
         if (first, length) not in self._views:
             part = slice(first, first + length)
             entries = {
                 key: value[part] if isinstance(value, torch.Tensor) else value
-                for key, value in state.items()
+                for key, value in self._whole.state.items()
                 if key not in SCALAR_STATE
             }
             self._views[(first, length)] = self._whole.parameter.detach()[part], entries
@@ -197,13 +195,6 @@ class PartOptimizer:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _put(state: dict[str, Any], key: str, value: Any) -> None:
-    if isinstance(state.get(key), torch.Tensor):
-        state[key].copy_(value)
-    else:
-        state[key] = value
 
 
 def update_memory(

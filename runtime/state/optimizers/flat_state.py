@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.ir.buckets import Bucket
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer, SlotOptimizer
-from mirrorc.runtime.state.optimizers.user_state import DealtState, ShownNumbers
+from mirrorc.runtime.state.optimizers.user_optimizers import DealtState, ShownNumbers
 from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 from mirrorc.user.optimizer_kinds import SCALAR_STATE, flat_entries
 

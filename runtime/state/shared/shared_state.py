@@ -16,7 +16,7 @@ from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import listed
 from mirrorc.runtime.devices.uninterrupted import completed
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.optimizers.user_steps import InternalSteps
+from mirrorc.runtime.state.optimizers.user_optimizers import InternalSteps
 from mirrorc.runtime.state.shared.torn_state import refuse_torn
 from mirrorc.runtime.state.variables.layout import ReservedMemory
 from mirrorc.runtime.state.variables.step_variables import StepVariables, names_in_store
@@ -147,11 +147,7 @@ class HeldState:
         return new
 
     def take_in(
-        self,
-        hold: Hold,
-        tensors: Mapping[str, torch.Tensor],
-        counters: Mapping[str, str],
-        written: Collection[str],
+        self, hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
     ) -> None:
         names = names_in_store(tensors, self.store, hold.model_name)
         new = {id(tensor) for tensor in tensors.values()} - self.store.names.keys()

@@ -275,10 +275,7 @@ def unmade_sum(tensors: Sequence[torch.Tensor], bounds: tuple[int, int]) -> Unma
 
 
 def largest_part_of_share(
-    pieces: Sequence[Piece],
-    bounds: tuple[int, int],
-    num_elements: int,
-    factors: AllFactors,
+    pieces: Sequence[Piece], bounds: tuple[int, int], num_elements: int, factors: AllFactors
 ) -> int:
     (waiting, stop), largest = bounds, 0
     for piece in pieces:

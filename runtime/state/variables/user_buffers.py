@@ -44,11 +44,7 @@ class ShownBuffers:
     """
 
     def __init__(
-        self,
-        sizes: Mapping[str, int],
-        shown: torch.Tensor,
-        flats: Sequence[torch.Tensor],
-        counted: Collection[str],
+        self, sizes: Mapping[str, int], shown: torch.Tensor, flats: Sequence[torch.Tensor], counted: Collection[str]
     ) -> None:
         self._shown = shown
         self._flats = flats

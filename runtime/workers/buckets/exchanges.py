@@ -40,7 +40,7 @@ class FactorMessage:
     gradients: Sequence[SentFactors]
 
     def num_bytes(self, num_rows: NumRows) -> int:
-        return sum(_aligned(number * kind.num_bytes) for _, _, number, kind in self._pieces(num_rows))
+        return sum(_aligned(number * kind.num_bytes) for *_, number, kind in self._pieces(num_rows))
 
     def views(self, message: torch.Tensor, num_rows: NumRows) -> list[list[list[list[torch.Tensor]]]]:
         """Views of the rows in a message, [bytes] uint8: by replica, gradient, microbatch and factor."""
@@ -49,20 +49,20 @@ class FactorMessage:
             [[[] for _ in worker_rows[replica]] for worker_rows in num_rows] for replica in range(num_replicas)
         ]
         start = 0
-        for (place, replica, part), factor, number, kind in self._pieces(num_rows):
+        for replica, place, part, number, kind in self._pieces(num_rows):
             stop = start + number * kind.num_bytes
             rows = message[start:stop].view(kind.dtype).view(number, *kind.shape)
             views[replica][place][part].append(rows)
-            assert len(views[replica][place][part]) == factor + 1, "factors come in their order"
             start += _aligned(stop - start)
         return views
 
-    def _pieces(self, num_rows: NumRows) -> Iterator[tuple[tuple[int, int, int], int, int, RowType]]:
+    def _pieces(self, num_rows: NumRows) -> Iterator[tuple[int, int, int, int, RowType]]:
+        """Replica, gradient, microbatch, number of rows and their type, by factor."""
         for replica in range(len(num_rows[0])):
             for place, gradient in enumerate(self.gradients):
                 for part, number in enumerate(num_rows[place][replica]):
-                    for factor, kind in enumerate(gradient.rows):
-                        yield (place, replica, part), factor, number, kind
+                    for kind in gradient.rows:
+                        yield replica, place, part, number, kind
 
     def write(self, message: torch.Tensor, num_rows: NumRows, replicas: Sequence[ReplicaFactors]) -> None:
         for shard, places in zip(replicas, self.views(message, num_rows), strict=True):

@@ -189,10 +189,7 @@ class KnownCounts:
 
     def noted_in(self, header: Header, counts: Counts) -> Header:
         return replace(
-            header,
-            num_counts=len(counts),
-            counts=digest(repr(counts)),
-            known=digest(repr(sorted(self._by_digest))),
+            header, num_counts=len(counts), counts=digest(repr(counts)), known=digest(repr(sorted(self._by_digest)))
         )
 
     def of_all(self, headers: Sequence[Header], counts: Counts, run_control: RunControl) -> list[Counts]:

@@ -166,10 +166,7 @@ class FailedCalls:
     def refuse_if_final(self) -> None:
         if self._why_over:
             raise problem(
-                CommunicationError,
-                "MC6202: these workers can make no further call",
-                self._why_over,
-                Next.RESTART.value,
+                CommunicationError, "MC6202: these workers can make no further call", self._why_over, Next.RESTART.value
             )
 
     def explain(self, error: BaseException, is_whole: Callable[[], bool], torn: Callable[[], str]) -> BaseException:

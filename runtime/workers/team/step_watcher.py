@@ -133,7 +133,7 @@ class PublishedFailures:
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile
             return published
-        call, seen = self._call, _without_outcome(error)  # the outcome follows at the end
+        call, seen = self._call, _OUTCOME.sub("", str(error)).rstrip(".")  # the quoting error states the outcome
         if silent is None:
             text = (
                 f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"
@@ -158,8 +158,3 @@ class PublishedFailures:
         if failure.rank == self._cluster.rank:
             return f"the other workers have given up on this one, {worker}: {failure.text}"
         return f"{worker}: {failure.text}"
-
-
-def _without_outcome(error: BaseException) -> str:
-    """Drops the outcome ("No parameter was changed...") of a text, because the quoting error states the outcome."""
-    return _OUTCOME.sub("", str(error)).rstrip(".")

@@ -129,8 +129,8 @@ class Team:
         try:
             if self._failures.is_any():
                 raise LostConnectionError("another worker has failed")
-            others_live = self._watcher.all_live if has_left else _never
-            self.connections.open(self._call.number, self._failures.is_any, lambda: others_live(self._failures.is_any))
+            is_any = self._failures.is_any
+            self.connections.open(self._call.number, is_any, lambda: has_left and self._watcher.all_live(is_any))
             yield
         except BaseException as error:
             raised = self._failed.explain(error, is_whole, torn)
@@ -285,10 +285,6 @@ class Team:
 
 def _nothing() -> None:
     pass
-
-
-def _never(is_known: Callable[[], bool]) -> bool:
-    return False
 
 
 def _leave(

@@ -107,12 +107,7 @@ def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device:
 
 
 def open_lane(
-    name: str,
-    store: Any,
-    cluster: Cluster,
-    timeout_seconds: float,
-    device: torch.device,
-    is_over: Callable[[], bool],
+    name: str, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device, is_over: Callable[[], bool]
 ) -> Lane:
     """Collective over all workers, after the rendezvous."""
     lane_store = distributed.PrefixStore(name, store)
@@ -178,12 +173,7 @@ class Connections:
     def buckets(self) -> Lane:
         return self._lanes[1]
 
-    def open(
-        self,
-        call: int,
-        is_over: Callable[[], bool],
-        may_wait_on: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def open(self, call: int, is_over: Callable[[], bool], may_wait_on: Callable[[], bool] = lambda: False) -> None:
         """Opens closed lanes when all workers have reached a call.
 
         Raises:
