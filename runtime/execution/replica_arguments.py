@@ -55,9 +55,9 @@ def replica_arguments(
     shard: Sequence[torch.Tensor],
     weight: torch.Tensor | None,
     seed: int | None,
-    numbers: Sequence[int | float] = (),
-    sizes: Sequence[int | float] = (),
-    examples: Examples | None = None,
+    numbers: Sequence[int | float],
+    sizes: Sequence[int | float],
+    examples: Examples,
 ) -> list[Any]:
     """The arguments of a replica, with the batch on its device; empty for a replica without examples."""
     for event in start:
@@ -80,11 +80,10 @@ def replica_arguments(
             number = numbers[argument.leaf]  # type: ignore[index]
             values.append(torch.tensor(number, dtype=torch.float64 if type(number) is float else torch.int64))
         elif argument.kind is ArgumentKind.REPLICA:
-            before = examples.present_before if examples is not None else 0
-            values.append(torch.tensor(before + program.present.index(replica), dtype=torch.int64))
+            number = examples.present_before + program.present.index(replica)
+            values.append(torch.tensor(number, dtype=torch.int64))
         elif argument.kind is ArgumentKind.NUM_REPLICAS:
-            of_all = examples.num_present if examples is not None else 0
-            values.append(torch.tensor(of_all or len(program.present), dtype=torch.int64))
+            values.append(torch.tensor(examples.num_present or len(program.present), dtype=torch.int64))
         else:
             assert seed is not None
             values.append(torch.tensor(mix(seed, program.local_replicas[replica]), dtype=torch.int64))

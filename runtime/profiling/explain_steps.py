@@ -421,7 +421,7 @@ def _within(calls: Iterable[Call], start_ns: int, end_ns: int) -> Iterator[tuple
 _LARGE = 0.1  # of the step, from where it is explained
 
 
-def _start_of(program: Program, devices: Sequence[DeviceTimes], step_ms: float, is_interleaved: bool = False) -> str:
+def _start_of(program: Program, devices: Sequence[DeviceTimes], step_ms: float, is_interleaved: bool) -> str:
     last = max(devices, key=lambda device: device.started_ms)
     if last.started_ms < _LARGE * step_ms:
         return ""

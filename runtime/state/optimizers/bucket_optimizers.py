@@ -285,7 +285,7 @@ class BucketOptimizers:
         return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
     def step_by_itself(
-        self, buckets: Sequence[int], *gradients: torch.Tensor, unused: Sequence[Collection[int]] = ()
+        self, buckets: Sequence[int], *gradients: torch.Tensor, unused: Sequence[Collection[int]]
     ) -> None:
         """Steps the user's optimizers of these buckets on replica 0's parameters.
 
@@ -298,7 +298,7 @@ class BucketOptimizers:
         for optimizer in running:
             optimizer.zero_grad(set_to_none=True)
         members: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        for index, gradient, left_out in zip(buckets, gradients, unused or [()] * len(buckets), strict=True):
+        for index, gradient, left_out in zip(buckets, gradients, unused, strict=True):
             flat = flats[index]
             homes = slot_views(flat.parameters[0], flat.bucket)
             views = zip(flat.bucket.slots, homes, _gradients(flat, gradient), strict=True)

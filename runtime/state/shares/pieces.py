@@ -185,12 +185,8 @@ def forget_writes(pieces: Sequence[Piece]) -> None:
         piece.forget()
 
 
-def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None) -> None:
-    """Makes a share of the sum in the first replica's bucket, and visits each finished part."""
-    make_pieces(buckets[replica].pieces, buckets, visit)
-
-
 def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visit: Visit | None = None) -> None:
+    """Makes a share of the sum in the first replica's bucket, and visits each finished part."""
     first = buckets[0].tensor
     for piece in pieces:
         total = first[piece.start : piece.stop]
@@ -288,9 +284,9 @@ def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
     """Computes one replica's gradients in its own bucket. ``is_summed``: other replicas' gradients are added later."""
     if is_summed:
         forget_writes(bucket.pieces)
-    make_share([bucket], 0)
+    make_pieces(bucket.pieces, [bucket])
 
 
 def temporary_bytes(pieces: Sequence[Piece], factors: AllFactors) -> int:
-    """Peak temporary bytes of `make_share`."""
+    """Peak temporary bytes of `make_pieces`."""
     return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

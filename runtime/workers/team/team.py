@@ -31,7 +31,7 @@ from mirrorc.runtime.workers.protocol.vote import Columns, Outcome, Vote, outcom
 from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
 from mirrorc.runtime.workers.team.step_watcher import PublishedFailures, StepWatcher
-from mirrorc.runtime.workers.transport.connections import Connections
+from mirrorc.runtime.workers.transport.connections import BUCKETS, VALUES, Connections
 from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, PayloadError
 
 _IN_WORDS = {
@@ -261,7 +261,7 @@ class Team:
     def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
         if self.connections.are_open:
             self._watcher.local_progress = self._watcher.local_progress.sent()
-        self.connections.launch_bucket(collective, functools.partial(self._end_bucket, done))
+        self.connections.launch(BUCKETS, collective, functools.partial(self._end_bucket, done))
 
     def _end_bucket(self, done: Done, error: Exception | None) -> None:
         """Publishes a payload's failure before the lane is closed: no worker begins the next pack's rounds."""
@@ -271,7 +271,7 @@ class Team:
         done(error)
 
     def launch_value(self, collective: Callable[[Any], Any], done: Done) -> None:
-        self.connections.launch_value(collective, done)
+        self.connections.launch(VALUES, collective, done)
 
     # The end of the team
 

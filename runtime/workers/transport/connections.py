@@ -143,6 +143,7 @@ def _watch(deaf: Lane, watched: Lane) -> None:
         time.sleep(_SECONDS_BETWEEN_WATCHES)
 
 
+BUCKETS, VALUES = 1, 2  # places of lanes in a team's list; the one for control messages comes first
 _SLACK_SECONDS = 1.0  # lanes have a timeout of their own, with a better message
 _HOST = torch.device("cpu")
 
@@ -169,10 +170,6 @@ class Connections:
     def are_broken(self) -> bool:
         return any(lane.is_broken for lane in list(self._lanes))
 
-    @property
-    def buckets(self) -> Lane:
-        return self._lanes[1]
-
     def open(self, call: int, is_over: Callable[[], bool], may_wait_on: Callable[[], bool] = lambda: False) -> None:
         """Opens closed lanes when all workers have reached a call.
 
@@ -185,9 +182,10 @@ class Connections:
         await_all(store, self._cluster, seconds, is_over, may_wait_on)
         for name, place in (("control", _HOST), ("buckets", self._device)):
             self._lanes.append(open_lane(name, store, self._cluster, seconds, place, is_over))
-        if self.buckets.is_deaf:
-            cut_when_broken(self.buckets, watched=self._lanes[0])
-        self.link = measured_speed(self.buckets, self._cluster.num_workers, seconds, self._device)
+        control, buckets = self._lanes
+        if buckets.is_deaf:
+            cut_when_broken(buckets, watched=control)
+        self.link = measured_speed(buckets, self._cluster.num_workers, seconds, self._device)
 
     def open_values(self, call: int, is_over: Callable[[], bool]) -> None:
         if len(self._lanes) == 2:
@@ -213,13 +211,8 @@ class Connections:
             raise LostConnectionError("the connection to the other workers is closed")
         lanes[0].call(collective, self._timeout_seconds + _SLACK_SECONDS, may_wait_on)
 
-    def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
-        self._launch(1, collective, done)
-
-    def launch_value(self, collective: Callable[[Any], Any], done: Done) -> None:
-        self._launch(2, collective, done)
-
-    def _launch(self, place: int, collective: Callable[[Any], Any], done: Done) -> None:
+    def launch(self, place: int, collective: Callable[[Any], Any], done: Done) -> None:
+        """``place``: `BUCKETS` or `VALUES`."""
         lanes = list(self._lanes)
         if len(lanes) > place:
             lanes[place].launch(collective, done)

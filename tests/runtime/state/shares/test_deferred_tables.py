@@ -27,7 +27,7 @@ from mirrorc.runtime.state.shares.pieces import (
     MadeShare,
     Visit,
     bounding_by,
-    make_share,
+    make_pieces,
     pieces_of_share,
     scaling_by,
 )
@@ -69,7 +69,7 @@ def deferred_of(buckets: list[FactoredBucket]) -> list[DeferredTable]:
     deferred: list[DeferredTable] = []
     visit = Visit(lambda part: None, defer=lambda *piece: deferred.append(DeferredTable(*piece)))  # type: ignore[arg-type]
     for replica in range(len(buckets)):
-        make_share(buckets, replica, visit)
+        make_pieces(buckets[replica].pieces, buckets, visit)
     return deferred
 
 
@@ -107,8 +107,8 @@ def test_a_norm_is_that_of_the_tables(
 def test_tables_are_those_that_are_made_at_once(look: Callable[[list[DeferredTable]], object]) -> None:
     """Whatever was asked of them before; nothing of them is left in the next step."""
     buckets = buckets_of([(200, 6), (3, 3), (90, 5)], [3, 4], [-1, 0, 2])
-    make_share(buckets, 0)
-    make_share(buckets, 1)
+    make_pieces(buckets[0].pieces, buckets)
+    make_pieces(buckets[1].pieces, buckets)
     expected = buckets[0].tensor.clone()
     deferred = deferred_of(buckets)
     look(deferred)
@@ -116,8 +116,8 @@ def test_tables_are_those_that_are_made_at_once(look: Callable[[list[DeferredTab
         table.make()
     assert len(deferred) == 3
     torch.testing.assert_close(buckets[0].tensor, expected)
-    make_share(buckets, 0)
-    make_share(buckets, 1)
+    make_pieces(buckets[0].pieces, buckets)
+    make_pieces(buckets[1].pieces, buckets)
     assert torch.equal(buckets[0].tensor, expected)
 
 
@@ -133,7 +133,7 @@ def test_rows_of_a_step_alone_are_changed_where_they_lie(change: Visit, same: ob
         for _, indices in (part for bucket in buckets for parts in bucket.factors for part in parts):
             indices[1:3] = indices[0]
         for replica in range(num_replicas):
-            make_share(buckets, replica)
+            make_pieces(buckets[replica].pieces, buckets)
         expected = same(whole)  # type: ignore[operator]
         for replica, bucket in enumerate(buckets):
             start, stop = share_bounds(whole.numel(), num_replicas, replica)
@@ -146,7 +146,7 @@ def test_a_share_of_which_little_is_known_is_not_visited() -> None:
     changed = Visit(lambda part: part.zero_(), writes=True)
     assert not MadeShare().visit(bucket.tensor, changed), "nothing is known"
     assert not MadeShare(bucket.pieces).visit(bucket.tensor, changed), "nothing was made yet"
-    make_share([bucket], 0)
+    make_pieces(bucket.pieces, [bucket])
     assert not MadeShare(bucket.pieces).visit(bucket.tensor, changed), "there are many rows"
     bucket.pieces[0].visit_made(bucket.tensor, changed)
     assert not bucket.tensor.any(), "then all of the table is visited"

@@ -19,7 +19,7 @@ from mirrorc.runtime.state.shares.pieces import (
     UnmadeShare,
     Visit,
     forget_writes,
-    make_share,
+    make_pieces,
     pieces_of_share,
     temporary_bytes,
 )
@@ -66,7 +66,7 @@ def test_shares_are_the_sum_of_all_replicas_gradients(
         buckets.append(FactoredBucket(flat, factors, pieces_of_share(bucket, factored, replica, num_replicas)))
     for replica in reversed(range(num_replicas)):
         before = buckets[0].tensor.clone()
-        make_share(buckets, replica)
+        make_pieces(buckets[replica].pieces, buckets)
         start, stop = bucket.share(replica, num_replicas)
         own = torch.zeros(bucket.num_elements, dtype=torch.bool)
         own[start:stop] = True
@@ -148,7 +148,7 @@ def test_both_ways_to_multiply_agree(dtype: torch.dtype, k: int) -> None:
         for replica, (flat, pair) in enumerate(zip(flats, pairs, strict=True))
     ]
     for replica in range(2):
-        make_share(buckets, replica)
+        make_pieces(buckets[replica].pieces, buckets)
     expected = sum(left.float() @ right.float() for left, right in pairs)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(flats[0].view(96, 64).float(), expected, rtol=tolerance, atol=tolerance)
@@ -172,7 +172,11 @@ def test_parts_are_visited_in_order_when_they_are_whole(most: int, monkeypatch: 
                        [(torch.rand(4, 5).double(), torch.tensor([0, 8, 3, 3]))]]  # fmt: skip
             buckets.append(FactoredBucket(flat, factors, pieces_of_share(bucket, factored, replica, num_replicas)))
         for replica in range(num_replicas):
-            make_share(buckets, replica, None if visited is None else Visit(lambda part: visited.append(part.clone())))
+            make_pieces(
+                buckets[replica].pieces,
+                buckets,
+                None if visited is None else Visit(lambda part: visited.append(part.clone())),
+            )
         return buckets[0].tensor
 
     for num_replicas in (1, 2, 3):
@@ -188,7 +192,7 @@ def test_no_rows_at_all_give_zeros() -> None:
     bucket = bucket_of([(8, 4)])
     flat = torch.full((bucket.num_elements,), 7.0)
     pieces = pieces_of_share(bucket, [FactoredSlot(0, PRODUCT)], 0, 1)
-    make_share([FactoredBucket(flat, [[(torch.rand(8, 0), torch.rand(0, 4))]], pieces)], 0)
+    make_pieces(pieces, [FactoredBucket(flat, [[(torch.rand(8, 0), torch.rand(0, 4))]], pieces)])
     assert torch.equal(flat[:32], torch.zeros(32))
 
 
@@ -232,7 +236,7 @@ def test_a_tables_gradient_is_what_torch_makes_of_the_rows_step_by_step(
                 flats[0][table] = 777.0
                 forget_writes(own)
         for replica in range(num_replicas):
-            make_share(buckets, replica)
+            make_pieces(buckets[replica].pieces, buckets)
         for place in (before, table, after):
             torch.testing.assert_close(flats[0][place], expected[place], rtol=1e-12, atol=1e-12)
 
@@ -244,11 +248,11 @@ def test_rows_that_no_step_adds_to_are_not_touched() -> None:
     flat = torch.full((bucket.num_elements,), 777.0)
     indices = torch.tensor([3, 7])
     made = FactoredBucket(flat, [[(torch.ones(2, 4), indices)]], pieces)
-    make_share([made], 0)
+    make_pieces(made.pieces, [made])
     indices.fill_(0)  # the caller's memory
     assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [3, 7]
     flat[4 * 20] = 5.0  # as no step would
-    make_share([FactoredBucket(flat, [[(torch.ones(1, 4), torch.tensor([9]))]], pieces)], 0)
+    make_pieces(pieces, [FactoredBucket(flat, [[(torch.ones(1, 4), torch.tensor([9]))]], pieces)])
     assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [9, 20]
 
 
@@ -275,5 +279,7 @@ def test_what_a_share_copies_is_known_before(shapes: list[tuple[int, int]], rows
         given_ = [own.tensor for own in buckets] + [
             factor for own in pairs for parts in own for pair in parts for factor in pair
         ]
-        taken = peak_allocation(lambda buckets=buckets, replica=replica: make_share(buckets, replica), given_)
+        taken = peak_allocation(
+            lambda buckets=buckets, replica=replica: make_pieces(buckets[replica].pieces, buckets), given_
+        )
         assert taken == temporary_bytes(pieces, pairs)
