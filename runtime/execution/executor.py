@@ -37,8 +37,7 @@ from mirrorc.runtime.execution.binding.interleaving import (
 from mirrorc.runtime.execution.binding.step_outputs import StepOutputs
 from mirrorc.runtime.execution.commit.commit_point import OtherWorkers
 from mirrorc.runtime.execution.commit.finite_checks import commit_point_of
-from mirrorc.runtime.execution.commit.update_progress import progress_of
-from mirrorc.runtime.execution.commit.used_variables import UsedVariables
+from mirrorc.runtime.execution.commit.update_progress import UsedVariables, progress_of
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.replica_arguments import HostCopies, replica_arguments

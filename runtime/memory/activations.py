@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -32,8 +32,8 @@ from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.printing.printed_values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
-from mirrorc.runtime.memory.dry_run import DryRun, Held
-from mirrorc.runtime.memory.ledger import Block, Ledger, Where
+from mirrorc.runtime.memory.dry_run import Block, DryRun, Held
+from mirrorc.runtime.memory.ledger import Ledger, Where
 from mirrorc.runtime.state.gradients.sparse_rows import bytes_of_rows
 from mirrorc.runtime.state.shares.deferred_tables import bytes_of_tables, bytes_to_measure_tables
 from mirrorc.runtime.state.shares.pieces import (
@@ -49,52 +49,18 @@ Count = Callable[[Sequence[Piece], AllFactors], int]
 """Counts bytes, from a share's pieces and all replicas' factors; see `temporary_bytes`."""
 
 
-@dataclass(frozen=True)
-class Moment:
-    """A peak of a device's memory.
-
-    Attributes:
-        where: None if no value is ever live.
-        blocks: the live values, the largest first; they add up to ``num_bytes``.
-    """
-
-    num_bytes: int
-    where: Where | None
-    blocks: Sequence[Block]
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Temporary values of a device's step.
-
-    Attributes:
-        peak: of all values; ``of_activations``: of values other than gradients.
-        kept: bytes of gradients outside of buckets that live until the next step.
-        most_during: the peak bytes during each call.
-    """
-
-    peak: Moment
-    of_activations: Moment
-    kept: int
-    most_during: Mapping[fx.Node, int]
-
-
-def activations_of(
-    program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
-) -> Activations:
-    """``temporary_bytes``: bucket -> temporary bytes per element of its update."""
-    return _Walk(program, replica, dry_runs, temporary_bytes).run()
-
-
 Memory = tuple[tuple[Block, ...], int]
 """The blocks of a node's value, and its temporary bytes."""
 
-accounts: Handlers[Callable[[_Walk, fx.Node], Memory]] = Handlers("account for the memory of")
+accounts: Handlers[Callable[[Walk, fx.Node], Memory]] = Handlers("account for the memory of")
 """Handlers by operation. Without a handler, the value is a new block."""
 
 
-class _Walk:
-    """Simulates a device's generated function, with a `Block` in place of each value's memory."""
+class Walk:
+    """Simulates a device's generated function, with a `Block` in place of each value's memory.
+
+    ``temporary_bytes``: bucket -> temporary bytes per element of its update.
+    """
 
     def __init__(
         self, program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
@@ -108,9 +74,8 @@ class _Walk:
         self.saved = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SAVED}
         self.of_gradients = _nodes_of_gradients(self.graph)
         self.values: dict[fx.Node, tuple[Block, ...]] = {}
-        self.kept = 0
 
-    def run(self) -> Activations:
+    def run(self) -> Ledger:
         dying = last_uses(self.graph)
         for node in self.graph.nodes:
             if node.op == "output":
@@ -130,11 +95,8 @@ class _Walk:
             if not node.users and node.op != "placeholder":
                 self.ledger.drop(blocks)
             self.ledger.holds_gradients = False
-        ledger = self.ledger
-        peak, of_activations = (
-            Moment(peak.num_bytes, peak.at, ledger.blocks_at(peak)) for peak in (ledger.peak, ledger.activation_peak)
-        )
-        return Activations(peak, of_activations, self.kept, ledger.most_during)
+        self.ledger.end()
+        return self.ledger
 
     def _note_with(self, where: Where, temporary: int, name: str) -> None:
         passing = [Block(temporary, f"temporaries of {name}", "")] if temporary else []
@@ -155,7 +117,7 @@ class _Walk:
         for step in dry_run.steps:
             for allocation in step.taken:
                 name = names.get(allocation, f"{allocation.name} of {node.target}")
-                blocks[allocation] = (Block(allocation.num_bytes, name, allocation.type),)
+                blocks[allocation] = (replace(allocation, name=name),)
                 self.ledger.gradients.update(blocks[allocation] if allocation in gradients else ())
                 self.ledger.hold(blocks[allocation])
                 held.add(allocation)
@@ -332,7 +294,7 @@ class _Walk:
     def _offer(self, node: fx.Node) -> Memory:
         operands = self._of(node.args)
         if link_named(node.kwargs["link"]).keeps_operands:
-            self.kept += self.ledger.leave(operands)
+            self.ledger.leave(operands)
         else:
             self.ledger.hold(operands)  # others may need them until the end of the step
         return (), 0
@@ -438,7 +400,7 @@ class _Walk:
     def _update(self, node: fx.Node) -> Memory:
         bucket = self.program.buckets[bucket_of(node)]
         start, stop = bucket.updated(self.replica, self.program.num_replicas)
-        self.kept += self.ledger.leave(self._of(node.args[:1]))  # as the parameter's gradient
+        self.ledger.leave(self._of(node.args[:1]))  # as the parameter's gradient
         number: Any = node.kwargs.get("part_elements")
         if number is None:
             return (), round(self.temporary_bytes[bucket.index] * (stop - start))

@@ -21,13 +21,15 @@ from mirrorc.torch_internals import inductor_wrapper, size_now, storage_key, wat
 
 
 @dataclass(frozen=True, eq=False)
-class Allocation:
+class Block:
+    """The memory of one value and of its views."""
+
     num_bytes: int
     name: str
     type: str
 
 
-Held = int | Allocation
+Held = int | Block
 """Memory in a region: the index of an argument, or an allocation."""
 
 
@@ -43,7 +45,7 @@ class DryStep:
 
     call: str
     node: fx.Node | None
-    taken: tuple[Allocation, ...]
+    taken: tuple[Block, ...]
     dropped: tuple[Held, ...]
     workspace: int = 0
 
@@ -159,7 +161,7 @@ class _Follower:
                 key = storage_key(tensor)
                 if key not in self._memory:
                     size = tensor.untyped_storage().nbytes()
-                    allocation = Allocation(size, node.name if node else name, type_of(tensor))
+                    allocation = Block(size, node.name if node else name, type_of(tensor))
                     self._memory[key] = allocation
                     taken.append(allocation)
                 self._holders[key] += 1

@@ -16,8 +16,9 @@ from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.variables import Role, Synchronization, Variable
 from mirrorc.messages.source_lines import source_line
 from mirrorc.runtime.codegen.regions import RegionFunction
-from mirrorc.runtime.memory.activations import Activations, Moment, activations_of
+from mirrorc.runtime.memory.activations import Walk
 from mirrorc.runtime.memory.dry_run import DryRun, dry_run
+from mirrorc.runtime.memory.ledger import Ledger, Peak
 from mirrorc.runtime.memory.report import GRADIENT_PARTS, DeviceMemory, HeldMemory, LiveValue, MemoryPeak, MemoryReport
 from mirrorc.runtime.state.optimizers.flat_optimizer import UpdateMemory
 from mirrorc.runtime.state.shares.pieces import pieces_of_share
@@ -48,12 +49,12 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
         tally.add_user_state(buckets, state.user_state_bytes(buckets))
     dry_runs = _dry_runs(program, regions)
     temporaries = {index: update.temporary_bytes for index, update in updates.items()}
-    walks = [activations_of(program, replica, dry_runs, temporaries) for replica in range(program.num_replicas)]
+    walks = [Walk(program, replica, dry_runs, temporaries).run() for replica in range(program.num_replicas)]
     for device, walk in zip(program.devices, walks, strict=True):
         tally.bytes[device.name,] += Counter(
             kept=walk.kept,
-            activations=walk.of_activations.num_bytes,
-            passing_sums=walk.peak.num_bytes - walk.of_activations.num_bytes,
+            activations=walk.activation_peak.num_bytes,
+            passing_sums=walk.peak.num_bytes - walk.activation_peak.num_bytes,
         )
     tally.add_reserved()
     if program.has_parameters_in_buckets:
@@ -215,23 +216,19 @@ class _Tally:
         gradient_parts = {part: counts[part] for part in GRADIENT_PARTS if counts[part]}
         return HeldMemory(
             devices=owners,
-            parameters=counts["parameters"],
             gradients=sum(gradient_parts.values()),
             optimizer_state=None if owners in self.unknown else counts["optimizer_state"],
-            buffers=counts["buffers"],
-            activations=counts["activations"],
-            reserved=counts["reserved"],
-            passing_sums=counts["passing_sums"],
             gradient_parts=gradient_parts,
+            **{kind: counts[kind] for kind in ("parameters", "buffers", "activations", "reserved", "passing_sums")},
         )
 
-    def report(self, walks: Sequence[Activations]) -> MemoryReport:
+    def report(self, walks: Sequence[Ledger]) -> MemoryReport:
         devices = [
             DeviceMemory(
                 device=name,
                 own=self._held((name,)),
                 peak=_peak(walk.peak),
-                activation_peak=_peak(walk.of_activations),
+                activation_peak=_peak(walk.activation_peak),
                 within_calls={node.name: most for node, most in walk.most_during.items()},
             )
             for name, walk in zip(self.names, walks, strict=True)
@@ -240,15 +237,15 @@ class _Tally:
         return MemoryReport(tuple(devices), tuple(shared), tuple(dict.fromkeys(self.remarks)))
 
 
-def _peak(moment: Moment) -> MemoryPeak:
-    if moment.where is None:
+def _peak(peak: Peak) -> MemoryPeak:
+    if peak.at is None:
         return MemoryPeak(0, "", "", "", ())
-    node, step = moment.where
+    node, step = peak.at
     inner = step.node if step is not None else None
-    blocks = [block for block in moment.blocks if block.num_bytes]
-    listed = [block for block in blocks[:_MOST_LISTED] if block.num_bytes >= _LEAST_LISTED * moment.num_bytes]
+    blocks = [block for block in peak.blocks if block.num_bytes]
+    listed = [block for block in blocks[:_MOST_LISTED] if block.num_bytes >= _LEAST_LISTED * peak.num_bytes]
     return MemoryPeak(
-        num_bytes=moment.num_bytes,
+        num_bytes=peak.num_bytes,
         call=call_name(node),
         operation=step.call if step is not None else "",
         source=source_line(inner) if inner is not None else source_line(node),

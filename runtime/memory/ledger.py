@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from mirrorc.runtime.memory.dry_run import DryStep
-
-
-@dataclass(eq=False)
-class Block:
-    """The memory of one value and of its views."""
-
-    num_bytes: int
-    name: str
-    type: str
-
+from mirrorc.runtime.memory.dry_run import Block, DryStep
 
 Where = tuple[fx.Node, DryStep | None]
 """A node of the device's graph and, within a region, a statement of its code."""
@@ -26,11 +16,12 @@ Where = tuple[fx.Node, DryStep | None]
 
 @dataclass
 class Peak:
-    """A peak of live memory. ``length`` is that of the history up to the peak."""
+    """A peak of live memory, at ``length`` of the history; ``at``: None if no value is ever live."""
 
     num_bytes: int = 0
     at: Where | None = None
     length: int = 0
+    blocks: Sequence[Block] = ()  # the live values, the largest first, once the walk has ended
 
 
 @dataclass
@@ -42,6 +33,8 @@ class Ledger:
         holds_gradients: new blocks are gradients.
         total: live bytes; ``activations``: without ``gradients``.
         peak: of the total; ``activation_peak``: of activations.
+        kept: bytes of gradients outside of buckets that live until the next step.
+        most_during: the peak bytes during each call.
     """
 
     holders: Counter[Block] = field(default_factory=Counter)
@@ -51,6 +44,7 @@ class Ledger:
     activations: int = 0
     peak: Peak = field(default_factory=Peak)
     activation_peak: Peak = field(default_factory=Peak)
+    kept: int = 0
     most_during: dict[fx.Node, int] = field(default_factory=dict)
     history: list[tuple[Block, bool]] = field(default_factory=list)  # allocated (True) or released
     _left: set[Block] = field(default_factory=set)
@@ -69,13 +63,13 @@ class Ledger:
             if self.holders[block] == 0 and block not in self._left:
                 self._count(block, False)
 
-    def leave(self, blocks: Iterable[Block]) -> int:
-        """Stops counting blocks that live until the next step replaces them. Returns their bytes."""
+    def leave(self, blocks: Iterable[Block]) -> None:
+        """Stops counting blocks that live until the next step replaces them."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._left]
         for block in new:
             self._count(block, False)
         self._left.update(new)
-        return sum(block.num_bytes for block in new)
+        self.kept += sum(block.num_bytes for block in new)
 
     def _count(self, block: Block, is_taken: bool) -> None:
         num_bytes = block.num_bytes if is_taken else -block.num_bytes
@@ -90,12 +84,13 @@ class Ledger:
             if num_bytes > peak.num_bytes:
                 peak.num_bytes, peak.at, peak.length = num_bytes, where, len(self.history)
 
-    def blocks_at(self, peak: Peak) -> list[Block]:
-        alive: dict[Block, None] = {}
-        for block, is_taken in self.history[: peak.length]:
-            if is_taken:
-                alive[block] = None
-            else:
-                del alive[block]
-        counted = [block for block in alive if peak is self.peak or block not in self.gradients]
-        return sorted(counted, key=lambda block: -block.num_bytes)
+    def end(self) -> None:
+        for peak in (self.peak, self.activation_peak):
+            alive: dict[Block, None] = {}
+            for block, is_taken in self.history[: peak.length]:
+                if is_taken:
+                    alive[block] = None
+                else:
+                    del alive[block]
+            counted = [block for block in alive if peak is self.peak or block not in self.gradients]
+            peak.blocks = sorted(counted, key=lambda block: -block.num_bytes)

@@ -278,6 +278,7 @@ def _device_times(program: Program, steps: Sequence[RecordedStep], replica: int)
     )
 
 
+_OF_COLLECTIVES = ("label", "kind", "link", "pack", "round", "chunk", "source", "destination")
 _FIGURES = ("ready_ms", "launched_ms", "waited_ms", "finished_ms", "hidden_ms", "skew_ms", "transfer_ms")
 
 
@@ -308,19 +309,12 @@ def _bucket_times(
         for i, launch in enumerate(collective.launches)
     ]
     return BucketTimes(
-        label=collective.label,
         index=collective.bucket,
         num_bytes=_num_bytes(program, collective),
-        kind=collective.kind,
-        link=collective.link,
         behind=_behind(program, steps, collective, step_ms),
         devices=tuple(devices),
-        pack=collective.pack,
-        round=collective.round,
-        chunk=collective.chunk,
-        source=collective.source,
-        destination=collective.destination,
         uncompressed_bytes=_uncompressed_bytes(program, collective),
+        **{name: getattr(collective, name) for name in _OF_COLLECTIVES},
         **_means(joined),
     )
 

@@ -24,7 +24,7 @@ from mirrorc.ir.workers import Workers
 from mirrorc.options.option import Request
 from mirrorc.options.table import OPTIONS
 from mirrorc.passes import CompressExchange, default_pipeline
-from mirrorc.runtime.execution.commit.used_variables import UsedVariables
+from mirrorc.runtime.execution.commit.update_progress import UsedVariables
 
 
 def step_of(**options: Any) -> mirrorc.Step:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mirrorc.ir.program import Region
 from mirrorc.runtime.codegen import inductor
 from mirrorc.runtime.codegen.regions import RegionCompiler, backend_named
-from mirrorc.runtime.memory.dry_run import Allocation, DryRun, dry_run
+from mirrorc.runtime.memory.dry_run import Block, DryRun, dry_run
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def ran(region: Region, backend: str = "eager") -> DryRun:
 def lives(found: DryRun) -> dict[str, tuple[int, str, str]]:
     """For each allocation by name: its bytes, what was called when it was taken, and before which call it was dropped."""
     taken = {own: step.call for step in found.steps for own in step.taken}
-    dropped = {own: step.call for step in found.steps for own in step.dropped if isinstance(own, Allocation)}
+    dropped = {own: step.call for step in found.steps for own in step.dropped if isinstance(own, Block)}
     return {own.name: (own.num_bytes, call, dropped.get(own, "")) for own, call in taken.items()}
 
 
@@ -124,7 +124,7 @@ def test_results_may_be_arguments_their_views_or_the_same_memory_twice() -> None
 
     first, second, *same = ran(region_of(build, 3, 3)).results
     assert (first, second) == (0, 1)
-    assert isinstance(same[0], Allocation) and same[0] is same[1] and same[0].num_bytes == 3 * ROW
+    assert isinstance(same[0], Block) and same[0] is same[1] and same[0].num_bytes == 3 * ROW
 
 
 @pytest.mark.slow
