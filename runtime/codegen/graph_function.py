@@ -201,9 +201,8 @@ class _Generator:
                 self._emit_boxed(node, function)
             else:
                 self._pause(node)
-                arguments = [self._show(a) for a in node.args] + [
-                    f"{k}={self._show(v)}" for k, v in node.kwargs.items()
-                ]
+                named = (f"{key}={self._show(value)}" for key, value in node.kwargs.items())
+                arguments = [*map(self._show, node.args), *named]
                 self._emit(f"    {name} = {function}({', '.join(arguments)})", node)
                 self._mark(node)
                 self._free(node, [] if node.users else [name])

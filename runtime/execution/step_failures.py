@@ -41,17 +41,13 @@ def explain_failure(
             StepStoppedError, "MC5003: the call was stopped by close() in another thread", fix=_JOINED, now=_UNCHANGED
         )
     nodes = list(failing_nodes(error.__traceback__))
-    where = (
-        f" in {' > '.join(str(node.target) if node.op == 'call_module' else _name(node) for node in nodes)}"
-        if nodes
-        else ""
-    )
+    where = " > ".join(str(node.target) if node.op == "call_module" else _name(node) for node in nodes)
     line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
     runs_plain = any(_runs_plain(program, node) for node in nodes)
     runs_optimizer = bool(nodes) and nodes[-1].target is ops.step_optimizer
     if not line and (runs_plain or runs_optimizer):
         line = raising_line(error)
-    place = f"replica {replica} on {devices[replica]}{where}"
+    place = f"replica {replica} on {devices[replica]}{f' in {where}' if where else ''}"
     state = f"The update had begun. {_possible_damage(program, torn)}" if has_committed else _UNCHANGED
     explained: MirrorcError
     if isinstance(error, NonFiniteError):  # of all replicas

@@ -57,9 +57,8 @@ def part_of(program: Program, node: fx.Node) -> str:
         return "commit"
     if is_of(node, Kind.WAIT):
         return "transfer"
-    return next(
-        (kind.value for kind in (Kind.PACK, Kind.LAUNCH, Kind.UPDATE, Kind.WRITE) if is_of(node, kind)), "other"
-    )
+    kinds = (Kind.PACK, Kind.LAUNCH, Kind.UPDATE, Kind.WRITE)
+    return next((kind.value for kind in kinds if is_of(node, kind)), "other")
 
 
 def mean_parts_ms(program: Program, steps: Sequence[RecordedStep], replica: int) -> dict[str, float]:

@@ -47,10 +47,8 @@ def advise(
     devices: Sequence[DeviceTimes],
 ) -> str:
     if program.workers.are_several:
-        commits = calls_to(program.graphs()[0], ops.commit)
-        when = (
-            "its own sum is there, while others are in flight" if any(map(is_early, commits)) else "all sums are there"
-        )
+        are_early = any(map(is_early, calls_to(program.graphs()[0], ops.commit)))
+        when = "its own sum is there, while others are in flight" if are_early else "all sums are there"
         return (
             "none is given for steps over several workers, as the time of other workers and of the network is not recorded. "
             f"Each bucket is updated when {when}."

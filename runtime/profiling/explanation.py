@@ -289,9 +289,7 @@ def _prediction_rows(explanation: Explanation, rounding: Rounding) -> list[str]:
     ]
     width = max([16, *(len(name) for name, _, _ in rows)])
     lines = [f"{'simulation, ms':<{width}}{'predicted':>10}{'measured':>10}"]
-    lines += [
-        f"{name:<{width}}{rounding.text(predicted_ms):>10}{rounding.text(was):>10}" for name, predicted_ms, was in rows
-    ]
+    lines += [f"{name:<{width}}{rounding.text(ms):>10}{rounding.text(was_ms):>10}" for name, ms, was_ms in rows]
     return lines + _wrapped(f"the prediction stands on {predicted.stands_on}")
 
 

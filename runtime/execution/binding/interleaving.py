@@ -48,10 +48,9 @@ def can_interleave(program: Program) -> bool:
     waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
     launches: list[Any] = [wait.args[0] for graph_waits in waits for wait in graph_waits]
     allowed = (ops.reduce_scatter, ops.all_reduce) if program.leaves_gradients else (ops.reduce_scatter,)
-    needs_only_launches = all(
-        launch.target in allowed and link_named(launch.kwargs["link"]).reads_shared_memory for launch in launches
-    )
-    return needs_only_launches and len({tuple(map(bucket_of, graph_waits)) for graph_waits in waits}) == 1
+    if any(x.target not in allowed or not link_named(x.kwargs["link"]).reads_shared_memory for x in launches):
+        return False
+    return len({tuple(map(bucket_of, graph_waits)) for graph_waits in waits}) == 1
 
 
 def interleave(replicas: Sequence[PausingStep], results: Results) -> None:

@@ -256,15 +256,11 @@ class BucketOptimizers:
         if self.are_sharded:
             for optimizer in self.groups.optimizers:
                 watch_dealt_state(optimizer, self._internal_steps)
-        self._shown.put(
-            list({id(optimizer): optimizer for optimizer in trains.values()}.values()),
-            (
-                (trains[name], self._parameter(name), entries)
-                for name, entries in shown.states.items()
-                if entries is not None
-            ),
-            (*whole, *self._numbers.flats),
+        optimizers = list({id(optimizer): optimizer for optimizer in trains.values()}.values())
+        states = (
+            (trains[name], self._parameter(name), state) for name, state in shown.states.items() if state is not None
         )
+        self._shown.put(optimizers, states, (*whole, *self._numbers.flats))
 
     def update_memory(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> UpdateMemory:
         optimizer, index = self.groups[bucket.rule.group]

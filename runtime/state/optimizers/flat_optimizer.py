@@ -80,9 +80,8 @@ class FlatOptimizer:
         """Creates the state that the class creates in its constructor, such as Adagrad's in torch 2.11."""
         kind = type(self._source)
         taken = inspect.signature(kind).parameters
-        group = {
-            key: value for key, value in self.optimizer.param_groups[0].items() if key in taken and key != "params"
-        }
+        options = self.optimizer.param_groups[0].items()
+        group = {key: value for key, value in options if key in taken and key != "params"}
         made = kind([self.parameter], **group).state
         if self.parameter in made:
             self.optimizer.state[self.parameter] = made[self.parameter]

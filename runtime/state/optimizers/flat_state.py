@@ -168,12 +168,10 @@ class FlatState:
                     entries[key] = [None] * len(bucket.slots)
                 elif key in SCALAR_STATE:
                     entries[key] = shown[bucket.index, key].unbind()
+                elif bucket.part is not None and gathered:
+                    entries[key] = slot_views(gathered[bucket.index, key], bucket)
                 elif bucket.part is not None:
-                    entries[key] = (
-                        slot_views(gathered[bucket.index, key], bucket)
-                        if gathered
-                        else [DealtState(value.dtype)] * len(bucket.slots)
-                    )
+                    entries[key] = [DealtState(value.dtype)] * len(bucket.slots)
                 else:
                     entries[key] = slot_views(self.whole[bucket.index][key], bucket)
             for i, slot in enumerate(bucket.slots):

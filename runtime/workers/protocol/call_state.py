@@ -49,11 +49,8 @@ class Progress:
         if self.stage == _BEGUN:
             return f"at the beginning of training call {self.call}"
         if self.stage == _ENDED:
-            return (
-                f"between training calls {self.call} and {self.call + 1}"
-                if self.call
-                else "before its first training call"
-            )
+            between = f"between training calls {self.call} and {self.call + 1}"
+            return between if self.call else "before its first training call"
         buckets = f"{self.num_buckets} bucket{'s' * (self.num_buckets != 1)}"
         ready = ", ready to commit" if self.stage == _READY else ""
         return f"in training call {self.call}, with {buckets} sent{ready}"
