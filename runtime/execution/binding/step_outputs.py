@@ -63,8 +63,12 @@ class StepOutputs:
 
     def part(self, replica: int, node: fx.Node) -> Callable[..., object]:
         name = str(node.kwargs["output"])
-        if name not in self._written:  # its memory may be a shard's, or written again
-            return lambda value, **_: self._parts[name].update({replica: value.clone()})
+        if name not in self._written:
+
+            def keep(value: torch.Tensor, **_: Any) -> None:
+                self._parts[name][replica] = value.clone()  # its memory may be a shard's, or written again
+
+            return keep
         sizes = self._outputs[name].sizes
         start, size = sum(size for other, size in sizes.items() if other < replica), sizes[replica]
         return lambda value, **_: self._wholes[name].narrow(0, start, size).copy_(value)
