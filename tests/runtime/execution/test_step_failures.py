@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from asserting import Asserting
-from tiny_programs import captured_model, handmade
+from tiny_programs import captured_model, handmade, sgd_step
 from torch import fx, nn
 
 import mirrorc
@@ -45,13 +45,7 @@ def opaque() -> Iterator[str]:
 
 
 def advice(backend: str, model: nn.Module, bad: torch.Tensor) -> str:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        mirrorc.compile(
-            model, 2, optimizer=optimizer, loss_fn=F.mse_loss, compiler=mirrorc.Compiler(backend=backend)
-        ) as step,
-        pytest.raises(ExecutionError) as failed,
-    ):
+    with sgd_step(model, loss_fn=F.mse_loss, backend=backend) as step, pytest.raises(ExecutionError) as failed:
         step(bad, target=torch.zeros(4, 3))
     return str(failed.value).partition("  now:  No parameter was changed\n  fix:  ")[2]
 

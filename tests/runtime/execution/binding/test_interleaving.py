@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_mirrored
-from tiny_programs import captured_model, captured_two_layers, handmade
+from tiny_programs import captured_model, captured_two_layers, handmade, sgd_step
 from torch import nn
 from torch.nn import functional as F
 
@@ -254,13 +254,7 @@ def test_settings_of_the_callers_thread_change_nothing(monkeypatch: pytest.Monke
     model = nn.Linear(4, 3)
     before = torch.get_num_threads()
     x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
-    with mirrorc.compile(
-        model,
-        2,
-        optimizer=torch.optim.SGD(model.parameters()),
-        loss_fn=F.cross_entropy,
-        compiler=mirrorc.Compiler(backend="eager"),
-    ) as step:
+    with sgd_step(model, loss_fn=F.cross_entropy) as step:
         step(x, target=target)
         assert ran == [max(1, before // 2)]
         with torch.device("meta"):
@@ -274,13 +268,7 @@ def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.Monke
     interleave_at_once(monkeypatch)
     model = nn.Linear(4, 3)
     x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
-    with mirrorc.compile(
-        model,
-        2,
-        optimizer=torch.optim.SGD(model.parameters()),
-        loss_fn=F.cross_entropy,
-        compiler=mirrorc.Compiler(backend="eager"),
-    ) as step:
+    with sgd_step(model, loss_fn=F.cross_entropy) as step:
         step(x, target=target)
         region = next(iter(step._runs.last.regions[1]))  # type: ignore[union-attr]
         function = step._runs.last.functions.pausing[1]  # type: ignore[union-attr]

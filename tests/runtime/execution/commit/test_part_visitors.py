@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_programs import sgd_step
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,19 +59,12 @@ def test_parts_give_what_the_whole_gives(options: dict[str, Any], monkeypatch: p
 def test_an_empty_share_has_no_part(link: str, options: dict[str, Any]) -> None:
     nets = [nn.Linear(1, 1) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
     x = torch.randn(6, 1)
-    with mirrorc.compile(
-        nets[0],
-        3,
-        optimizer=optimizers[0],
-        loss_fn=F.mse_loss,
-        **grouped({"backend": "eager", "link": link, **options}),
-    ) as step:
+    with sgd_step(nets[0], 3, loss_fn=F.mse_loss, link=link, **options) as step:
         step(x, target=2 * x)
     F.mse_loss(nets[1](x), 2 * x).backward()
     if "clip_grad_norm" in options:
         nn.utils.clip_grad_norm_(nets[1].parameters(), 0.05, math.inf)
-    optimizers[1].step()
+    torch.optim.SGD(nets[1].parameters(), lr=0.1).step()
     for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(one, other)
