@@ -96,9 +96,6 @@ class AccumulatedGradients:
         """Variables used in any call; the sums of others are zeros instead of None."""
         return self._counts.used
 
-    def sums_of(self, bucket: int) -> Sequence[torch.Tensor]:
-        return self._sums.flat[bucket]
-
     def check(self, program: Program) -> None:
         if self.is_torn:
             raise problem(
