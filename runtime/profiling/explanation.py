@@ -22,19 +22,13 @@ _INDENT = "  "
 
 
 def bucket_rows(
-    buckets: Sequence[BucketTimes],
-    meetings_ms: float,
-    skew_units: int,
-    transfer_units: int,
-    rounding: Rounding,
-    width: int,
+    buckets: Sequence[BucketTimes], meetings_ms: float, skew_units: int, transfer_units: int, rounding: Rounding
 ) -> list[str]:
     """Rows for each bucket and its messages or packs, and for the sum: the step's skew and transfer.
 
     Args:
         meetings_ms: waits of the model's collectives.
         skew_units, transfer_units: of the step, as printed.
-        width: of lines of text.
     """
     groups = by_kind_and_bucket(buckets)
     totals = [added_up(group) for group in groups]
@@ -55,7 +49,7 @@ def bucket_rows(
     if len(lines) > 3 and any(total.link for total in totals):
         hidden = [total.hidden_ms for total in totals if _moves_by_itself(total)]
         lines.append(rows.sum(ALL, sum(hidden) if hidden else None, skew_units, transfer_units))
-    return [*lines, *_compressed_lines(buckets, width)]
+    return [*lines, *_compressed_lines(buckets)]
 
 
 def _moves_by_itself(bucket: BucketTimes) -> bool:
@@ -90,7 +84,7 @@ class _Rows:
         return [hidden, *map(self._rounding.text_of, (skew_units + transfer_units, skew_units, transfer_units))]
 
 
-def _compressed_lines(buckets: Sequence[BucketTimes], width: int) -> list[str]:
+def _compressed_lines(buckets: Sequence[BucketTimes]) -> list[str]:
     sizes = {
         bucket.label: (bucket.num_bytes, bucket.uncompressed_bytes)
         for bucket in buckets
@@ -101,7 +95,7 @@ def _compressed_lines(buckets: Sequence[BucketTimes], width: int) -> list[str]:
     savings = {label: f"{size_text(sent)} in place of {size_text(whole)}" for label, (sent, whole) in sizes.items()}
     total = " in place of ".join(size_text(sum(each)) for each in zip(*sizes.values(), strict=True))
     each = [f"; {label} {text}" for label, text in savings.items()] if len(savings) > 1 else []
-    return textwrap.wrap(f"compressed: each worker gives {total}{''.join(each)}", width, subsequent_indent="  ")
+    return _wrapped(f"compressed: each worker gives {total}{''.join(each)}")
 
 
 def cells(texts: Iterable[str]) -> str:
@@ -194,7 +188,7 @@ class Explanation:
         rounding = Rounding.for_step(self.step_ms)
         amounts = apportioned(_in_order(self.parts_ms), rounding.units(self.step_ms))
         units = dict(zip(PARTS, amounts, strict=True))
-        rows = bucket_rows(self.buckets, self.meetings_ms, units["skew"], units["transfer"], rounding, width=_WIDTH)
+        rows = bucket_rows(self.buckets, self.meetings_ms, units["skew"], units["transfer"], rounding)
         parts = [
             _summary(self, rounding, units),
             rows,

@@ -124,11 +124,7 @@ def visit_of_all(visitors: Sequence[Visitor]) -> Visit:
 
 
 def visiting(
-    communicator: Communicator,
-    bucket: int,
-    replica: int,
-    visitors: Sequence[Visitor],
-    deferred: DeferredTables | None = None,
+    communicator: Communicator, bucket: int, replica: int, visitors: Sequence[Visitor], deferred: DeferredTables | None
 ) -> Callable[..., torch.Tensor]:
     """A function that waits for a share. Visitors process its parts in order, except for deferred tables."""
     visit = visit_of_all(visitors) if deferred is None else deferred.visit

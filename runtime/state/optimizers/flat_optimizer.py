@@ -197,11 +197,7 @@ def _copy(value: Any) -> Any:
 
 
 def update_memory(
-    optimizer: torch.optim.Optimizer,
-    group: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    known_state: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype, device: torch.device, known: Mapping[str, Any]
 ) -> UpdateMemory:
     """Measures an element-wise update with a copy of the optimizer on a few elements."""
     flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
@@ -211,7 +207,7 @@ def update_memory(
         tried.update(gradient)  # makes its state
         made = [value for value in tried.state.values() if isinstance(value, torch.Tensor)]
         peak = peak_allocation(lambda: tried.update(gradient), [flat, gradient, *made])
-    state = known_state or tried.state
+    state = known or tried.state
     entries = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
     return UpdateMemory(
         state={key: dtype for key, dtype in entries.items() if key not in SCALAR_STATE},

@@ -121,11 +121,8 @@ class Layout:
         return tuple(flat.bucket for flat in self.planned.get(owner, ()))
 
     def without_buckets(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        return replace(
-            self,
-            planned={},
-            separate={name for name in self.separate if not isinstance(tensors[name], torch.nn.Parameter)},
-        )
+        separate = {name for name in self.separate if not isinstance(tensors[name], torch.nn.Parameter)}
+        return replace(self, planned={}, separate=separate)
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
         """A copy with another layout's variables, renamed, without buckets; and the former names of added ones."""
