@@ -19,91 +19,7 @@ MODEL, ALL = "model", "all"  # rows besides those of buckets
 _MOMENTS = ("ready", "launched", "waited", "finished")
 _DURATIONS = ("hidden", "exposed", "skew", "transfer")
 _INDENT = "  "
-
-
-def bucket_rows(
-    buckets: Sequence[BucketTimes], meetings_ms: float, skew_units: int, transfer_units: int, rounding: Rounding
-) -> list[str]:
-    """Rows for each bucket and its messages or packs, and for the sum: the step's skew and transfer.
-
-    Args:
-        meetings_ms: waits of the model's collectives.
-        skew_units, transfer_units: of the step, as printed.
-    """
-    groups = by_kind_and_bucket(buckets)
-    totals = [added_up(group) for group in groups]
-    rows = _Rows(rounding, max([6, *(len(_INDENT) + len(bucket.label) for group in groups for bucket in group)]))
-    skews = apportioned([total.skew_ms for total in totals], skew_units)
-    *transfers, of_model = apportioned([*(total.transfer_ms for total in totals), meetings_ms], transfer_units)
-    lines = [rows.heading()]
-    heading = ""
-    for group, total, skew, transfer in zip(groups, totals, skews, transfers, strict=True):
-        kind = f"{total.kind} over {total.link}, ms" if total.link else "not communicated, ms"
-        lines += [kind] if kind != heading else []
-        heading = kind
-        lines.append(rows.row(total, skew, transfer))
-        if len(group) > 1:
-            lines += rows.parts(group, skew, transfer)
-    if of_model:
-        lines.append(rows.sum(MODEL, None, 0, of_model))
-    if len(lines) > 3 and any(total.link for total in totals):
-        hidden = [total.hidden_ms for total in totals if _moves_by_itself(total)]
-        lines.append(rows.sum(ALL, sum(hidden) if hidden else None, skew_units, transfer_units))
-    return [*lines, *_compressed_lines(buckets)]
-
-
-def _moves_by_itself(bucket: BucketTimes) -> bool:
-    return bool(bucket.link) and link_named(bucket.link).moves_by_itself
-
-
-class _Rows:
-    def __init__(self, rounding: Rounding, width: int) -> None:
-        self._rounding, self._width = rounding, width
-
-    def heading(self) -> str:
-        return f"{'bucket':<{self._width}}{'size':>10}{cells((*_MOMENTS, *_DURATIONS))}  behind"
-
-    def row(self, bucket: BucketTimes, skew_units: int, transfer_units: int, indent: str = "") -> str:
-        moments = [self._rounding.text(getattr(bucket, f"{moment}_ms")) for moment in _MOMENTS]
-        durations = self._durations(bucket.hidden_ms if _moves_by_itself(bucket) else None, skew_units, transfer_units)
-        label = f"{indent + bucket.label:<{self._width}}{size_text(bucket.num_bytes):>10}"
-        return f"{label}{cells((*moments, *durations))}  {bucket.behind}".rstrip()
-
-    def parts(self, parts: Sequence[BucketTimes], skew_units: int, transfer_units: int) -> Iterator[str]:
-        skews = apportioned([part.skew_ms for part in parts], skew_units)
-        transfers = apportioned([part.transfer_ms for part in parts], transfer_units)
-        for part, skew, transfer in zip(parts, skews, transfers, strict=True):
-            yield self.row(part, skew, transfer, _INDENT)
-
-    def sum(self, name: str, hidden_ms: float | None, skew_units: int, transfer_units: int) -> str:
-        durations = self._durations(hidden_ms, skew_units, transfer_units)
-        return f"{name:<{self._width}}{'':>10}{cells([''] * len(_MOMENTS))}{cells(durations)}"
-
-    def _durations(self, hidden_ms: float | None, skew_units: int, transfer_units: int) -> list[str]:
-        hidden = "-" if hidden_ms is None else self._rounding.text(hidden_ms)
-        return [hidden, *map(self._rounding.text_of, (skew_units + transfer_units, skew_units, transfer_units))]
-
-
-def _compressed_lines(buckets: Sequence[BucketTimes]) -> list[str]:
-    sizes = {
-        bucket.label: (bucket.num_bytes, bucket.uncompressed_bytes)
-        for bucket in buckets
-        if bucket.uncompressed_bytes is not None
-    }
-    if not sizes:
-        return []
-    savings = {label: f"{size_text(sent)} in place of {size_text(whole)}" for label, (sent, whole) in sizes.items()}
-    total = " in place of ".join(size_text(sum(each)) for each in zip(*sizes.values(), strict=True))
-    each = [f"; {label} {text}" for label, text in savings.items()] if len(savings) > 1 else []
-    return _wrapped(f"compressed: each worker gives {total}{''.join(each)}")
-
-
-def cells(texts: Iterable[str]) -> str:
-    return "".join(f"{text:>9}" for text in texts)
-
-
 FASTEST, SLOWEST = "fastest", "slowest"  # rows besides those of devices
-
 _WIDTH = 110  # of texts; rows of tables may be longer
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _BUCKET_COLUMNS = (
@@ -299,3 +215,84 @@ def _definitions(explanation: Explanation, *, has_model_row: bool) -> list[str]:
     parts = "; ".join(f"{part}: {meaning}" for part, meaning in PARTS.items())
     rows = f"each row adds up to the step{spread}; parts that are 0 are left out"
     return [*_wrapped(f"bucket: {columns}"), *_wrapped(f"device: {rows}. {parts}")]
+
+
+def bucket_rows(
+    buckets: Sequence[BucketTimes], meetings_ms: float, skew_units: int, transfer_units: int, rounding: Rounding
+) -> list[str]:
+    """Rows for each bucket and its messages or packs, and for the sum: the step's skew and transfer.
+
+    Args:
+        meetings_ms: waits of the model's collectives.
+        skew_units, transfer_units: of the step, as printed.
+    """
+    groups = by_kind_and_bucket(buckets)
+    totals = [added_up(group) for group in groups]
+    rows = _Rows(rounding, max([6, *(len(_INDENT) + len(bucket.label) for group in groups for bucket in group)]))
+    skews = apportioned([total.skew_ms for total in totals], skew_units)
+    *transfers, of_model = apportioned([*(total.transfer_ms for total in totals), meetings_ms], transfer_units)
+    lines = [rows.heading()]
+    heading = ""
+    for group, total, skew, transfer in zip(groups, totals, skews, transfers, strict=True):
+        kind = f"{total.kind} over {total.link}, ms" if total.link else "not communicated, ms"
+        lines += [kind] if kind != heading else []
+        heading = kind
+        lines.append(rows.row(total, skew, transfer))
+        if len(group) > 1:
+            lines += rows.parts(group, skew, transfer)
+    if of_model:
+        lines.append(rows.sum(MODEL, None, 0, of_model))
+    if len(lines) > 3 and any(total.link for total in totals):
+        hidden = [total.hidden_ms for total in totals if _moves_by_itself(total)]
+        lines.append(rows.sum(ALL, sum(hidden) if hidden else None, skew_units, transfer_units))
+    return [*lines, *_compressed_lines(buckets)]
+
+
+def _moves_by_itself(bucket: BucketTimes) -> bool:
+    return bool(bucket.link) and link_named(bucket.link).moves_by_itself
+
+
+class _Rows:
+    def __init__(self, rounding: Rounding, width: int) -> None:
+        self._rounding, self._width = rounding, width
+
+    def heading(self) -> str:
+        return f"{'bucket':<{self._width}}{'size':>10}{cells((*_MOMENTS, *_DURATIONS))}  behind"
+
+    def row(self, bucket: BucketTimes, skew_units: int, transfer_units: int, indent: str = "") -> str:
+        moments = [self._rounding.text(getattr(bucket, f"{moment}_ms")) for moment in _MOMENTS]
+        durations = self._durations(bucket.hidden_ms if _moves_by_itself(bucket) else None, skew_units, transfer_units)
+        label = f"{indent + bucket.label:<{self._width}}{size_text(bucket.num_bytes):>10}"
+        return f"{label}{cells((*moments, *durations))}  {bucket.behind}".rstrip()
+
+    def parts(self, parts: Sequence[BucketTimes], skew_units: int, transfer_units: int) -> Iterator[str]:
+        skews = apportioned([part.skew_ms for part in parts], skew_units)
+        transfers = apportioned([part.transfer_ms for part in parts], transfer_units)
+        for part, skew, transfer in zip(parts, skews, transfers, strict=True):
+            yield self.row(part, skew, transfer, _INDENT)
+
+    def sum(self, name: str, hidden_ms: float | None, skew_units: int, transfer_units: int) -> str:
+        durations = self._durations(hidden_ms, skew_units, transfer_units)
+        return f"{name:<{self._width}}{'':>10}{cells([''] * len(_MOMENTS))}{cells(durations)}"
+
+    def _durations(self, hidden_ms: float | None, skew_units: int, transfer_units: int) -> list[str]:
+        hidden = "-" if hidden_ms is None else self._rounding.text(hidden_ms)
+        return [hidden, *map(self._rounding.text_of, (skew_units + transfer_units, skew_units, transfer_units))]
+
+
+def _compressed_lines(buckets: Sequence[BucketTimes]) -> list[str]:
+    sizes = {
+        bucket.label: (bucket.num_bytes, bucket.uncompressed_bytes)
+        for bucket in buckets
+        if bucket.uncompressed_bytes is not None
+    }
+    if not sizes:
+        return []
+    savings = {label: f"{size_text(sent)} in place of {size_text(whole)}" for label, (sent, whole) in sizes.items()}
+    total = " in place of ".join(size_text(sum(each)) for each in zip(*sizes.values(), strict=True))
+    each = [f"; {label} {text}" for label, text in savings.items()] if len(savings) > 1 else []
+    return _wrapped(f"compressed: each worker gives {total}{''.join(each)}")
+
+
+def cells(texts: Iterable[str]) -> str:
+    return "".join(f"{text:>9}" for text in texts)

@@ -29,6 +29,7 @@ from mirrorc.runtime.state.variables.layout import OF_PARTS
 from mirrorc.torch_internals import scale_each
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_SMALLEST = torch.finfo(torch.float32).tiny  # what is smaller has no inverse
 
 
 @binds(ops.loss_scale)
@@ -137,9 +138,6 @@ def _bind_clip_value(binder: Binder, replica: int, node: fx.Node) -> Callable[..
         return gradient
 
     return clip_value
-
-
-_SMALLEST = torch.finfo(torch.float32).tiny  # what is smaller has no inverse
 
 
 @binds(ops.update)

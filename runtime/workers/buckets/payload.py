@@ -14,6 +14,9 @@ from mirrorc.messages.problem import problem
 from mirrorc.runtime.workers.transport.lane import PayloadError, SeveralRounds
 from mirrorc.torch_internals import GlooGroup
 
+_SAMPLED = 61  # stride of the sample for a bound; odd, as sizes of layers are often powers of two
+_MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at them again would take as long as sorting
+
 
 class SentPart(Protocol):
     """The part of a pack that is sent, made when all devices of the worker have written their shares."""
@@ -83,10 +86,6 @@ class SentPayload(SeveralRounds):
 
     def take(self, start: int, stop: int, into: torch.Tensor) -> None:
         into.copy_(self._sum[start:stop])
-
-
-_SAMPLED = 61  # stride of the sample for a bound; odd, as sizes of layers are often powers of two
-_MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at them again would take as long as sorting
 
 
 class LargestElements:

@@ -11,6 +11,12 @@ import torch
 from mirrorc.cluster.consistency import digest
 from mirrorc.ir.program import Accumulation
 
+Counts = tuple[int, ...]
+RunControl = Callable[[Callable[[Any], Any]], None]
+
+Details = Callable[[], Mapping[str, object]]
+"""Returns the facts behind a header field, by name. Called if workers differ in the field."""
+
 
 @dataclass(frozen=True)
 class Header:
@@ -169,13 +175,6 @@ def _differs(header: Header, source: Header, name: str) -> bool:
     if name == "kind":
         return _WITHOUT_UPDATE.get(header.kind) is not _WITHOUT_UPDATE.get(source.kind)
     return bool(getattr(header, name) != getattr(source, name))
-
-
-Counts = tuple[int, ...]
-RunControl = Callable[[Callable[[Any], Any]], None]
-
-Details = Callable[[], Mapping[str, object]]
-"""Returns the facts behind a header field, by name. Called if workers differ in the field."""
 
 
 class KnownCounts:

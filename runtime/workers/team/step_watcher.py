@@ -24,6 +24,9 @@ _LONGEST_GAP_SECONDS = 0.5
 _SECONDS_BETWEEN_SAMPLES = 1.0
 _LONGEST_ANSWER_SECONDS = 3.0  # of the store
 _SLACK_SECONDS = 1.0
+_OUTCOME = re.compile(
+    r"(\. |\n  now:  )(No parameter was changed|The update had begun|The update was made).*", re.DOTALL
+)
 
 
 def pace_of_steps(num_workers: int) -> Pace:
@@ -97,11 +100,6 @@ class StepWatcher:
     def leave(self, failure: Failure) -> None:
         """Ends the heartbeats, and publishes the reason. Raises nothing."""
         self.detector.leave(failure.to_text())
-
-
-_OUTCOME = re.compile(
-    r"(\. |\n  now:  )(No parameter was changed|The update had begun|The update was made).*", re.DOTALL
-)
 
 
 class PublishedFailures:

@@ -22,6 +22,10 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 _MEASURED_BYTES = (2**6, 2**20, 2**22)  # sizes of the sums that measure the speed of a link
 _NUM_MEASUREMENTS = 4
 _SHORTEST_PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 5.0, 30.0  # with the store, whose host may be busy
+_SECONDS_BETWEEN_WATCHES = 0.5
+BUCKETS, VALUES = 1, 2  # places of lanes in a team's list; the one for control messages comes first
+_SLACK_SECONDS = 1.0  # lanes have a timeout of their own, with a better message
+_HOST = torch.device("cpu")
 _T = TypeVar("_T")
 
 
@@ -123,9 +127,6 @@ def open_lane(
         ) from error
 
 
-_SECONDS_BETWEEN_WATCHES = 0.5
-
-
 def cut_when_broken(deaf: Lane, watched: Lane) -> None:
     """Aborts the lane ``deaf`` when ``watched``, a lane to the same workers, is lost. Closing ``watched`` ends the
     watch.
@@ -141,11 +142,6 @@ def _watch(deaf: Lane, watched: Lane) -> None:
             deaf.cut()
             return
         time.sleep(_SECONDS_BETWEEN_WATCHES)
-
-
-BUCKETS, VALUES = 1, 2  # places of lanes in a team's list; the one for control messages comes first
-_SLACK_SECONDS = 1.0  # lanes have a timeout of their own, with a better message
-_HOST = torch.device("cpu")
 
 
 class Connections:
