@@ -359,7 +359,7 @@ def _uncompressed_bytes(program: Program, collective: Collective) -> int | None:
     return whole if first.target in ops.EXCHANGES_OF_PARTS or num_bytes_sent(program, first) != whole else None
 
 
-def _means(rows: Iterable[Sequence[float]]) -> dict[str, float]:
+def _means(rows: Iterable[Sequence[float]]) -> dict[str, Any]:
     return {name: statistics.fmean(values) for name, values in zip(_FIGURES, zip(*rows, strict=True), strict=True)}
 
 

@@ -196,7 +196,7 @@ class StepState:
         return self.optimizers.update_memory(bucket, self._parameters_of(bucket))
 
     def user_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        return self.optimizers.user_optimizers_bytes([(bucket, self._parameters_of(bucket)) for bucket in buckets])
+        return self.optimizers.user_state_bytes([(bucket, self._parameters_of(bucket)) for bucket in buckets])
 
     def _parameters_of(self, bucket: Bucket) -> list[torch.Tensor]:
         return [self.store.tensors[slot.variable] for slot in bucket.slots]
