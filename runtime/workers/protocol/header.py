@@ -12,6 +12,7 @@ from mirrorc.cluster.consistency import digest
 from mirrorc.ir.program import Accumulation
 
 Counts = tuple[int, ...]
+_MOST_COUNTS = 4096  # kinds of batches
 RunControl = Callable[[Callable[[Any], Any]], None]
 
 Details = Callable[[], Mapping[str, object]]
@@ -201,7 +202,7 @@ class KnownCounts:
             padded[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
             gathered = [torch.empty_like(padded) for _ in headers]
             run_control(lambda group: group.all_gather(padded, gathered))
-            if len({peer.known for peer in headers}) > 1:
+            if len({peer.known for peer in headers}) > 1 or len(self._by_digest) > _MOST_COUNTS:
                 self._by_digest = {}  # all workers clear their caches
             for peer, numbers in zip(headers, gathered, strict=True):
                 self._by_digest[peer.counts] = tuple(map(int, numbers[: peer.num_counts]))
