@@ -257,18 +257,12 @@ def plan(
     if world is not None and not isinstance(world, World):
         raise TypeError(f"MC1001: world is {world!r:.60}: give mirrorc.World(num_workers=2), or None")
     if world is None and rank:
-        raise problem(
-            ValueError,
-            f"MC1003: rank={rank} needs world=",
-            fix="mirrorc.plan(..., world=mirrorc.World(num_workers=...))",
-        )
+        fix = "mirrorc.plan(..., world=mirrorc.World(num_workers=...))"
+        raise problem(ValueError, f"MC1003: rank={rank} needs world=", fix=fix)
     if options.get("distributed", "auto") != "auto":
-        raise problem(
-            ValueError,
-            "MC1003: distributed= cannot be used in a plan without world=",
-            "a plan joins no workers",
-            "mirrorc.plan(..., world=mirrorc.World(num_workers=2)), or leave distributed= out",
-        )
+        why = "a plan joins no workers"
+        fix = "mirrorc.plan(..., world=mirrorc.World(num_workers=2)), or leave distributed= out"
+        raise problem(ValueError, "MC1003: distributed= cannot be used in a plan without world=", why, fix)
     arguments = {**OPTIONS.keywords, **options, "model": model, "devices": devices}
     declared = {name: arguments.pop(name) for name in options.keys() - OPTIONS.keywords.keys()}
     args, kwargs = _call_of(batch)
@@ -390,12 +384,9 @@ def _optimized(optimizers: Any) -> list[Any]:
 
 def _trained_module(function: Any, asked: Mapping[str, Any]) -> nn.Module:
     if isinstance(function, DataParallel):
-        raise problem(
-            TypeError,
-            "MC1201: model is a module of mirrorc.data_parallel already",
-            "it runs on its devices by itself",
-            "mirrorc.compile(model.module, ...), with the plain model",
-        )
+        why = "it runs on its devices by itself"
+        fix = "mirrorc.compile(model.module, ...), with the plain model"
+        raise problem(TypeError, "MC1201: model is a module of mirrorc.data_parallel already", why, fix)
     if isinstance(function, nn.Module) and asked["modules"] is None:
         return function
     if isinstance(function, nn.Module):
@@ -426,12 +417,9 @@ def _trained_module(function: Any, asked: Mapping[str, Any]) -> nn.Module:
         )
     for name in ("loss_fn", "return_outputs"):
         if asked[name]:
-            raise problem(
-                ValueError,
-                f"MC1003: {name}= cannot be used with a function in place of the model",
-                "the function computes the loss and what else it returns",
-                f"leave {name}= out",
-            )
+            why = "the function computes the loss and what else it returns"
+            fix = f"leave {name}= out"
+            raise problem(ValueError, f"MC1003: {name}= cannot be used with a function in place of the model", why, fix)
     return module_of_function(function, asked["modules"])
 
 

@@ -101,25 +101,19 @@ class Step(StepReports):
 
     def __getattr__(self, name: str) -> Any:
         if name == "synchronize":
-            raise problem(
-                AttributeError,
-                "MC1006: a step has no synchronize() any more",
-                "nothing is in flight when a call returns",
-                "leave step.synchronize() out",
-            )
+            why = "nothing is in flight when a call returns"
+            fix = "leave step.synchronize() out"
+            raise problem(AttributeError, "MC1006: a step has no synchronize() any more", why, fix)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
-            raise problem(
-                AttributeError,
-                f"MC1601: step.{name} cannot be set",
-                "options are fixed by mirrorc.compile()",
-                (
-                    f"mirrorc.compile(..., {name}=...), for an option",
-                    "optimizer.param_groups, for the learning rate and the like",
-                ),
+            why = "options are fixed by mirrorc.compile()"
+            fix = (
+                f"mirrorc.compile(..., {name}=...), for an option",
+                "optimizer.param_groups, for the learning rate and the like",
             )
+            raise problem(AttributeError, f"MC1601: step.{name} cannot be set", why, fix)
         super().__setattr__(name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,12 +180,9 @@ class Step(StepReports):
         """
         refuse_update(self._options)
         if self._options.cuda_graphs:
-            raise problem(
-                ExecutionError,
-                "MC1003: step.accumulate() cannot be used with cuda_graphs=True",
-                "a graph replays the weights of one number of examples",
-                "compiler=mirrorc.Compiler(cuda_graphs=False)",
-            )
+            why = "a graph replays the weights of one number of examples"
+            fix = "compiler=mirrorc.Compiler(cuda_graphs=False)"
+            raise problem(ExecutionError, "MC1003: step.accumulate() cannot be used with cuda_graphs=True", why, fix)
         return self._train(args, kwargs, lambda: Purpose.ACCUMULATION)
 
     def join(self) -> AbstractContextManager[None]:
@@ -308,15 +299,12 @@ class Step(StepReports):
         return f"<Step of {type(self._options.model).__name__} on {devices}, backend {self._options.backend.name}: {state}>"
 
     def __reduce__(self) -> NoReturn:
-        raise problem(
-            TypeError,
-            "MC1602: a compiled step cannot be copied or pickled",
-            "it has threads, and it trains one model",
-            (
-                "copy.deepcopy((model, optimizer)), which are up to date after every step, and compile the copy",
-                "mirrorc.save_checkpoint(step, 'run/last')",
-            ),
+        why = "it has threads, and it trains one model"
+        fix = (
+            "copy.deepcopy((model, optimizer)), which are up to date after every step, and compile the copy",
+            "mirrorc.save_checkpoint(step, 'run/last')",
         )
+        raise problem(TypeError, "MC1602: a compiled step cannot be copied or pickled", why, fix)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
         """Compiles for a batch like this one, without training on it.
@@ -436,23 +424,14 @@ def join(*steps: Step) -> AbstractContextManager[None]:
     others = [step for step in steps if not isinstance(step, Step)]
     if others or not steps:
         received = f"was given a {type(others[0]).__name__}" if others else "was given nothing"
-        raise problem(
-            TypeError,
-            f"MC1603: mirrorc.join {received}",
-            fix="mirrorc.join(d_step, g_step), the steps that the block calls",
-        )
+        fix = "mirrorc.join(d_step, g_step), the steps that the block calls"
+        raise problem(TypeError, f"MC1603: mirrorc.join {received}", fix=fix)
     if len(set(map(id, steps))) < len(steps):
-        raise problem(
-            ValueError,
-            "MC1603: mirrorc.join was given a step twice",
-            fix="mirrorc.join(d_step, g_step), each once",
-        )
+        fix = "mirrorc.join(d_step, g_step), each once"
+        raise problem(ValueError, "MC1603: mirrorc.join was given a step twice", fix=fix)
     joined = [member for step in steps for member in step.joined()]
     if len({id(member.calls.cluster) for member in joined}) > 1:
-        raise problem(
-            ValueError,
-            "MC1603: mirrorc.join was given steps of different workers",
-            "they cannot tell each other whose turn it is",
-            "communication=mirrorc.Communication(process_group=group), the same for all of them",
-        )
+        why = "they cannot tell each other whose turn it is"
+        fix = "communication=mirrorc.Communication(process_group=group), the same for all of them"
+        raise problem(ValueError, "MC1603: mirrorc.join was given steps of different workers", why, fix)
     return until_all_have_left(joined)

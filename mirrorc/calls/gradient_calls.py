@@ -61,11 +61,8 @@ def refuse_odd_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
 def refuse_update(options: StepOptions) -> None:
     """Raises `ValueError` if there is no optimizer."""
     if not options.optimizers.optimizers:
-        raise problem(
-            ValueError,
-            "MC1211: optimizer is missing: mirrorc.compile got none, and a step updates",
-            fix=(
-                "optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)",
-                "step.gradients(x, y), which leaves the gradients in p.grad for an optimizer of your own",
-            ),
+        fix = (
+            "optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)",
+            "step.gradients(x, y), which leaves the gradients in p.grad for an optimizer of your own",
         )
+        raise problem(ValueError, "MC1211: optimizer is missing: mirrorc.compile got none, and a step updates", fix=fix)

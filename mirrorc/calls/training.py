@@ -125,12 +125,9 @@ class TrainingCalls:
                 ("step(x, y) first, which ends the accumulation", "step.zero_grad(), to drop what is kept"),
             )
         if self._coordinator.is_in_block:
-            raise problem(
-                ExecutionError,
-                "MC6302: step.gradients() was called inside of step.join()",
-                "a worker that has left makes no updates of its own there",
-                "step.gradients(x, y) outside of step.join(), with as many batches on all workers",
-            )
+            why = "a worker that has left makes no updates of its own there"
+            fix = "step.gradients(x, y) outside of step.join(), with as many batches on all workers"
+            raise problem(ExecutionError, "MC6302: step.gradients() was called inside of step.join()", why, fix)
 
     def _compile(self, call: Call, shards: Shards, purpose: Purpose) -> CompiledCall:
         is_stale = self._state.optimizers.is_stale()

@@ -111,12 +111,9 @@ class TrainingState:
             )
         if bool(state["scaler"]) != (self._options.scaler is not None):
             has, lacks = ("the state", "this step") if state["scaler"] else ("this step", "the state")
-            raise problem(
-                ValueError,
-                f"MC7001: {has} has a scaler and {lacks} has none",
-                "its loss scale belongs to the state",
-                "mirrorc.compile(..., scaler=torch.amp.GradScaler()), or without scaler=, as the state was saved",
-            )
+            why = "its loss scale belongs to the state"
+            fix = "mirrorc.compile(..., scaler=torch.amp.GradScaler()), or without scaler=, as the state was saved"
+            raise problem(ValueError, f"MC7001: {has} has a scaler and {lacks} has none", why, fix)
 
     def _load_values(self, state: Mapping[str, Any]) -> None:
         """Restores all values if one fails to load."""
@@ -172,11 +169,8 @@ class TrainingState:
 def _checked(state: Any) -> list[Mapping[str, Any]]:
     states = [state] if isinstance(state, Mapping) else state
     if not isinstance(states, Sequence) or isinstance(states, str) or not states:
-        raise problem(
-            TypeError,
-            f"MC7002: load_state_dict() of a step was given a {type(state).__name__}",
-            fix=("step.load_state_dict(state), with state = step.state_dict()", "a list of these, one of each worker"),
-        )
+        fix = ("step.load_state_dict(state), with state = step.state_dict()", "a list of these, one of each worker")
+        raise problem(TypeError, f"MC7002: load_state_dict() of a step was given a {type(state).__name__}", fix=fix)
     for one in states:
         if not isinstance(one, Mapping):
             raise problem(

@@ -94,24 +94,18 @@ def load_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
     if not whole.exists() and is_checkpoint(beside(whole, "old")):
         whole = beside(whole, "old")  # a process ended between the two renames
     if not is_checkpoint(whole):
-        raise problem(
-            FileNotFoundError,
-            f"MC7004: {whole} has no checkpoint of mirrorc.save_checkpoint",
-            "a torch.save file is read by torch.load",
-            "mirrorc.load_checkpoint(step, 'run/last'), the folder that save_checkpoint was given",
-        )
+        why = "a torch.save file is read by torch.load"
+        fix = "mirrorc.load_checkpoint(step, 'run/last'), the folder that save_checkpoint was given"
+        raise problem(FileNotFoundError, f"MC7004: {whole} has no checkpoint of mirrorc.save_checkpoint", why, fix)
     common = read(whole)
     num_workers = sum(1 for _ in whole.glob("worker-*"))
     states = [{**common, **read(whole / f"worker-{rank}")} for rank in range(num_workers)]
     saved = {name: value for name, value in common.items() if name not in KEYS}
     lacking = [name for name in others if name not in saved]
     if lacking:
-        raise problem(
-            ValueError,
-            f"MC7004: the checkpoint has no {listed(map(repr, lacking))}",
-            f"beside the step it has {listed(sorted(saved))}",
-            "mirrorc.load_checkpoint(...), with the keywords that save_checkpoint had",
-        )
+        why = f"beside the step it has {listed(sorted(saved))}"
+        fix = "mirrorc.load_checkpoint(...), with the keywords that save_checkpoint had"
+        raise problem(ValueError, f"MC7004: the checkpoint has no {listed(map(repr, lacking))}", why, fix)
     undo: list[Callable[[], object]] = []
     try:
         for name, holder in others.items():

@@ -124,12 +124,8 @@ def all_say(
     late = _await(store, keys, deadline, look)
     if late:
         names = listed(worker for worker, key in zip(workers, keys, strict=True) if key in late)
-        raise problem(
-            CommunicationError,
-            f"MC6203: {names} did not answer in time",
-            "all workers make this call together",
-            fix=_SEE_WHAT_IT_DOES,
-        )
+        why = "all workers make this call together"
+        raise problem(CommunicationError, f"MC6203: {names} did not answer in time", why, fix=_SEE_WHAT_IT_DOES)
     return [store.get(key).decode() for key in keys]
 
 

@@ -203,14 +203,8 @@ def _place_in(process_group: Any) -> Place:
     if process_group is not None and not (
         distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)
     ):
-        raise problem(
-            TypeError,
-            f"MC6106: process_group is {process_group!r}",
-            fix=(
-                "leave process_group= out, for the default group",
-                "torch.distributed.new_group(ranks), with this one",
-            ),
-        )
+        fix = ("leave process_group= out, for the default group", "torch.distributed.new_group(ranks), with this one")
+        raise problem(TypeError, f"MC6106: process_group is {process_group!r}", fix=fix)
     rank, num_workers = distributed.get_rank(process_group), distributed.get_world_size(process_group)
     if rank < 0:
         raise problem(
@@ -251,11 +245,8 @@ def _await_start(store: Any, place: Place, deadline: float) -> int:
         if number and store.check([_heard(number)]) and int(store.get(_heard(number))) >= number_of_knock:
             return number
         if time.monotonic() > deadline:
-            raise problem(
-                CommunicationError,
-                f"MC6205: {place}: worker 0 did not come in time",
-                fix="start worker 0, with the same MASTER_ADDR and MASTER_PORT",
-            )
+            fix = "start worker 0, with the same MASTER_ADDR and MASTER_PORT"
+            raise problem(CommunicationError, f"MC6205: {place}: worker 0 did not come in time", fix=fix)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 

@@ -174,11 +174,9 @@ class Specialization:
             loss = gathered.pop(LOSS_OUTPUT).reshape(())
             return loss, self.outputs.of_step(gathered, loss, call, shards)
         except Exception as error:
+            fix = "step.evaluate(x) with another number of examples, or return means and rows alone"
             raise problem(
-                ExecutionError,
-                "MC2403: the outputs of the evaluation could not be put together",
-                str(error),
-                "step.evaluate(x) with another number of examples, or return means and rows alone",
+                ExecutionError, "MC2403: the outputs of the evaluation could not be put together", str(error), fix
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:

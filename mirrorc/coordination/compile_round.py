@@ -47,12 +47,9 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
         group = self._communication.process_group
         if self._distributed is False:
             if group is not None:
-                raise problem(
-                    ValueError,
-                    "MC1003: process_group= and distributed=False cannot be combined",
-                    "one names workers, and the other trains without them",
-                    ("leave distributed=False out", "leave process_group= out"),
-                )
+                why = "one names workers, and the other trains without them"
+                fix = ("leave distributed=False out", "leave process_group= out")
+                raise problem(ValueError, "MC1003: process_group= and distributed=False cannot be combined", why, fix)
             return None
         try:
             place = find_place(group)
@@ -63,9 +60,6 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
         if place.num_workers > 1:
             return join(group, timeout=self._communication.timeout)
         if self._distributed is True:
-            raise problem(
-                ValueError,
-                "MC6101: distributed is True, but this process is the only worker",
-                fix=("torchrun --nproc-per-node=2 train.py", "leave distributed= out"),
-            )
+            fix = ("torchrun --nproc-per-node=2 train.py", "leave distributed= out")
+            raise problem(ValueError, "MC6101: distributed is True, but this process is the only worker", fix=fix)
         return None

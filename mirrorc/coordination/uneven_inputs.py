@@ -109,12 +109,9 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
     """
     block = _current_block.get()
     if block is not None and calls not in block.calls:
-        raise problem(
-            ExecutionError,
-            f"MC6302: {action} inside of step.join() of another step",
-            "a worker that has left takes part in the calls of its step alone, and the two would wait for each other",
-            "with mirrorc.join(one_step, other_step): around the calls of both",
-        )
+        why = "a worker that has left takes part in the calls of its step alone, and the two would wait for each other"
+        fix = "with mirrorc.join(one_step, other_step): around the calls of both"
+        raise problem(ExecutionError, f"MC6302: {action} inside of step.join() of another step", why, fix)
 
 
 @contextmanager
@@ -133,12 +130,9 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
     block = Block(steps)
     for calls in block.calls:
         if calls.is_in_block:
-            raise problem(
-                ExecutionError,
-                "MC6302: step.join() was entered inside of step.join()",
-                "one block around the loop is enough",
-                "leave the inner step.join() out",
-            )
+            why = "one block around the loop is enough"
+            fix = "leave the inner step.join() out"
+            raise problem(ExecutionError, "MC6302: step.join() was entered inside of step.join()", why, fix)
         refuse_within_others(calls, "step.join() was entered")
     block.enter()
     token = _current_block.set(block)

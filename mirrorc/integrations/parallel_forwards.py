@@ -110,12 +110,9 @@ def check_parameters(loss: torch.Tensor, model: nn.Module) -> None:
         seen.add(node)
         waiting += _outside(node)
         if (name := names.get(getattr(node, "variable", None))) is not None:
-            raise problem(
-                ExecutionError,
-                f"MC3305: parameter {name!r} is used outside of a forward",
-                "gradients of several workers are summed in the backward of a compiled forward",
-                "move what uses it into the forward of the module",
-            )
+            why = "gradients of several workers are summed in the backward of a compiled forward"
+            fix = "move what uses it into the forward of the module"
+            raise problem(ExecutionError, f"MC3305: parameter {name!r} is used outside of a forward", why, fix)
 
 
 def _outside(node: Any) -> list[Any]:

@@ -25,11 +25,9 @@ def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
     workers, devices, asked = request.workers, request.devices, request.asked
     algorithm = algorithm_of(asked["algorithm"])
     if objection := algorithm.objection(len(devices)):
+        fix = "leave algorithm= out: 'native' fits all devices"
         raise problem(
-            ValueError,
-            f"MC1503: algorithm={algorithm.name!r} cannot be used on {_names(devices)}",
-            objection,
-            "leave algorithm= out: 'native' fits all devices",
+            ValueError, f"MC1503: algorithm={algorithm.name!r} cannot be used on {_names(devices)}", objection, fix
         )
     if algorithm.name == "native":
         return None
@@ -54,12 +52,9 @@ def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
             ("leave algorithm= out", "leave placement= out"),
         )
     if workers.are_several and algorithm.sends:
-        raise problem(
-            ValueError,
-            f"MC1003: algorithm={name!r} cannot be used over several workers",
-            "it sums among the devices of one process; over workers gloo or NCCL sums",
-            "leave algorithm= out",
-        )
+        why = "it sums among the devices of one process; over workers gloo or NCCL sums"
+        fix = "leave algorithm= out"
+        raise problem(ValueError, f"MC1003: algorithm={name!r} cannot be used over several workers", why, fix)
     if algorithm.sends and len(devices) > 1:
         link = asked["link"] or best_link(devices)[0]
         try:

@@ -33,9 +33,5 @@ def check_dynamic(options: StepOptions) -> None:
     sends_factors = options.program_workers.are_several and options.exchange == "factors"
     why = why_sizes_are_numbers(options, sends_factors=sends_factors)
     if options.dynamic and why:
-        raise problem(
-            ValueError,
-            "MC1003: dynamic=True cannot make symbols of sizes here",
-            why,
-            "leave dynamic= out; each new size is then compiled once",
-        )
+        fix = "leave dynamic= out; each new size is then compiled once"
+        raise problem(ValueError, "MC1003: dynamic=True cannot make symbols of sizes here", why, fix)

@@ -27,8 +27,5 @@ def checked_autocast(autocast: Any, devices: Sequence[Device]) -> torch.dtype | 
     if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
         return dtype
     kind = ValueError if isinstance(autocast, str | torch.dtype) else TypeError
-    raise problem(
-        kind,
-        f"MC1002: autocast is {autocast!r}",
-        fix="give torch.bfloat16 or torch.float16, True for what torch takes on these devices, or None",
-    )
+    fix = "give torch.bfloat16 or torch.float16, True for what torch takes on these devices, or None"
+    raise problem(kind, f"MC1002: autocast is {autocast!r}", fix=fix)

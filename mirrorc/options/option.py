@@ -177,11 +177,8 @@ class OptionGroup:
         known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name, value in fields.items():
             if name in FORMER:
-                raise problem(
-                    TypeError,
-                    f"MC1006: mirrorc.{cls.__name__} has no {name!r}",
-                    fix=FORMER[name].format(value=_spelled(value)),
-                )
+                fix = FORMER[name].format(value=_spelled(value))
+                raise problem(TypeError, f"MC1006: mirrorc.{cls.__name__} has no {name!r}", fix=fix)
             if name not in known:
                 raise TypeError(
                     f"MC1005: mirrorc.{cls.__name__} got an unexpected keyword argument {name!r}; "
@@ -306,15 +303,12 @@ class Options:
                     )
             is_there = passes is not None and {*names} <= {getattr(entry, "name", "") for entry in passes}
             if passes is not None and not (option.passes.may_be_in_passes and is_there):
-                raise problem(
-                    ValueError,
-                    f"MC1004: {option.text(value)} and passes= cannot be combined",
-                    "the pipeline given with passes= decides it",
-                    (
-                        option.passes.remedy_for(value),
-                        "compiler=mirrorc.Compiler(add=..., disable=...) in place of passes=",
-                    ),
+                why = "the pipeline given with passes= decides it"
+                fix = (
+                    option.passes.remedy_for(value),
+                    "compiler=mirrorc.Compiler(add=..., disable=...) in place of passes=",
                 )
+                raise problem(ValueError, f"MC1004: {option.text(value)} and passes= cannot be combined", why, fix)
 
     def check_exclusions(self, request: Request) -> None:
         """Refuses options that another option, the devices, or several workers exclude."""
@@ -327,12 +321,8 @@ class Options:
                 if exclusion.needs_pipeline == has_pipeline and (why := self._reason(exclusion, request)):
                     beside = self._beside(exclusion.beside, request)
                     either = [f"leave {name}= out" for name in (option.name, exclusion.beside) if name in self._records]
-                    raise problem(
-                        ValueError,
-                        f"MC1003: {option.text(value)} cannot be used {beside}",
-                        why,
-                        exclusion.remedy or either,
-                    )
+                    fix = exclusion.remedy or either
+                    raise problem(ValueError, f"MC1003: {option.text(value)} cannot be used {beside}", why, fix)
 
     def _reason(self, exclusion: Exclusion, request: Request) -> str:
         if callable(exclusion.why):

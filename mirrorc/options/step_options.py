@@ -64,11 +64,8 @@ LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0
 def check_loss_function(loss_fn: Any) -> None:
     """Refuses a class in place of an instance."""
     if isinstance(loss_fn, type):
-        raise problem(
-            TypeError,
-            f"MC1401: loss_fn is the class {loss_fn.__name__}, not an object of it",
-            fix=(f"loss_fn={loss_fn.__name__}()", "give a function loss_fn(output, target)"),
-        )
+        fix = (f"loss_fn={loss_fn.__name__}()", "give a function loss_fn(output, target)")
+        raise problem(TypeError, f"MC1401: loss_fn is the class {loss_fn.__name__}, not an object of it", fix=fix)
 
 
 def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[Pass]) -> str:

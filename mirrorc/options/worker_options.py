@@ -27,20 +27,14 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
     numbers, kinds = zip(*(each.split() for each in answers), strict=True)
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is not None:
-        raise problem(
-            ValueError,
-            "MC6102: workers have devices of different types",
-            f"those of {workers[0]} are {kinds[0]!r}, those of {workers[other]} {kinds[other]!r}, and nothing joins them",
-            "devices=['cpu:0'] on all workers, or devices=['cuda:0'] on all",
-        )
+        why = f"those of {workers[0]} are {kinds[0]!r}, those of {workers[other]} {kinds[other]!r}, and nothing joins them"
+        fix = "devices=['cpu:0'] on all workers, or devices=['cuda:0'] on all"
+        raise problem(ValueError, "MC6102: workers have devices of different types", why, fix)
     several = next((rank for rank, number in enumerate(numbers) if kinds[0] != "cpu" and number != "1"), None)
     if several is not None:
-        raise problem(
-            ValueError,
-            f"MC6103: {workers[several]} has {numbers[several]} GPUs, and may have one",
-            "a worker exchanges the gradients of one GPU",
-            "torchrun --nproc-per-node=gpu, and devices=[f'cuda:{mirrorc.cluster.find_place().local_rank}']",
-        )
+        why = "a worker exchanges the gradients of one GPU"
+        fix = "torchrun --nproc-per-node=gpu, and devices=[f'cuda:{mirrorc.cluster.find_place().local_rank}']"
+        raise problem(ValueError, f"MC6103: {workers[several]} has {numbers[several]} GPUs, and may have one", why, fix)
     return Workers(tuple(map(int, numbers)), compilation.rank)
 
 
