@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
@@ -19,24 +19,25 @@ from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.reports import StepReports
 from mirrorc.calls.training import TrainingCalls
 from mirrorc.calls.training_state import TrainingState
-from mirrorc.calls.zero_grad import ZeroableGradients
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.model.function_module import FunctionModule
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.call_kind import Purpose
 from mirrorc.compilation.choices.saved_choices import SavedChoices
 from mirrorc.compilation.specializer import Specializer
-from mirrorc.coordination.coordinator import LocalCoordinator, coordinator_of
+from mirrorc.coordination.coordinator import Coordinator
+from mirrorc.coordination.team_coordinator import TeamCoordinator
 from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
-from mirrorc.messages.problem import message, problem
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.problem import problem
+from mirrorc.messages.source_lines import warn
 from mirrorc.messages.wording import counted
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.prediction import Foundations
+from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.shared.open_states import held_state
@@ -73,11 +74,13 @@ class Step(StepReports):
         interrupts = InterruptGuard()
         self._lock = ExclusiveCalls(interrupts, state.callers, is_module=options.is_module)
         self._modes = CallersModes(captures=options.ladder.names[0] != "autograd")
-        pending = ZeroableGradients(state.accumulated, model.tensors, self._lock)
+        pending = _ZeroableGradients(state.accumulated, model.tensors, self._lock)
         self._habits = GradientHabits(model.parameters.values(), options.optimizers, pending)
         state.optimizers.user_steps.tell_when_idle(self._habits.warn_of_idle_step)
         try:
-            self._coordinator = coordinator_of(options, model, state)
+            self._coordinator = Coordinator(options.timeout_seconds)
+            if options.cluster is not None:
+                self._coordinator = TeamCoordinator(options, model, state)
         except BaseException:  # other workers do not compile this step
             state.close()
             raise
@@ -202,7 +205,11 @@ class Step(StepReports):
 
     def joined(self) -> list[JoinedStep]:
         """A list with this step for `mirrorc.join`; empty in a process on its own."""
-        return self._coordinator.joined_steps(self._training.take_part, self._exclusively, lambda: self._lock.is_closed)
+        coordinator = self._coordinator
+        if not isinstance(coordinator, TeamCoordinator):
+            return []
+        take_part = functools.partial(self._exclusively, lambda: self._training.take_part(coordinator))
+        return [JoinedStep(coordinator, take_part, self._exclusively, lambda: self._lock.is_closed)]
 
     def gather_optimizer_state(self) -> None:
         """Gathers the whole optimizer state into the user's optimizers, on all workers, until the next training call.
@@ -342,7 +349,7 @@ class Step(StepReports):
         compiled, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.EVALUATION)
         self._lock.check_open()
         compiled.executor.state.prepare_for(compiled.executor.program)
-        self._runs.run(compiled, shards, LocalCoordinator(self._options.timeout_seconds))
+        self._runs.run(compiled, shards, Coordinator(self._options.timeout_seconds))
         return self._result(*compiled.evaluated(call, shards))
 
     def close(self) -> None:
@@ -353,16 +360,13 @@ class Step(StepReports):
         """
         accumulated = self._state.accumulated
         if accumulated.num_calls and not self._lock.is_closed:
-            warnings.warn(
-                message(
-                    f"MC3206: the step was closed in the middle of an accumulation: {accumulated} made no update",
-                    "the call that ends an accumulation makes the update",
-                    (
-                        "step(x, y) for the last part, before step.close() or the end of the with block",
-                        "step.zero_grad(), to drop what is kept",
-                    ),
+            warn(
+                f"MC3206: the step was closed in the middle of an accumulation: {accumulated} made no update",
+                "the call that ends an accumulation makes the update",
+                (
+                    "step(x, y) for the last part, before step.close() or the end of the with block",
+                    "step.zero_grad(), to drop what is kept",
                 ),
-                stacklevel=users_stack_level(),
             )
         self._close()
 
@@ -389,6 +393,27 @@ class Step(StepReports):
             if error is not None:
                 self._coordinator.note_failure(error)
             self._close()
+
+
+class _ZeroableGradients:
+    """Drops accumulated gradients at the user's ``zero_grad`` of an optimizer or model, except during a call."""
+
+    def __init__(
+        self, accumulated: AccumulatedGradients, tensors: Mapping[str, torch.Tensor], calls: ExclusiveCalls
+    ) -> None:
+        self._accumulated, self._tensors, self._calls = accumulated, tensors, calls
+
+    @property
+    def has_any(self) -> bool:
+        return self._accumulated.num_calls > 0
+
+    def first_of(self, ids: Collection[int]) -> str | None:
+        names = self._accumulated.names
+        return next((name for name, tensor in self._tensors.items() if id(tensor) in ids and name in names), None)
+
+    def drop(self, ids: Collection[int]) -> None:
+        if not self._calls.is_any_running:
+            self._accumulated.drop({name for name, tensor in self._tensors.items() if id(tensor) in ids})
 
 
 def module_calls_of(step: Step, reduction: str) -> ModuleCalls:
@@ -430,7 +455,7 @@ def join(*steps: Step) -> AbstractContextManager[None]:
         fix = "mirrorc.join(d_step, g_step), each once"
         raise problem(ValueError, "MC1603: mirrorc.join was given a step twice", fix=fix)
     joined = [member for step in steps for member in step.joined()]
-    if len({id(member.calls.cluster) for member in joined}) > 1:
+    if len({id(member.coordinator.team.cluster) for member in joined}) > 1:
         why = "they cannot tell each other whose turn it is"
         fix = "communication=mirrorc.Communication(process_group=group), the same for all of them"
         raise problem(ValueError, "MC1603: mirrorc.join was given steps of different workers", why, fix)

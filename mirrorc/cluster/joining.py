@@ -13,15 +13,12 @@ from typing import Any
 
 from torch import distributed
 
-from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.cluster.bounded_calls import in_bounded_time, seconds_of
 from mirrorc.cluster.lost_in_rounds import Lookout, Presence, pace_of_rounds
 from mirrorc.cluster.membership import Worker, call_roll
-from mirrorc.cluster.place import Place
+from mirrorc.cluster.place import Place, place_by_tf_config, place_by_torchrun
 from mirrorc.cluster.rounds import Round
 from mirrorc.cluster.stores import SEE_STORE, open_store
-from mirrorc.cluster.tf_config import place_by_tf_config
-from mirrorc.cluster.timeout import seconds_of
-from mirrorc.cluster.torchrun import place_by_torchrun
 from mirrorc.errors import CommunicationError
 from mirrorc.messages.problem import problem
 

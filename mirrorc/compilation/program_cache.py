@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from mirrorc.capture.program.symbolic_inputs import SymbolicSizes
 from mirrorc.compilation.forward_and_backward import ForwardAndBackward
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import LOSS_OUTPUT
-from mirrorc.messages.problem import message, problem
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.problem import problem
+from mirrorc.messages.source_lines import warn
 from mirrorc.runtime.execution.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -366,5 +365,4 @@ class Specializations:
         causes = " and ".join(changing) or "the optimizer's state"
         constants = f" ({'; '.join(reasons)})" if reasons else ""
         why = f"each new value of {causes} is compiled anew{constants}"
-        text = message(f"MC3403: the {self._subject} was compiled {len(first)} times", why, remedies)
-        warnings.warn(text, stacklevel=users_stack_level())
+        warn(f"MC3403: the {self._subject} was compiled {len(first)} times", why, remedies)

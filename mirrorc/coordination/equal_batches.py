@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 
 import torch
 
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.messages.problem import message
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.source_lines import warn
 from mirrorc.messages.wording import listed
 
 _NUM_CALLS = 8  # the first ones are compared; later ones cost nothing
@@ -52,16 +50,13 @@ class EqualBatches:
         if self._num_equal < _NUM_EQUAL:
             return
         self._num_calls = _NUM_CALLS
-        warnings.warn(
-            message(
-                f"MC3501: worker {self._rank} was given the same batches as {listed(f'worker {rank}' for rank in others)}",
-                "each example counts twice or more",
-                (
-                    f"torch.utils.data.DistributedSampler(dataset, {len(digests)}, rank), where rank is {self._rank} here",
-                    "mirrorc.shard_batch(batch), for a batch that every worker has whole",
-                ),
+        warn(
+            f"MC3501: worker {self._rank} was given the same batches as {listed(f'worker {rank}' for rank in others)}",
+            "each example counts twice or more",
+            (
+                f"torch.utils.data.DistributedSampler(dataset, {len(digests)}, rank), where rank is {self._rank} here",
+                "mirrorc.shard_batch(batch), for a batch that every worker has whole",
             ),
-            stacklevel=users_stack_level(),
         )
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from contextvars import ContextVar
 
 import torch
 
@@ -16,15 +14,14 @@ from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.analysis.gradients.sent_factors import no_rows
 from mirrorc.capture.call.call_arguments import Call, without_examples
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.cluster import Cluster
 from mirrorc.coordination.call_header import Announcements
+from mirrorc.coordination.coordinator import Coordinator, Retry
 from mirrorc.coordination.equal_batches import EqualBatches
 from mirrorc.coordination.fingerprint import facts_of_options, written_buffers
-from mirrorc.coordination.results import show_buffers, total_loss
 from mirrorc.coordination.state_sync import TakenValues
-from mirrorc.coordination.uneven_inputs import JoinedStep, refuse_within_others
 from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Accumulation, Program
+from mirrorc.ir.variables import Aggregation, Variable
 from mirrorc.messages.problem import problem
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
@@ -34,6 +31,7 @@ from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.protocol.checksums import checksums_of, checksums_of_state, updated_as_a_whole
 from mirrorc.runtime.workers.protocol.header import Agreement
 from mirrorc.runtime.workers.team.broadcast_state import stream_of_chief, take_over_hyperparameters
+from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
 from mirrorc.user.optimizer_groups import OptimizerGroups
@@ -43,15 +41,12 @@ _MOST_MEETINGS = 4  # of one call; the second is after values were taken over, o
 _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 
-@dataclass(frozen=True)
-class Retry:
-    """The program that a worker looks up before the next exchange of headers. ``rows_elsewhere`` is None if unknown."""
-
-    accumulation: Accumulation
-    rows_elsewhere: RowsElsewhere | None
+current_block: ContextVar[Sequence[TeamCoordinator]] = ContextVar(
+    "steps of the block around this thread's code", default=()
+)
 
 
-class TeamCoordinator:
+class TeamCoordinator(Coordinator):
     """Coordinates this worker's calls with those of the others.
 
     Workers exchange headers when each has its program, before anything changes. They repeat this after a broadcast, or
@@ -65,7 +60,10 @@ class TeamCoordinator:
         rows_elsewhere: numbers of rows gathered by other workers in this call; None if unknown or none.
     """
 
+    team: Team
+
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
+        super().__init__(2 * options.timeout_seconds + _SLACK_SECONDS)  # the other workers may take as long again
         assert options.cluster is not None and options.compilation is not None, "several workers have joined"
         self._options, self._state = options, state
         home = options.devices[0].torch_device
@@ -94,20 +92,6 @@ class TeamCoordinator:
 
     # The block of `mirrorc.join`
 
-    def joined_steps(
-        self,
-        take_part: Callable[[TeamCoordinator], bool],
-        exclusively: Callable[[Callable[[], Any]], Any],
-        is_closed: Callable[[], bool],
-    ) -> list[JoinedStep]:
-        """``take_part`` runs one call without examples."""
-        taking_part = functools.partial(exclusively, functools.partial(take_part, self))
-        return [JoinedStep(self, taking_part, exclusively, is_closed)]
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.team.cluster
-
     @property
     def optimizers(self) -> OptimizerGroups:
         return self._options.optimizers
@@ -117,21 +101,25 @@ class TeamCoordinator:
         return self._before_call is not None
 
     def enter_block(self, before_call: Callable[[], object]) -> None:
+        """``before_call`` runs before each call of the step until the block ends."""
         self._before_call = before_call
 
     def leave_loop(self) -> None:
+        """Marks this worker's loop as ended. The worker then takes part in calls of other workers."""
         self._has_left = True
 
     def exit_block(self) -> None:
         self._before_call, self._has_left = None, False
 
     def meet_turn(self, number: int) -> Agreement:
+        """Exchanges headers before a call of the block's step ``number``."""
         with self.call():
             agreed = self.team.exchange_headers(*self._announcements.of_turn(number, has_left=self._has_left))
             self.team.finish()
         return agreed
 
     def abandon(self, error: BaseException) -> None:
+        """Ends the next call of the other workers with this error."""
         self.team.abandon(error)
 
     # A call, from its beginning to its end
@@ -301,11 +289,6 @@ class TeamCoordinator:
             )
 
     @property
-    def step_seconds(self) -> float:
-        """Twice the timeout and a slack, because other workers may take as long again."""
-        return 2 * self._options.timeout_seconds + _SLACK_SECONDS
-
-    @property
     def agreed(self) -> Agreement:
         assert self._agreed is not None, "the workers have met"
         return self._agreed
@@ -392,3 +375,45 @@ class TeamCoordinator:
 
     def close(self) -> None:
         self.team.close()
+
+
+def refuse_within_others(coordinator: TeamCoordinator, action: str) -> None:
+    """Raises ExecutionError in a block of other steps, because some workers may have left it. ``action`` is a clause of
+    the error.
+    """
+    block = current_block.get()
+    if block and coordinator not in block:
+        why = "a worker that has left takes part in the calls of its step alone, and the two would wait for each other"
+        fix = "with mirrorc.join(one_step, other_step): around the calls of both"
+        raise problem(ExecutionError, f"MC6302: {action} inside of step.join() of another step", why, fix)
+
+
+def total_loss(control: ControlCollectives, local: torch.Tensor | None) -> torch.Tensor:
+    """The sum over workers, a float64 scalar on the CPU. ``local`` is None without examples."""
+    total = torch.zeros((), dtype=torch.float64)
+    if local is not None:
+        total.copy_(local.detach())
+    control.all_reduce(total)
+    return total
+
+
+def show_buffers(
+    control: ControlCollectives, program: Program, state: StepState, agreed: Agreement, num_present: int
+) -> None:
+    """Gives written buffers equal values on all workers: the mean, or the values of the first worker with examples."""
+    kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
+    for variable in written_buffers(program):
+        kinds.setdefault((variable.aggregation, variable.dtype), []).append(variable)
+    values: dict[str, torch.Tensor] = {}
+    for (aggregation, _), variables in kinds.items():
+        buffers = [state.store.tensors[variable.name].detach() for variable in variables]
+        flat = torch.cat([value.reshape(-1) for value in buffers])
+        if aggregation is Aggregation.MEAN:
+            control.all_reduce(flat.mul_(num_present) if num_present else flat.zero_())
+            flat.div_(agreed.num_present)
+        else:
+            control.broadcast(flat, agreed.first_present)
+        parts = flat.split([value.numel() for value in buffers])
+        values |= {v.name: part.view_as(value) for v, value, part in zip(variables, buffers, parts, strict=True)}
+    if values:
+        state.store.show(values)

@@ -16,8 +16,7 @@ from torch import nn
 
 from mirrorc.calls.data_parallel import DataParallel
 from mirrorc.capture.call.traced_outputs import summed
-from mirrorc.messages.problem import message
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.source_lines import warn
 
 _IGNORED = -100  # a label that the losses of Hugging Face leave out
 
@@ -125,8 +124,7 @@ class LossWeights:
 
 def _warn(why: str) -> None:
     what = "MC3101: the loss gives other gradients on several devices than on one"
-    text = message(what, why, "Trainer(..., compute_loss_func=...), which gets the outputs of the whole batch")
-    warnings.warn(text, stacklevel=users_stack_level())
+    warn(what, why, "Trainer(..., compute_loss_func=...), which gets the outputs of the whole batch")
 
 
 def _telling_part(shares: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args
 
-from mirrorc.cluster.timeout import seconds_of
+from mirrorc.cluster.bounded_calls import seconds_of
 from mirrorc.compression import Payload, TopK
+from mirrorc.ir.devices import Device
 from mirrorc.ir.links import link_named, why_no_factors_for_workers
+from mirrorc.ir.workers import Workers
 from mirrorc.options.algorithm import algorithm_of
 from mirrorc.options.option import Exclusion, NeededPasses, OptionGroup, Request, option
-from mirrorc.packing import GradientOrder, Packing, check_order, may_cut, plan_of
+from mirrorc.packing import CAP_BETWEEN_HOSTS_MB, ByBytes, GradientOrder, Packing, Plan, check_order, may_cut, plan_of
 from mirrorc.passes import FactorGradients, compression_passes
 from mirrorc.passes.all_reduce import AllReduceAlgorithm
 
@@ -191,3 +194,11 @@ class Communication(OptionGroup):
         algorithm_of(self.algorithm)
         if self.link is not None:
             link_named(self.link)
+
+
+def planned_buckets(buckets: Any, workers: Workers, devices: Sequence[Device]) -> Plan:
+    """With "auto", caps depend on the connection: between hosts for several workers on CPUs, else within a host."""
+    if buckets != "auto":
+        return plan_of(buckets)
+    are_cpus = all(device.torch_device.type == "cpu" for device in devices)
+    return ByBytes(CAP_BETWEEN_HOSTS_MB) if workers.are_several and are_cpus else ByBytes()

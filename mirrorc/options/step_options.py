@@ -60,12 +60,32 @@ class StepOptions:
 LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0
 """Used for infinity, which the operating system's clocks do not accept."""
 
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def check_loss_function(loss_fn: Any) -> None:
     """Refuses a class in place of an instance."""
     if isinstance(loss_fn, type):
         fix = (f"loss_fn={loss_fn.__name__}()", "give a function loss_fn(output, target)")
         raise problem(TypeError, f"MC1401: loss_fn is the class {loss_fn.__name__}, not an object of it", fix=fix)
+
+
+def checked_autocast(autocast: Any, devices: Sequence[Device]) -> torch.dtype | None:
+    """The dtype of autocast in forward and loss; None for the caller's autocast.
+
+    Raises:
+        TypeError, ValueError: the value is not bfloat16, float16, one of their names, True, False or None.
+    """
+    if autocast is None or autocast is False:
+        return None
+    if autocast is True:
+        return torch.get_autocast_dtype(devices[0].torch_device.type)
+    dtype = _DTYPES.get(autocast) if isinstance(autocast, str) else autocast
+    if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
+        return dtype
+    kind = ValueError if isinstance(autocast, str | torch.dtype) else TypeError
+    fix = "give torch.bfloat16 or torch.float16, True for what torch takes on these devices, or None"
+    raise problem(kind, f"MC1002: autocast is {autocast!r}", fix=fix)
 
 
 def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[Pass]) -> str:

@@ -11,7 +11,7 @@ from tiny_programs import SMALL_BUCKETS, Weight, handmade
 
 import mirrorc
 from mirrorc import World
-from mirrorc.coordination.residual_checkpoint import unsent_of_worker
+from mirrorc.calls.training_state import unsent_of_worker
 from mirrorc.ir.program import Program
 from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
