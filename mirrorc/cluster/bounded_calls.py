@@ -21,13 +21,9 @@ def seconds_of(timeout: float | timedelta) -> float:
 
 
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Runs a function in a thread, because torch's waits for a store have no bound.
+    """Runs a function in a thread, because torch's waits for a store have no bound; the thread outlives the wait.
 
-    Args:
-        is_over: polled while waiting; True ends the wait early.
-
-    Raises:
-        TimeoutError: there is no result in time, or ``is_over`` returned True. The thread continues.
+    Raises TimeoutError without a result in time, or as soon as ``is_over``, which it polls, returns True.
     """
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 

@@ -118,7 +118,7 @@ def find_place(process_group: Any = None, variables: Mapping[str, str] | None = 
         TypeError, ValueError: ``process_group`` is not a group, or lacks this process; or a variable is wrong, and the
             message names it.
     """
-    if process_group is not None or _is_initialised():
+    if process_group is not None or (distributed.is_available() and distributed.is_initialized()):
         return _place_in(process_group)
     variables = os.environ if variables is None else variables
     return place_by_torchrun(variables) or place_by_tf_config(variables) or Place()
@@ -190,10 +190,6 @@ def _roll_call_in_start(opened: Any, place: Place, deadline: float, number: int)
     workers = call_roll(store, place, deadline, while_waiting=answer)
     Presence(distributed.PrefixStore(_LIFE, store), place.num_workers, place.rank, pace_of_rounds(place.num_workers))
     return store, workers
-
-
-def _is_initialised() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def _place_in(process_group: Any) -> Place:
