@@ -28,8 +28,7 @@ from mirrorc.ir.workers import ALONE, Workers, World
 from mirrorc.messages.problem import problem, with_line
 from mirrorc.messages.source_lines import warn
 from mirrorc.messages.wording import listed
-from mirrorc.options.algorithm import checked_algorithm
-from mirrorc.options.communication import Communication, planned_buckets
+from mirrorc.options.communication import Communication, checked_algorithm, planned_buckets
 from mirrorc.options.compiler import Compiler
 from mirrorc.options.debug import Debug
 from mirrorc.options.dynamic_shapes import check_dynamic
@@ -40,13 +39,15 @@ from mirrorc.options.placement import placing
 from mirrorc.options.step_options import (
     LONGEST_WAIT_SECONDS,
     StepOptions,
+    check_devices_of_worker,
     check_loss_function,
     checked_autocast,
     dump_directory,
+    joined_workers,
+    worker_devices,
 )
 from mirrorc.options.step_pipeline import step_pipeline
 from mirrorc.options.table import MODES, OPTIONS, Distributed, FiniteCheck, LossReduction, Mode, checked_arguments
-from mirrorc.options.worker_options import check_devices_of_worker, joined_workers, worker_devices
 from mirrorc.runtime.codegen.backends import Backend, backend_named
 from mirrorc.step import Step, module_calls_of
 from mirrorc.user.optimizer_groups import OptimizerGroups, check_optimizers
@@ -294,13 +295,7 @@ def step_options(
     *,
     is_module: bool = False,
 ) -> tuple[StepOptions, ModelState]:
-    """Checks the options of a step.
-
-    Args:
-        joint: none for `plan`.
-        workers: for `plan`.
-        is_module: for `data_parallel`.
-    """
+    """Checks the options of a step. `plan` has ``workers``, and others have ``joint``."""
     others = {name: value for name, value in arguments.items() if name not in ("model", "devices")}
     asked, remarks = checked_arguments(others, declared)
     check_loss_function(asked["loss_fn"])

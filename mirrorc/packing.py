@@ -140,12 +140,7 @@ def _check_cap(name: str, cap_mb: Any) -> None:
 
 
 def plan_of(buckets: Any) -> Plan:
-    """The plan for the user's ``buckets``. A number stands for `ByBytes` with this cap.
-
-    Raises:
-        TypeError: ``buckets`` is not a plan.
-        ValueError: the number is not positive.
-    """
+    """The plan for the user's ``buckets``. A number stands for `ByBytes` with this cap."""
     if isinstance(buckets, Real) and not isinstance(buckets, bool):
         _check_cap("buckets", buckets)
         return ByBytes(float(buckets))
@@ -176,15 +171,7 @@ def check_order(order: Any) -> None:
 
 
 def in_order(gradients: Sequence[Gradient], order: GradientOrder, registered: Sequence[str]) -> list[Gradient]:
-    """The gradients in the user's order.
-
-    Args:
-        gradients: in the order of backward.
-        registered: names of the parameters, in the model's order.
-
-    Raises:
-        ValueError: a key function fails, or its keys cannot be compared or ordered.
-    """
+    """The gradients in the user's order, from that of backward. ``registered`` are the parameters in the model's order."""
     if order == "ready":
         return list(gradients)
     if order == "reversed":
@@ -214,12 +201,7 @@ def _why_no_key(key: Any) -> str:
 
 
 def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradient]]:
-    """The groups of a user-defined plan.
-
-    Raises:
-        TypeError: the plan does not return groups of names.
-        ValueError: the plan fails; a name is missing, unknown or repeated; a group is empty or has two dtypes.
-    """
+    """The groups of a user-defined plan, checked: each gradient is in one, and each has gradients of one dtype."""
     plan = f"buckets={getattr(groups, '__name__', type(groups).__name__)}"
     try:
         named_groups = groups(list(gradients))

@@ -13,11 +13,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from mirrorc.calls.call_lock import ExclusiveCalls
-from mirrorc.calls.gradient_calls import refuse_gradients, refuse_update
 from mirrorc.calls.module_calls import ModuleCalls
 from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.reports import StepReports
-from mirrorc.calls.training import TrainingCalls
+from mirrorc.calls.training import TrainingCalls, refuse_gradients, refuse_update
 from mirrorc.calls.training_state import TrainingState
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.model.function_module import FunctionModule
@@ -92,14 +91,7 @@ class Step(StepReports):
         choices = SavedChoices(specializer.choices.exchange, options)
         self._training_state = TrainingState(options, model, state, choices, specializer.sizes)
         self._training = TrainingCalls(
-            self._signature,
-            state,
-            self._specializer,
-            self._coordinator,
-            runs,
-            self._lock,
-            self._habits,
-            self._modes,
+            self._signature, state, self._specializer, self._coordinator, runs, self._lock, self._habits, self._modes
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -295,13 +287,8 @@ class Step(StepReports):
         if workers.are_several:
             devices += f" of worker {workers.rank} of {workers.num_workers}"
         num_programs = self._specializer.num_programs
-        state = (
-            "closed"
-            if self._lock.is_closed
-            else f"{counted(num_programs, 'compiled program')}"
-            if num_programs
-            else "not compiled yet"
-        )
+        state = counted(num_programs, "compiled program") if num_programs else "not compiled yet"
+        state = "closed" if self._lock.is_closed else state
         state += f", {self._state.accumulated}" if self._state.accumulated.num_calls else ""
         return f"<Step of {type(self._options.model).__name__} on {devices}, backend {self._options.backend.name}: {state}>"
 

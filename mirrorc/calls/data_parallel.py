@@ -116,15 +116,11 @@ class DataParallel(nn.Module):
         self.close()
 
     def close(self) -> None:
-        """Ends the threads. The model keeps its values. This module cannot be called again, and a pending backward
-        fails.
-        """
+        """Ends the threads. The model keeps its values. Calls of this module and pending backwards fail from now on."""
         self._close()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads the state of the plain model. ``assign=True`` is refused, because the parameters must stay the same
-        tensors.
-        """
+        """Loads the state of the plain model. ``assign=True`` is refused, as the parameters must stay the same tensors."""
         if assign:
             _refuse_assigned()
         return self.module.load_state_dict(state_dict, strict)

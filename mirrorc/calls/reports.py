@@ -70,9 +70,7 @@ class StepReports(ABC):
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The compiled programs, one for each kind of call and sizes of arguments; the program of the last call comes
-        last.
-        """
+        """The compiled programs, one for each kind of call and sizes of arguments; that of the last call comes last."""
         return tuple(executor.program for executor in self._runs.called)
 
     def _executor_of(self, program: Program | None) -> Executor:

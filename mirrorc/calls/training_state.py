@@ -27,8 +27,6 @@ from mirrorc.user.restore import put_back_after
 KEYS = ("model", "loss_fn", "other_buffers", "optimizers", "scaler", "choices", "replica_buffers", "worker")
 """The keys of the state. ``other_buffers`` are missing in ``model.state_dict()``; ``worker`` is this process's part."""
 
-_OF_WORKER = ("num_workers", "rank", "unsent")
-
 
 class TrainingState:
     """Saves and loads. The caller must hold the step's lock."""
@@ -224,42 +222,28 @@ def _copied(value: Any) -> Any:
 def unsent_of_worker(
     states: Sequence[Mapping[str, Any]], rank: int, num_workers: int, parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sums the residuals of each earlier rank r with ``r % num_workers == rank``.
+    """Sums the residuals of each earlier rank r with ``r % num_workers == rank``. Returns them and the payloads' state.
 
-    Args:
-        states: the entry ``worker`` of `mirrorc.Step.state_dict`, from each worker of the earlier run, in any order.
-
-    Returns:
-        This worker's residuals, and the payloads' state, which is equal on all workers; both by variable.
-
-    Raises:
-        TypeError: a state is not such an entry.
-        ValueError: ``states`` lack a worker of the run, or belong to another model.
+    The states are the entry ``worker`` of `mirrorc.Step.state_dict`, from each worker of the earlier run, in any order.
     """
     of_ranks, first = _checked_workers(states, parameters)
     unsent: dict[str, torch.Tensor] = {}
     for other in range(rank, len(of_ranks), num_workers):
         for name, value in of_ranks[other].items():
             unsent[name] = unsent[name] + value if name in unsent else value.detach().clone()
-    return unsent, {name: value.detach().clone() for name, value in first.get("state", {}).items()}
+    return unsent, {name: value.detach().clone() for name, value in first["state"].items()}
 
 
 def _checked_workers(
     states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[int, Mapping[str, torch.Tensor]], Mapping[str, Any]]:
-    for state in states:
-        keys = set(state) if isinstance(state, Mapping) else set()
-        if not keys.issuperset(_OF_WORKER):  # states of earlier versions have additional keys
-            raise TypeError(
-                f"MC7002: each of the states is a dict with {', '.join(_OF_WORKER)}, as step.state_dict() has it under 'worker'"
-            )
     ranks, numbers = [state["rank"] for state in states], {state["num_workers"] for state in states}
     if len(numbers) != 1 or sorted(ranks) != list(range(*numbers)):
         raise problem(
             ValueError,
             "MC7006: the states are not those of all workers of one run, each once",
-            f"they are of the ranks {', '.join(map(str, ranks)) or 'of nobody'} of runs with "
-            f"{', '.join(map(str, sorted(numbers))) or 'no'} workers, so some gradients would be lost or added twice",
+            f"they are of the ranks {', '.join(map(str, ranks))} of runs with "
+            f"{', '.join(map(str, sorted(numbers)))} workers, so some gradients would be lost or added twice",
             "give a list with what step.state_dict() gave on every worker of the run",
         )
     for state in states:
@@ -277,7 +261,7 @@ def _checked_workers(
                     f"it is no tensor like this model's parameter ({has})",
                     "give states of a run of this model",
                 )
-        for name, value in state.get("state", {}).items():
+        for name, value in state["state"].items():
             if name not in parameters or not isinstance(value, torch.Tensor):
                 raise problem(
                     ValueError,

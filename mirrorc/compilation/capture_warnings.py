@@ -15,9 +15,9 @@ _ITEM = re.compile(r"(?P<list>.*?)\[(?P<index>\d+)\][.\[]")  # in the path of a 
 
 class CaptureWarnings:
     def __init__(self, num_devices: int) -> None:
-        self._num_devices, self._has_warned_of_differences = num_devices, False
+        self._num_devices = num_devices
+        self._has_warned_of_differences = self._has_warned_of_ladder = False
         self._noted: set[Note] = set()
-        self._has_warned_of_ladder = False
         self._listed: set[str] = set()
 
     def warn_of_listed_examples(self, call: Call, num_examples: int) -> None:

@@ -22,15 +22,9 @@ class JointCompilation:
 
 @contextlib.contextmanager
 def joint_compilation(distributed: Any, communication: Any) -> Iterator[JointCompilation]:
-    """A context whose exceptions reach the other workers.
+    """A context whose exceptions reach the other workers. On entering, it joins them, see `mirrorc.cluster.join`.
 
-    Args:
-        distributed: an invalid value counts as "auto".
-        communication: an object of another type counts as the default; it is refused later, within the context.
-
-    Raises:
-        ValueError: on entering, if the description of the workers is wrong, or contradicts ``distributed``.
-        CommunicationError: on entering, see `mirrorc.cluster.join`.
+    Wrong values count as the defaults; they are refused later, within the context.
     """
     known = communication if isinstance(communication, Communication) else Communication()
     cluster = _joined_workers(distributed, known)

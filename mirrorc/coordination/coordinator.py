@@ -26,11 +26,7 @@ class Retry:
 
 
 class Coordinator:
-    """The coordinator of a process on its own, and of evaluations, which workers run alone. `TeamCoordinator` communicates.
-
-    Attributes:
-        team: None for a process on its own.
-    """
+    """Coordinates a process on its own, and evaluations, which workers run alone. `TeamCoordinator` communicates."""
 
     team: Team | None = None
 
@@ -67,11 +63,8 @@ class Coordinator:
     ) -> Retry | None:
         """Exchanges headers with all workers, and broadcasts one worker's values if they agree to.
 
-        Args:
-            backward: of a forward of a module: its numbers of gathered rows are compared, too.
-
-        Returns:
-            The program to look up before the next exchange; None if the call continues with this program.
+        Returns the program to look up before the next exchange; None if the call continues with this program. For
+        forward of a module, gathered rows of its ``backward`` are compared, too.
         """
         return None
 

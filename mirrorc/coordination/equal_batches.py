@@ -24,9 +24,7 @@ class EqualBatches:
         self._num_calls = self._num_equal = 0
 
     def digest(self, call: Call) -> int:
-        """A digest of the arguments that are split over replicas; 0 without such arguments, or after the last
-        comparison.
-        """
+        """A digest of the arguments that are split over replicas; 0 without any, or after the last comparison."""
         if self._num_calls >= _NUM_CALLS:
             return 0
         compared = [leaf for leaf in call.leaves if leaf.column or (leaf.split and not leaf.counts_items)]
@@ -61,9 +59,7 @@ class EqualBatches:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of up to `_MOST_SAMPLES` elements, at random positions, because evenly spaced ones could all be borders
-    of images.
-    """
+    """The bytes of up to `_MOST_SAMPLES` elements, at random, as evenly spaced ones could all be borders of images."""
     chosen = tensor.detach()
     if chosen.numel() > _MOST_SAMPLES:
         places = torch.randint(chosen.numel(), (_MOST_SAMPLES,), generator=torch.Generator().manual_seed(0))

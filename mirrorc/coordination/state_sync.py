@@ -33,13 +33,9 @@ class TakenValues:
         self._ids = self._ids_now()
 
     def broadcast_from_source(self, agreed: Agreement, written: int) -> None:
-        """Broadcasts parameters, buffers, optimizer state and the scaler from the agreement's source.
+        """Broadcasts parameters, buffers, optimizer state and the scaler. ``written`` is that of `Announcements`.
 
-        Args:
-            written: see `Announcements.written`.
-
-        Raises:
-            CommunicationError: shards of the optimizer's state may be of different steps; raised by all workers.
+        All workers raise CommunicationError if shards of the optimizer's state may be of different steps.
         """
         if written not in (0, agreed.written) and self._ids is not None:
             source = f"worker {agreed.source}"

@@ -26,7 +26,6 @@ from mirrorc.messages.problem import problem
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
-from mirrorc.runtime.state.shared.torn_state import TornState
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.protocol.checksums import checksums_of, checksums_of_state, updated_as_a_whole
 from mirrorc.runtime.workers.protocol.header import Agreement
@@ -40,10 +39,7 @@ _SLACK_SECONDS = 5.0
 _MOST_MEETINGS = 4  # of one call; the second is after values were taken over, or other programs looked up
 _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
-
-current_block: ContextVar[Sequence[TeamCoordinator]] = ContextVar(
-    "steps of the block around this thread's code", default=()
-)
+current_block: ContextVar[Sequence[TeamCoordinator]] = ContextVar("the block around this thread's code", default=())
 
 
 class TeamCoordinator(Coordinator):
@@ -54,10 +50,6 @@ class TeamCoordinator(Coordinator):
 
     An optimizer that is not element-wise runs on every worker, because the chief may leave its loop first. It gets the
     same sums and random numbers on all workers, which compare its parameters before each call.
-
-    Attributes:
-        call_without_examples: the last call without its examples; None before the first call.
-        rows_elsewhere: numbers of rows gathered by other workers in this call; None if unknown or none.
     """
 
     team: Team
@@ -70,8 +62,8 @@ class TeamCoordinator(Coordinator):
         self.team = Team(options.cluster, options.compilation.name, options.timeout_seconds, home)
         self._before_call: Callable[[], object] | None = None  # set inside of a block of join()
         self._has_left = False  # this worker's loop in the block has ended
-        self.rows_elsewhere: RowsElsewhere | None = None
-        self.call_without_examples: Call | None = None
+        self.rows_elsewhere: RowsElsewhere | None = None  # gathered by other workers in this call
+        self.call_without_examples: Call | None = None  # the last one
         self._equal_batches = EqualBatches(self.team.cluster.rank)
         self._batch = 0  # digest of the batch of this call
         self._num_row_meetings = 0
@@ -125,12 +117,7 @@ class TeamCoordinator(Coordinator):
     # A call, from its beginning to its end
 
     def begin_call(self) -> None:
-        """In a block of several steps, workers first agree on the step to call.
-
-        Raises:
-            ExecutionError: this thread is in the block of other steps.
-            CommunicationError: workers call different steps of their block, or a worker has failed.
-        """
+        """In a block of several steps, workers first agree on the step to call."""
         refuse_within_others(self, "a step was called")
         if self._before_call is not None:
             self._before_call()
@@ -144,18 +131,12 @@ class TeamCoordinator(Coordinator):
             with self.team.call(lambda: self._state.is_whole, self._torn, has_left=self._has_left):
                 yield
         finally:
-            self._guard_torn(torn_before)
-            if self.team.have_parted and not had_parted:
-                self._go_on_from_a_checkpoint()
-
-    def _guard_torn(self, guarded: TornState | None) -> None:
-        torn = self._state.torn
-        if torn is not None and torn is not guarded:
-            torn.guard(self._options.model, self.optimizers.optimizers)
-
-    def _go_on_from_a_checkpoint(self) -> None:
-        self._state.accumulated.clear()
-        self._state.unsent.forget()
+            torn = self._state.torn
+            if torn is not None and torn is not torn_before:
+                torn.guard(self._options.model, self.optimizers.optimizers)
+            if self.team.have_parted and not had_parted:  # the user goes on from a checkpoint
+                self._state.accumulated.clear()
+                self._state.unsent.forget()
 
     def _torn(self) -> str:
         torn = self._state.torn
@@ -176,12 +157,7 @@ class TeamCoordinator(Coordinator):
         """None if all programs match, so that the call continues.
 
         If the users' writes differ, or a worker has new variables, broadcasts one worker's values and returns a retry.
-
-        Args:
-            executor: on a worker whose loop has ended, the last call's.
-            num_examples: by replica; empty on a worker whose loop has ended.
-            is_stale: the user has changed the optimizer's state since the last step.
-            backward: of a forward of a module.
+        On a worker whose loop has ended, ``executor`` is of the last call, and ``num_examples`` is empty.
         """
         self._num_meetings += 1
         self.team.stop_on_failure(executor.interrupt)
@@ -244,10 +220,8 @@ class TeamCoordinator(Coordinator):
     def compare_replicas(self, program: Program) -> None:
         """Every ``check_replicas_every`` steps, compares the workers' copies of variables and optimizer state.
 
-        Buffers that the program writes are left out, because an evaluation on one worker may have written them.
-
-        Raises:
-            CommunicationError: copies differ; raised by all workers at each step until copies are written again.
+        Buffers that the program writes are left out, because an evaluation on one worker may have written them. If
+        copies differ, all workers raise CommunicationError, at each step until copies are written again.
         """
         every = self._options.check_replicas_every
         if not every or self._num_steps % every:
@@ -274,11 +248,7 @@ class TeamCoordinator(Coordinator):
         return stream_of_chief(self.team) if runs_by_itself else nullcontext()
 
     def take_part(self, executor: Executor, last: Executor) -> None:
-        """Prepares a run of ``executor`` without examples, in place of the last call's program.
-
-        Raises:
-            ExecutionError: ``executor`` has other exchanges than ``last``, for which the other workers would wait.
-        """
+        """Prepares a run of ``executor`` without examples; refuses other exchanges than those of ``last``."""
         self.team.stop_on_failure(executor.interrupt)
         if self._announcements.facts_of(executor).texts != self._announcements.facts_of(last).texts:
             raise problem(
@@ -304,18 +274,17 @@ class TeamCoordinator(Coordinator):
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Also makes buffers equal on all workers. ``loss`` is None without examples.
-
-        Args:
-            dtype: of the loss; None in forward of a module, whose buffers become equal in `end_backward`.
-        """
+        """Also makes buffers equal on all workers; those of a module's forward, without ``dtype``, in `end_backward`."""
         self.team.end_updates()
         if dtype is None:
             self.team.finish()
             return None
-        total = total_loss(self.team.control, loss)
+        total = torch.zeros((), dtype=torch.float64)
+        if loss is not None:
+            total.copy_(loss.detach())
+        self.team.control.all_reduce(total)
         if not executor.commit.is_skipped:
-            show_buffers(self.team.control, executor.program, self._state, self.agreed, self._num_present)
+            _show_buffers(self.team.control, executor.program, self._state, self.agreed, self._num_present)
         self.team.finish()
         return total.to(self._options.devices[0].torch_device, dtype)
 
@@ -326,17 +295,13 @@ class TeamCoordinator(Coordinator):
 
     def end_backward(self, program: Program) -> None:
         self.team.end_updates()
-        show_buffers(self.team.control, program, self._state, self.agreed, self._num_present)
+        _show_buffers(self.team.control, program, self._state, self.agreed, self._num_present)
         self.team.finish()
 
     # Besides training calls
 
     def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
-        """Gathers sharded optimizer state on all workers, in a separate call.
-
-        Raises:
-            ExecutionError: called within `mirrorc.step.Step.join`, because other workers may have left their loops.
-        """
+        """Gathers sharded optimizer state on all workers, in a separate call."""
         if self._options.program_workers.shards_optimizer:
             refuse_within_others(self, "step.gather_optimizer_state() was called")
             exclusively(self._gather_state)
@@ -378,9 +343,7 @@ class TeamCoordinator(Coordinator):
 
 
 def refuse_within_others(coordinator: TeamCoordinator, action: str) -> None:
-    """Raises ExecutionError in a block of other steps, because some workers may have left it. ``action`` is a clause of
-    the error.
-    """
+    """Refuses an action in a block of other steps, because some workers may have left it."""
     block = current_block.get()
     if block and coordinator not in block:
         why = "a worker that has left takes part in the calls of its step alone, and the two would wait for each other"
@@ -388,16 +351,7 @@ def refuse_within_others(coordinator: TeamCoordinator, action: str) -> None:
         raise problem(ExecutionError, f"MC6302: {action} inside of step.join() of another step", why, fix)
 
 
-def total_loss(control: ControlCollectives, local: torch.Tensor | None) -> torch.Tensor:
-    """The sum over workers, a float64 scalar on the CPU. ``local`` is None without examples."""
-    total = torch.zeros((), dtype=torch.float64)
-    if local is not None:
-        total.copy_(local.detach())
-    control.all_reduce(total)
-    return total
-
-
-def show_buffers(
+def _show_buffers(
     control: ControlCollectives, program: Program, state: StepState, agreed: Agreement, num_present: int
 ) -> None:
     """Gives written buffers equal values on all workers: the mean, or the values of the first worker with examples."""

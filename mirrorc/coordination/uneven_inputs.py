@@ -27,13 +27,10 @@ class JoinedStep:
 
 @contextmanager
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
-    """A context for a loop. When its loop ends, a worker takes part in calls of other workers until all loops have
-    ended.
+    """A context for a loop, whose end leaves this worker in the calls of others until all loops have ended. Without
+    ``steps`` it does nothing.
 
-    An exception in the context ends the next call of the other workers. Without ``steps``, the context does nothing.
-
-    Raises:
-        ExecutionError: the context is entered within another one.
+    An exception in the context ends the next call of the other workers.
     """
     if not steps:
         yield
@@ -67,9 +64,7 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
 
 
 def _take_turn(steps: Sequence[JoinedStep], number: int) -> int | None:
-    """The step to call, on which all workers agree over the connections of the first step: a worker whose loop has ended
-    does not know it. None if all loops have ended.
-    """
+    """The step to call, agreed on over the first step, as workers that have left do not know it; None if all have left."""
     if len(steps) == 1:
         return 0
     first = steps[0]

@@ -7,11 +7,7 @@ from mirrorc.options.step_options import StepOptions
 
 
 def why_sizes_are_numbers(options: StepOptions, *, sends_factors: bool, front_end: str = "") -> str:
-    """Why sizes of arguments cannot be symbols; empty if they can.
-
-    Args:
-        front_end: the front end of the capture; empty before the first one.
-    """
+    """Why sizes of arguments cannot be symbols; empty if they can. ``front_end`` is empty before the first capture."""
     if sends_factors:
         return "workers may send each other factors of gradients, of which they know how many there are"
     if options.activation_memory is not None:
