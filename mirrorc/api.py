@@ -431,7 +431,7 @@ def _pipeline_parameters(request: Request, optimizers: OptimizerGroups, model_st
     same = ("order", "link", "microbatches", "check_finite", "early_update", "compression", "shard_optimizer")
     return {
         **{name: asked[name] for name in same},
-        "buckets": planned_buckets(asked["buckets"], workers, devices),
+        "buckets": planned_buckets(request),
         "algorithm": checked_algorithm(request),
         "over_workers": workers.are_several,
         "fused_groups": optimizers.fused(devices[0].torch_device.type),

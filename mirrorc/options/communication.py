@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from numbers import Real
@@ -12,9 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from mirrorc.cluster.bounded_calls import seconds_of
 from mirrorc.compression import Payload, TopK
 from mirrorc.ir import ops
-from mirrorc.ir.devices import Device
 from mirrorc.ir.links import best_link, carrier_of, link_named, link_names, why_no_factors_for_workers
-from mirrorc.ir.workers import Workers
 from mirrorc.messages.problem import problem, with_line
 from mirrorc.options.option import Exclusion, NeededPasses, OptionGroup, Request, option
 from mirrorc.packing import CAP_BETWEEN_HOSTS_MB, ByBytes, GradientOrder, Packing, Plan, check_order, may_cut, plan_of
@@ -227,12 +224,12 @@ class Communication(OptionGroup):
             link_named(self.link)
 
 
-def planned_buckets(buckets: Any, workers: Workers, devices: Sequence[Device]) -> Plan:
+def planned_buckets(request: Request) -> Plan:
     """With "auto", caps depend on the connection: between hosts for several workers on CPUs, else within a host."""
-    if buckets != "auto":
-        return plan_of(buckets)
-    are_cpus = all(device.torch_device.type == "cpu" for device in devices)
-    return ByBytes(CAP_BETWEEN_HOSTS_MB) if workers.are_several and are_cpus else ByBytes()
+    if request["buckets"] != "auto":
+        return plan_of(request["buckets"])
+    are_between_hosts = request.workers.are_several and request.device_type == "cpu"
+    return ByBytes(CAP_BETWEEN_HOSTS_MB) if are_between_hosts else ByBytes()
 
 
 def checked_algorithm(request: Request) -> AllReduceAlgorithm | None:
