@@ -32,7 +32,7 @@ class ProgramRuns:
     def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:
         self._options, self._num_threads, self._step_seconds = options, num_threads, step_seconds
         self._interrupts = interrupts
-        self.pool: DevicePool | None = None  # before the first run
+        self.pool: DevicePool | None = None  # None before the first run
         self.last: Executor | None = None  # of the last call or of `prepare`
         self.last_update: Executor | None = None
         self.num_updates = 0

@@ -37,8 +37,8 @@ class ForwardAndBackward:
     num_saved: int  # values, which are arguments of backward after the tangents
     gradients_of_leaves: Mapping[int, str]  # backward's output, by tensor of the batch
     reached: Mapping[str, frozenset[int]]  # by parameter or output of backward, tangents on which its gradient depends
-    read_variables: frozenset[str]  # by backward, again
-    read_leaves: frozenset[int]  # tensors of the batch, by backward, again
+    read_variables: frozenset[str]  # that backward reads again
+    read_leaves: frozenset[int]  # tensors of the batch that backward reads again
 
 
 def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> ForwardAndBackward:

@@ -108,7 +108,7 @@ class Specialization:
     batch: CallKind  # of the call for which the program was compiled
     outputs: Outputs | None = None
     shard_of_replica: tuple[int | None, ...] = ()  # the index of each replica's graph; None without examples
-    loss_dtype: torch.dtype | None = None  # for an evaluation
+    loss_dtype: torch.dtype | None = None  # None for an evaluation
     sizes: SymbolicSizes | None = None
     symbolic: SymbolicDims = ()
     backward: Backward | None = None  # for a module's forward

@@ -27,10 +27,9 @@ class JoinedStep:
 
 @contextmanager
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
-    """A context for a loop, whose end leaves this worker in the calls of others until all loops have ended. Without
-    ``steps`` it does nothing.
+    """A context for a loop. At its end, this worker takes part in calls of others until all loops have ended.
 
-    An exception in the context ends the next call of the other workers.
+    An exception in the context ends the next call of the other workers. Without ``steps`` it does nothing.
     """
     if not steps:
         yield
