@@ -42,7 +42,7 @@ def save_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
         ExecutionError, CommunicationError: as `Step.state_dict`; or another worker failed.
     """
     whole = Path(folder)
-    unfinished, old = _beside(whole, "unfinished"), _beside(whole, "old")
+    unfinished, old = beside(whole, "unfinished"), beside(whole, "old")
     state = step.state_dict()
     own = {"worker": state.pop("worker")}
     taken = others.keys() & {*state, *own}
@@ -54,7 +54,7 @@ def save_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
         )
     with _on_all(step):
         if step.is_chief:
-            if whole.exists() and not _is_checkpoint(whole):
+            if whole.exists() and not is_checkpoint(whole):
                 raise problem(
                     ValueError,
                     f"MC7004: save_checkpoint() would replace {whole}, which is no checkpoint",
@@ -63,20 +63,20 @@ def save_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
     with _on_all(step):
-        _write(unfinished / f"worker-{step.rank}", own)
+        write(unfinished / f"worker-{step.rank}", own)
         if step.is_chief:
             saved = {
                 name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in others.items()
             }
-            _write(unfinished, {**state, **saved})
+            write(unfinished, {**state, **saved})
     with _on_all(step):
         if step.is_chief:
-            _sync(unfinished)
+            sync(unfinished)
             shutil.rmtree(old, ignore_errors=True)
             if whole.exists():
                 os.rename(whole, old)
             os.rename(unfinished, whole)
-            _sync(whole.parent)
+            sync(whole.parent)
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -97,9 +97,9 @@ def load_checkpoint(step: Step, folder: str | os.PathLike[str], **others: Any) -
             saved. Nothing was changed.
     """
     whole = Path(folder)
-    if not whole.exists() and _is_checkpoint(_beside(whole, "old")):
-        whole = _beside(whole, "old")  # a process ended between the two renames
-    if not _is_checkpoint(whole):
+    if not whole.exists() and is_checkpoint(beside(whole, "old")):
+        whole = beside(whole, "old")  # a process ended between the two renames
+    if not is_checkpoint(whole):
         why = "a torch.save file is read by torch.load"
         fix = "mirrorc.load_checkpoint(step, 'run/last'), the folder that save_checkpoint was given"
         raise problem(FileNotFoundError, f"MC7004: {whole} has no checkpoint of mirrorc.save_checkpoint", why, fix)
@@ -153,15 +153,15 @@ def _on_all(step: Step) -> Iterator[None]:
 # Folders of `torch.distributed.checkpoint` with trees of tensors and other objects
 
 
-def _beside(folder: Path, what: str) -> Path:
+def beside(folder: Path, what: str) -> Path:
     return folder.with_name(f".{folder.name}.{what}")
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
     return (folder / ".metadata").is_file() and (folder / "worker-0" / ".metadata").is_file()
 
 
-def _write(folder: Path, tree: Mapping[str, Any]) -> None:
+def write(folder: Path, tree: Mapping[str, Any]) -> None:
     """Writes a tree of dicts, lists and tuples: tensors by their paths (``model.0.weight``), all else as one object."""
     from torch.distributed import checkpoint as dcp  # imports take a second
 
@@ -189,7 +189,7 @@ def read(folder: Path) -> dict[str, Any]:
     return tree
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Waits until the names in a folder are on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
