@@ -284,7 +284,7 @@ class TeamCoordinator(Coordinator):
             total.copy_(loss.detach())
         self.team.control.all_reduce(total)
         if not executor.commit.is_skipped:
-            _show_buffers(self.team.control, executor.program, self._state, self.agreed, self._num_present)
+            show_buffers(self.team.control, executor.program, self._state, self.agreed, self._num_present)
         self.team.finish()
         return total.to(self._options.devices[0].torch_device, dtype)
 
@@ -295,7 +295,7 @@ class TeamCoordinator(Coordinator):
 
     def end_backward(self, program: Program) -> None:
         self.team.end_updates()
-        _show_buffers(self.team.control, program, self._state, self.agreed, self._num_present)
+        show_buffers(self.team.control, program, self._state, self.agreed, self._num_present)
         self.team.finish()
 
     # Besides training calls
@@ -351,7 +351,7 @@ def refuse_within_others(coordinator: TeamCoordinator, action: str) -> None:
         raise problem(ExecutionError, f"MC6302: {action} inside of step.join() of another step", why, fix)
 
 
-def _show_buffers(
+def show_buffers(
     control: ControlCollectives, program: Program, state: StepState, agreed: Agreement, num_present: int
 ) -> None:
     """Gives written buffers equal values on all workers: the mean, or the values of the first worker with examples."""
